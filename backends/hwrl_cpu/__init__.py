@@ -1,0 +1,114 @@
+"""The reference backend: hwrl on the CPU. Copy this file to begin a backend of your own.
+
+"Device" memory is the C heap, where torch's CPU tensors live; "pinned" memory is anonymous mmap. They are two pools,
+so offloading to the host really frees device memory, and the tests that every backend must pass mean something here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import hwrl
+from hwrl.backend import Backend, BackendInfo, Capability, MemoryInfo, ProbeContext, ProbeResult, Support
+from hwrl_cpu import heap
+from hwrl_cpu.inline import InlineEvent, InlineStream
+
+if TYPE_CHECKING:
+    import torch
+
+INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo collectives", fallback=True)
+
+_SUPPORT = {
+    Capability.STREAMS: Support("unsupported", "CPU work runs in the calling thread; streams are inline"),
+    Capability.PINNED_MEMORY: Support("supported", "host memory is anonymous mmap, apart from the heap"),
+    Capability.MEMORY_STATS: Support("supported", "counted by the C library"),
+    Capability.COMM_ABORT: Support("unverified", "to be proven"),
+    Capability.DEVICE_IPC: Support("unsupported", "heap memory cannot be opened by another process"),
+}
+
+
+@hwrl.hookimpl
+def hwrl_backend_info() -> BackendInfo:
+    return INFO
+
+
+@hwrl.hookimpl
+def hwrl_probe(context: ProbeContext) -> ProbeResult:
+    if not context.has_module("torch"):
+        return ProbeResult("no", "torch is not installed")
+    return ProbeResult("yes", "every machine has a CPU")
+
+
+@hwrl.hookimpl
+def hwrl_create_backend() -> Backend:
+    return CpuBackend(INFO)
+
+
+class CpuBackend(Backend):
+    """The CPU: one device, whose work is done when a call returns."""
+
+    def supports(self, capability: Capability) -> Support:
+        if capability is Capability.MEMORY_STATS and not heap.can_count():
+            return Support("unsupported", "this C library has no mallinfo2")
+        return _SUPPORT[capability]
+
+    def device(self, index: int | None = None) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_index(self) -> int:
+        return 0
+
+    def set_device(self, index: int) -> None:
+        if index != 0:
+            raise hwrl.HwrlError(f"there is no CPU device {index}", why="all cores are device 0", fix="use device 0")
+
+    def synchronize(self) -> None:
+        """Return at once: CPU work is done when its call returns."""
+
+    def stream(self) -> InlineStream:
+        return InlineStream()
+
+    def current_stream(self) -> InlineStream:
+        return InlineStream()
+
+    def event(self, *, timing: bool = False) -> InlineEvent:
+        return InlineEvent()
+
+    def memory_info(self) -> MemoryInfo:
+        page = os.sysconf("SC_PAGE_SIZE")
+        used = heap.allocated_nbytes()
+        return MemoryInfo(
+            free_nbytes=os.sysconf("SC_AVPHYS_PAGES") * page,
+            total_nbytes=os.sysconf("SC_PHYS_PAGES") * page,
+            allocated_nbytes=used,
+            reserved_nbytes=used,
+            peak_nbytes=heap.peak_resident_nbytes(),
+        )
+
+    def empty_cache(self) -> None:
+        ctypes.CDLL(None).malloc_trim(0)
+
+    def pinned_empty(self, nbytes: int) -> torch.Tensor:
+        import torch
+
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+    def rng_state(self) -> torch.Tensor:
+        import torch
+
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        import torch
+
+        torch.set_rng_state(state)

@@ -1,0 +1,352 @@
+"""What a device is: :class:`Backend`, its :class:`BackendInfo`, its capabilities, and what a probe answers.
+
+A backend package gives three hooks (:mod:`hwrl.hookspecs`): its info, a probe and a factory. ``Backend(info)`` is
+already complete for a device that torch knows; a subclass overrides a method only where the device differs or can
+do it faster. This module imports torch inside functions, so that a probe can run before torch is importable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from hwrl.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup, Store
+
+API_VERSION = (1, 0)
+"""(major, minor) of the plugin interface. A plugin of another major version is refused."""
+
+
+class Capability(StrEnum):
+    """What a backend may or may not be able to do. Ask with :meth:`Backend.supports`, insist with ``require``."""
+
+    STREAMS = "streams"
+    """Work can be queued on a side stream and run while the caller goes on."""
+    PINNED_MEMORY = "pinned_memory"
+    """Host memory can be page-locked, so that copies to and from the device are asynchronous."""
+    MEMORY_STATS = "memory_stats"
+    """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
+    COMM_ABORT = "comm_abort"
+    """A collective that is blocked can be ended from another thread."""
+    DEVICE_IPC = "device_ipc"
+    """Device memory can be opened by another process of the same host."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether something works, and why. ``unverified`` means: expected to work, not proven on this device."""
+
+    state: Literal["supported", "unsupported", "unverified"]
+    reason: str
+
+    @property
+    def usable(self) -> bool:
+        """True unless the state is ``unsupported``."""
+        return self.state != "unsupported"
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """The identity of a backend; plain data, needed before anything is imported.
+
+    ``device_type`` is torch's word for the device, kept as a string because torch may not know it yet.
+    ``fallback`` marks a backend that runs anywhere: detection takes it only when no evidence of any other device
+    exists and nothing went wrong.
+    """
+
+    name: str
+    device_type: str
+    description: str
+    api: tuple[int, int] = API_VERSION
+    fallback: bool = False
+
+
+@dataclass(frozen=True)
+class ProbeContext:
+    """What a probe may look at, injectable so that probes are testable without hardware."""
+
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    find_spec: Callable[[str], object | None] = importlib.util.find_spec
+    root: Path = Path("/")
+
+    def device_files(self, pattern: str) -> tuple[str, ...]:
+        """Return the paths under the file-system root that match ``pattern``, sorted, as absolute strings.
+
+        >>> ProbeContext().device_files("dev/nul[l]")
+        ('/dev/null',)
+        """
+        return tuple(sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern)))
+
+    def has_module(self, name: str) -> bool:
+        """Return whether the top-level module ``name`` could be imported, without importing it."""
+        return self.find_spec(name) is not None
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """A probe's answer. ``evidence`` lists what shows that the device exists (device files), even if it can't run.
+
+    ``rank`` orders several ``yes``: the highest wins, a tie is an error.
+    """
+
+    answer: Literal["yes", "no", "unknown"]
+    reason: str
+    evidence: tuple[str, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Bytes on one device. ``free`` and ``total`` are device-wide; the others count this process's tensors."""
+
+    free_nbytes: int
+    total_nbytes: int
+    allocated_nbytes: int
+    reserved_nbytes: int
+    peak_nbytes: int
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """How processes are given devices: pure functions of an environment, no device context.
+
+    ``visible_variable`` is the variable that narrows the devices a process sees (None: the device cannot be
+    narrowed). ``ray_resource`` is the device's resource name in Ray (None: it is scheduled by CPU cores).
+    """
+
+    visible_variable: str | None = None
+    ray_resource: str | None = None
+
+    def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
+        """Return the physical ids that ``env`` makes visible, in order, or None if it does not narrow them."""
+        if self.visible_variable is None or self.visible_variable not in env:
+            return None
+        text = env[self.visible_variable].strip()
+        try:
+            ids = tuple(int(part) for part in text.split(",")) if text else ()
+        except ValueError as exc:
+            raise ConfigError(
+                f"{self.visible_variable}={text!r} cannot be read",
+                why="it must be device numbers separated by commas",
+                fix=f"set it like {self.visible_variable}=0,1 or unset it",
+            ) from exc
+        if len(set(ids)) != len(ids) or any(index < 0 for index in ids):
+            raise ConfigError(
+                f"{self.visible_variable}={text!r} is not a set of devices",
+                why="a number is negative or stands there twice",
+                fix=f"give each device once, like {self.visible_variable}=0,1",
+            )
+        return ids
+
+    def to_physical(self, logical: int, env: Mapping[str, str]) -> int:
+        """Return the machine's number of the device that a process under ``env`` calls ``logical``."""
+        ids = self.visible(env)
+        if ids is None:
+            return logical
+        if not 0 <= logical < len(ids):
+            raise ConfigError(
+                f"device {logical} is not visible",
+                why=f"{self.visible_variable} shows {len(ids)} devices",
+                fix="ask for a smaller number or show more devices",
+            )
+        return ids[logical]
+
+    def render(self, physical: Sequence[int]) -> dict[str, str]:
+        """Return the environment that makes exactly the devices ``physical`` visible."""
+        if self.visible_variable is None:
+            return {}
+        return {self.visible_variable: ",".join(str(index) for index in physical)}
+
+    def ray_options(self, count: int) -> dict[str, Any]:
+        """Return the ``ray.remote`` options that reserve ``count`` devices for an actor."""
+        if self.ray_resource is None:
+            return {"num_cpus": count}
+        return {"resources": {self.ray_resource: count}}
+
+
+class StreamLike(Protocol):
+    """The part of ``torch.Stream`` that hwrl uses."""
+
+    def synchronize(self) -> None:
+        """Block the host until everything queued here is done."""
+
+    def wait_event(self, event: Any) -> None:
+        """Make later work on this stream wait for ``event``; does not block the host."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Make later work on this stream wait for what ``stream`` holds now; does not block the host."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Mark this point of the stream in ``event`` (a new one if None) and return it."""
+
+    def query(self) -> bool:
+        """Return whether everything queued here is done."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *exc: Any) -> Any: ...
+
+
+class Backend:
+    """One kind of device, in this process.
+
+    Complete for any device with a torch device module; override only what differs. Methods act on the current
+    device of the calling thread. None of them is a silent no-op: what a device cannot do raises
+    :class:`~hwrl.errors.UnsupportedError`.
+    """
+
+    devices: DeviceMap = DeviceMap()
+
+    def __init__(self, info: BackendInfo) -> None:
+        self.info = info
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.info.name!r} on {self.info.device_type!r}>"
+
+    # -- capabilities -------------------------------------------------------------------------------------------
+
+    def supports(self, capability: Capability) -> Support:
+        """Return whether this backend has ``capability``, with the reason."""
+        if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT):
+            return Support("unsupported", "the backend does not implement it")
+        return Support("unverified", "torch's generic implementation, not proven on this device")
+
+    def require(self, capability: Capability, *, needed_for: str) -> None:
+        """Raise :class:`~hwrl.errors.UnsupportedError` unless ``capability`` is usable."""
+        support = self.supports(capability)
+        if not support.usable:
+            raise UnsupportedError(
+                f"cannot {needed_for}",
+                why=f"backend {self.info.name!r} lacks {capability.value!r}: {support.reason}",
+                fix="choose another backend, or turn the feature off that needs it",
+            )
+
+    # -- device and streams -------------------------------------------------------------------------------------
+
+    @property
+    def device_module(self) -> Any:
+        """torch's module for this device, for what hwrl does not cover."""
+        import torch
+
+        return torch.get_device_module(self.info.device_type)
+
+    def device(self, index: int | None = None) -> torch.device:
+        """Return device ``index``, or the current device of this thread."""
+        import torch
+
+        return torch.device(self.info.device_type, self.current_index() if index is None else index)
+
+    def device_count(self) -> int:
+        """Return the number of devices that this process sees; 0 is an answer, not an error."""
+        return int(self.device_module.device_count())
+
+    def current_index(self) -> int:
+        """Return the index of this thread's current device."""
+        return int(self.device_module.current_device())
+
+    def set_device(self, index: int) -> None:
+        """Make device ``index`` this thread's current one. Creates no context by itself."""
+        self.device_module.set_device(index)
+
+    def synchronize(self) -> None:
+        """Block until all work queued on the current device is done."""
+        self.device_module.synchronize()
+
+    def stream(self) -> StreamLike:
+        """Return a new side stream of the current device."""
+        import torch
+
+        return torch.Stream(device=self.device())  # type: ignore[no-any-return, unused-ignore] # untyped before 2.12
+
+    def current_stream(self) -> StreamLike:
+        """Return the stream on which this thread's work is queued."""
+        import torch
+
+        return torch.accelerator.current_stream(self.device())
+
+    def event(self, *, timing: bool = False) -> Any:
+        """Return a ``torch.Event``; with ``timing`` it can measure ``elapsed_time`` in milliseconds."""
+        import torch
+
+        return torch.Event(device=self.device(), enable_timing=timing)
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager that marks a named range in the profiler's timeline."""
+        import torch
+
+        return torch.profiler.record_function(name)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def memory_info(self) -> MemoryInfo:
+        """Return what is used and free on the current device."""
+        module = self.device_module
+        free, total = module.mem_get_info()
+        return MemoryInfo(
+            free_nbytes=free,
+            total_nbytes=total,
+            allocated_nbytes=module.memory_allocated(),
+            reserved_nbytes=module.memory_reserved(),
+            peak_nbytes=module.max_memory_allocated(),
+        )
+
+    def empty_cache(self) -> None:
+        """Give unused cached device memory back to the device."""
+        self.device_module.empty_cache()
+
+    def pinned_empty(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` of uninitialised page-locked host memory as a 1-d uint8 tensor; the caller owns it."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    # -- random numbers -----------------------------------------------------------------------------------------
+
+    def rng_state(self) -> torch.Tensor:
+        """Return the state of the current device's default generator, a uint8 tensor on the host."""
+        state: torch.Tensor = self.device_module.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore a state that :meth:`rng_state` returned."""
+        self.device_module.set_rng_state(state)
+
+    # -- collectives: what :mod:`hwrl.comm` builds on -----------------------------------------------------------
+
+    def comm_library(self) -> str:
+        """Return the name under which torch.distributed knows this device's collective library."""
+        import torch.distributed as dist
+
+        return str(dist.get_default_backend_for_device(self.info.device_type))
+
+    def create_process_group(
+        self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
+    ) -> ProcessGroup:
+        """Return a process group of its own over ``store``; it joins no default group and changes none.
+
+        All ``size`` ranks must call it with the same ``store`` contents and ``name``. Blocks until the library's own
+        rendezvous is done, where it has one.
+        """
+        from torch.distributed import distributed_c10d as c10d
+
+        # The helper is private but is the only entry that serves built-in and third-party libraries alike, without
+        # touching the default group. Replace when torch has a public one.
+        group, _ = c10d._new_process_group_helper(
+            size, rank, [], self.comm_library(), store, group_name=name, timeout=timeout
+        )
+        return group  # type: ignore[no-any-return, unused-ignore] # the helper is annotated only from 2.13 on
+
+    def abort_process_group(self, group: ProcessGroup) -> None:
+        """End every collective of ``group`` that is blocked in another thread, and make the group unusable."""
+        self.require(Capability.COMM_ABORT, needed_for="abort a process group")
+        group.abort()

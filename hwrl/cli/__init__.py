@@ -1,0 +1,39 @@
+"""The ``hwrl`` command. Each subcommand is a module with ``HELP``, ``configure(parser)`` and ``run(args)``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from hwrl import __version__
+from hwrl.errors import HwrlError
+
+COMMANDS = ("train", "doctor", "bench", "conformance")
+"""Names of the subcommands, and of the modules in this package; a module is imported only when it is asked for."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 2 wrong usage."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = _parser(words).parse_args(words)
+    try:
+        status: int = args.run(args)
+    except HwrlError as error:
+        print(f"hwrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hwrl", description="Reinforcement learning on any accelerator.")
+    parser.add_argument("--version", action="version", version=f"hwrl {__version__}")
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(COMMANDS) + "}")
+    for name in [chosen] if chosen in COMMANDS else COMMANDS:
+        module = importlib.import_module(f"hwrl.cli.{name}")
+        subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
+        module.configure(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser

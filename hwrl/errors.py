@@ -1,0 +1,152 @@
+"""Every error that hwrl raises: what failed, why, and what to do.
+
+HwrlError
+ ├─ BackendError
+ │   ├─ BackendNotFoundError        no backend has that name
+ │   ├─ BackendUnavailableError     the named backend cannot run here
+ │   ├─ BackendAmbiguousError       several backends could run, or none safely
+ │   ├─ BackendLoadError            a plugin is broken, duplicate, misspelt or for another API version
+ │   └─ BackendAlreadyChosenError   a second, different choice
+ ├─ UnsupportedError                the backend lacks a capability
+ ├─ CommError
+ │   ├─ CommTimeoutError            a peer did not come in time
+ │   ├─ CommAbortedError            the group was aborted
+ │   └─ PeerLostError               a member of the group died
+ ├─ MemoryStateError                offloaded memory was used, or an offload cannot be done
+ ├─ WeightsError
+ │   ├─ LayoutMismatchError         sender and receiver disagree about the tensors
+ │   ├─ TransferFailedError         a weight transfer did not commit
+ │   └─ QuarantinedError            this receiver was excluded from the transfer
+ ├─ CheckpointError
+ │   ├─ CheckpointNotFoundError     nothing complete to resume from
+ │   ├─ CheckpointCorruptError      the manifest and the files disagree
+ │   └─ CheckpointSaveError         a save did not commit
+ ├─ ConfigError                     a configuration value is wrong
+ ├─ DataError                       a data set or a reward function is wrong
+ └─ EngineError                     a train or rollout engine cannot do what was asked
+"""
+
+from __future__ import annotations
+
+import re
+
+
+class HwrlError(Exception):
+    """Base of all hwrl errors.
+
+    ``what`` failed, ``why``, and the ``fix``; all three are in the message and are attributes. ``code`` is the
+    class's section in ``docs/errors.md``. Survives pickling, so it reads the same from another process.
+    """
+
+    code = "hwrl"
+
+    def __init_subclass__(cls) -> None:
+        cls.code = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__.removesuffix("Error")).lower()
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = what, why, fix
+        lines = [what]
+        if why:
+            lines.append(f"  why: {why}")
+        if fix:
+            lines.append(f"  fix: {fix}")
+        super().__init__("\n".join([*lines, f"  see: docs/errors.md#{self.code}"]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.what, self.why, self.fix)
+
+
+def _rebuild(kind: type[HwrlError], what: str, why: str, fix: str) -> HwrlError:
+    return kind(what, why=why, fix=fix)
+
+
+class BackendError(HwrlError):
+    """Raised when a backend cannot be found, chosen or loaded."""
+
+
+class BackendNotFoundError(BackendError):
+    """Raised when no installed backend has the requested name."""
+
+
+class BackendUnavailableError(BackendError):
+    """Raised when the requested backend is installed but cannot run on this machine."""
+
+
+class BackendAmbiguousError(BackendError):
+    """Raised when detection cannot pick one backend safely."""
+
+
+class BackendLoadError(BackendError):
+    """Raised when a backend's plugin is broken, duplicate, misspelt or written for another API version."""
+
+
+class BackendAlreadyChosenError(BackendError):
+    """Raised by a second, different ``set_backend``."""
+
+
+class UnsupportedError(HwrlError):
+    """Raised when the backend lacks a capability; never replaced by a no-op."""
+
+
+class CommError(HwrlError):
+    """Raised when a process group or a collective failed."""
+
+
+class CommTimeoutError(CommError):
+    """Raised when a collective or a rendezvous did not finish in time; names the missing peer if it is known."""
+
+
+class CommAbortedError(CommError):
+    """Raised by operations on a group that was aborted or closed."""
+
+
+class PeerLostError(CommError):
+    """Raised when a member of the group closed its connection or died."""
+
+
+class MemoryStateError(HwrlError):
+    """Raised when offloaded memory is used, or when an offload or load cannot be done."""
+
+
+class WeightsError(HwrlError):
+    """Raised when weights cannot be planned, sent, received or committed."""
+
+
+class LayoutMismatchError(WeightsError):
+    """Raised at connect when sender and receiver disagree about names, dtypes or shapes."""
+
+
+class TransferFailedError(WeightsError):
+    """Raised when a transfer did not commit; the receivers go on serving the old version."""
+
+
+class QuarantinedError(WeightsError):
+    """Raised in a receiver that was excluded; it must connect again before it can serve new versions."""
+
+
+class CheckpointError(HwrlError):
+    """Raised when a checkpoint cannot be written or read."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """Raised when there is no complete checkpoint to load."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Raised when a checkpoint's files and its manifest disagree."""
+
+
+class CheckpointSaveError(CheckpointError):
+    """Raised when a save, in the foreground or the background, did not commit."""
+
+
+class ConfigError(HwrlError):
+    """Raised when a configuration key or value is wrong."""
+
+
+class DataError(HwrlError):
+    """Raised when a data set or a reward function cannot be used."""
+
+
+class EngineError(HwrlError):
+    """Raised when a train or rollout engine cannot do what was asked."""

@@ -1,0 +1,35 @@
+"""The whole extension surface of hwrl: every hook that a plugin can implement.
+
+A hook is used where code must run before torch, take part in choosing a backend, or be contributed by several
+plugins; what acts on a live device is a method of :class:`~hwrl.backend.Backend`. No hook is on a hot path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from hwrl.backend import Backend, BackendInfo, ProbeContext, ProbeResult
+
+hookspec = pluggy.HookspecMarker("hwrl")
+hookimpl = pluggy.HookimplMarker("hwrl")
+
+
+@hookspec(firstresult=True)
+def hwrl_backend_info() -> BackendInfo:
+    """Return the backend's identity. Must import nothing beyond hwrl and the standard library."""
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_probe(context: ProbeContext) -> ProbeResult:
+    """Say whether the backend can run here, with the reason, in milliseconds, without importing torch."""
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_create_backend() -> Backend:
+    """Return the backend. May import torch and the vendor's library; called once per process, when chosen."""
+    raise NotImplementedError
