@@ -1,0 +1,195 @@
+"""Run a function in several real processes, one of which a test may kill."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from hwrl.errors import HwrlError
+
+_GRACE_S = 5.0  # after one rank failed, the others get this long to report: they often wait for the failed one
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: ``value`` is what the function returned, or ``error`` is why there is none."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Run ``target(rank, *args)`` in ``size`` spawned processes and return what they returned, by rank.
+
+    ``target`` is a module-level function; arguments and results must survive pickling. Raises the first rank's
+    exception with a note that names the rank and holds its traceback. No process outlives the call.
+
+    >>> import math
+    >>> run_processes(math.ldexp, 2, 3)
+    [0.0, 8.0]
+    """
+    with Processes(target, size, *args, timeout_s=timeout_s) as processes:
+        ended = processes.outcomes(stop_on_error=True)
+    failed = [outcome.error for outcome in ended if outcome.error is not None]
+    if failed:
+        raise failed[0]
+    return [outcome.value for outcome in sorted(ended, key=lambda outcome: outcome.rank)]
+
+
+class Processes:
+    """``size`` spawned processes that run ``target(rank, *args)``; leaving the context kills those that still run.
+
+    ``timeout_s`` is a deadline for all of them, counted from entering the context. Children use one torch thread.
+    """
+
+    def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> None:
+        self._target, self._size, self._timeout_s = _Target.of(target), size, timeout_s
+        self._payload = pickle.dumps(args)
+        self._deadline = 0.0
+        self._children: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._ended: dict[int, Outcome] = {}
+
+    def __enter__(self) -> Processes:
+        context = multiprocessing.get_context("spawn")
+        self._deadline = time.monotonic() + self._timeout_s
+        for rank in range(self._size):
+            mine, theirs = context.Pipe(duplex=False)
+            child = context.Process(target=_child, args=(self._target, rank, self._payload, theirs), daemon=True)
+            child.start()
+            theirs.close()
+            self._children.append(child)
+            self._pipes.append(mine)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for rank, child in enumerate(self._children):
+            if child.is_alive():
+                self.kill(rank)
+            child.join()
+            self._pipes[rank].close()
+            child.close()
+
+    def kill(self, rank: int) -> None:
+        """Send SIGKILL to one rank, as ``kill -9`` would; its outcome is an error."""
+        pid = self._children[rank].pid
+        assert pid is not None, "started in __enter__"
+        os.kill(pid, signal.SIGKILL)
+
+    def wait(self, rank: int) -> Outcome:
+        """Block until ``rank`` ended or the deadline came, and return its outcome."""
+        if rank not in self._ended:
+            self._ended[rank] = self._read(rank, self._deadline)
+        return self._ended[rank]
+
+    def outcomes(self, *, stop_on_error: bool = False) -> list[Outcome]:
+        """Block until every rank ended or the deadline came; return the outcomes in the order in which they ended.
+
+        With ``stop_on_error`` a failed rank leaves the others five seconds.
+        """
+        waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(self._size) if rank not in self._ended}
+        deadline = self._deadline
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic())) or list(waiting)
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                self._ended[rank] = self._read(rank, deadline)
+                if stop_on_error and self._ended[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return list(self._ended.values())
+
+    def _read(self, rank: int, deadline: float) -> Outcome:
+        pipe = self._pipes[rank]
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            return Outcome(rank, error=_no_result(rank, "it was still running at the deadline"))
+        try:
+            value, error, text = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            self._children[rank].join()
+            return Outcome(rank, error=_no_result(rank, f"it ended with exit code {self._children[rank].exitcode}"))
+        if error is not None:
+            error.add_note(f"in rank {rank}:\n{text}")
+        return Outcome(rank, value, error)
+
+
+def _no_result(rank: int, why: str) -> HwrlError:
+    return HwrlError(f"rank {rank} gave no result", why=why, fix="look at what it printed")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a function lives; a test module is not always importable by its name, so the file is kept too."""
+
+    module: str
+    name: str
+    file: str | None
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> _Target:
+        module = inspect.getmodule(function)
+        if module is None or "<" in function.__qualname__:
+            raise HwrlError(
+                f"cannot run {function!r} in another process",
+                why="it is not a module-level function",
+                fix="move it to the top level of a module",
+            )
+        return cls(module.__name__, function.__qualname__, getattr(module, "__file__", None))
+
+    def load(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self._module(), self.name)
+        return function
+
+    def _module(self) -> Any:
+        if self.module in sys.modules:
+            return sys.modules[self.module]
+        if self.file is None or self._is_importable():
+            return importlib.import_module(self.module)
+        spec = importlib.util.spec_from_file_location(self.module, self.file)
+        assert spec is not None and spec.loader is not None, "a Python file"
+        module = sys.modules[self.module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def _is_importable(self) -> bool:
+        try:
+            found = importlib.util.find_spec(self.module)
+        except ModuleNotFoundError:  # a parent package is missing
+            return False
+        return found is not None and found.origin == self.file
+
+
+def _child(target: _Target, rank: int, payload: bytes, pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    value, error, text = None, None, ""
+    try:
+        function = target.load()
+        value = function(rank, *pickle.loads(payload))
+    except BaseException as exc:  # noqa: BLE001 - whatever ended this rank is re-raised in the parent
+        error, text = exc, traceback.format_exc()
+    pipe.send_bytes(_pack(value, error, text))
+    pipe.close()
+
+
+def _pack(value: Any, error: BaseException | None, text: str) -> bytes:
+    try:
+        packed = pickle.dumps((value, error, text))
+        pickle.loads(packed)
+    except Exception as exc:  # noqa: BLE001 - a foreign exception may fail in any way when it is pickled
+        lost = HwrlError(f"a rank's outcome cannot be sent: {exc!r}", why=repr(error or value), fix="return plain data")
+        return pickle.dumps((None, lost, text))
+    return packed

@@ -1,0 +1,56 @@
+"""The promises of hwrl.testing.processes."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from hwrl.errors import CommTimeoutError, HwrlError
+from hwrl.testing.processes import Processes, run_processes
+
+
+def _say(rank: int, directory: Path, text: str) -> str:
+    (directory / f"{rank}").write_text(text)
+    return f"{text} {rank}"
+
+
+def _fail_on_one(rank: int) -> None:
+    if rank == 1:
+        raise CommTimeoutError("rank one failed", why="it was told to", fix="do not")
+
+
+def _block(rank: int, ready: Path) -> int:
+    if rank == 0:
+        ready.touch()
+        signal.pause()
+    return rank
+
+
+def test_results_come_back_by_rank(tmp_path: Path) -> None:
+    assert run_processes(_say, 2, tmp_path, "hello") == ["hello 0", "hello 1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_an_error_is_raised_again_with_rank_and_traceback() -> None:
+    with pytest.raises(CommTimeoutError, match="rank one failed") as caught:
+        run_processes(_fail_on_one, 2)
+    assert any("in rank 1" in note and "_fail_on_one" in note for note in caught.value.__notes__)
+
+
+def test_a_killed_rank_is_an_outcome_and_the_others_are_kept(tmp_path: Path) -> None:
+    with Processes(_block, 2, tmp_path / "ready") as processes:
+        assert processes.wait(1).value == 1
+        processes.kill(0)
+        first, second = sorted(processes.outcomes(), key=lambda outcome: outcome.rank)
+    assert second.value == 1
+    assert isinstance(first.error, HwrlError) and "exit code -9" in str(first.error)
+
+
+def test_the_deadline_ends_a_rank_that_hangs(tmp_path: Path) -> None:
+    with pytest.raises(HwrlError, match="still running at the deadline"):
+        run_processes(_block, 2, tmp_path / "ready", timeout_s=3.0)
+
+
+def test_a_lambda_is_refused() -> None:
+    with pytest.raises(HwrlError, match="module-level"):
+        run_processes(lambda rank: rank, 1)
