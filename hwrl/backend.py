@@ -91,6 +91,16 @@ class ProbeContext:
         """Return whether the top-level module ``name`` could be imported, without importing it."""
         return self.find_spec(name) is not None
 
+    def module_text(self, name: str, file: str) -> str | None:
+        """Return the text of ``file`` beside module ``name``, without importing it; None if there is none.
+
+        >>> "JSONDecoder" in ProbeContext().module_text("json", "decoder.py")
+        True
+        """
+        origin = getattr(self.find_spec(name), "origin", None)
+        path = Path(origin).parent / file if origin else None
+        return path.read_text(encoding="utf-8") if path and path.is_file() else None
+
 
 @dataclass(frozen=True)
 class ProbeResult:
@@ -103,6 +113,15 @@ class ProbeResult:
     reason: str
     evidence: tuple[str, ...] = ()
     rank: int = 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of ``hwrl doctor``. An ``error`` is what will surely stop a run; it says its ``fix``."""
+
+    level: Literal["info", "warning", "error"]
+    message: str
+    fix: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from hwrl.backend import Backend, BackendInfo, ProbeContext, ProbeResult
+    from collections.abc import Iterable
+
+    from hwrl.backend import Backend, BackendInfo, Finding, ProbeContext, ProbeResult
 
 hookspec = pluggy.HookspecMarker("hwrl")
 hookimpl = pluggy.HookimplMarker("hwrl")
@@ -32,4 +34,10 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
 @hookspec(firstresult=True)
 def hwrl_create_backend() -> Backend:
     """Return the backend. May import torch and the vendor's library; called once per process, when chosen."""
+    raise NotImplementedError
+
+
+@hookspec
+def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
+    """Yield what ``hwrl doctor`` should tell about this device's environment; same limits as a probe. Optional."""
     raise NotImplementedError

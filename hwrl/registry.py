@@ -1,0 +1,267 @@
+"""Choose one backend for this process.
+
+Backends are entry points of the group ``hwrl.backends``: the name is the backend's, the value its plugin module; an
+alias is one more name for the same value. In this order decide: :func:`set_backend`; the variable ``HWRL_BACKEND``,
+which decides alone; detection, by asking each plugin's probe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import threading
+import time
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+
+from hwrl.backend import Backend, ProbeContext, ProbeResult
+from hwrl.errors import (
+    BackendAlreadyChosenError,
+    BackendAmbiguousError,
+    BackendLoadError,
+    BackendNotFoundError,
+    BackendUnavailableError,
+    HwrlError,
+)
+from hwrl.loading import Installed, LoadFailure, Plugin
+
+GROUP = "hwrl.backends"
+"""The entry-point group in which backends are registered."""
+VARIABLE = "HWRL_BACKEND"
+"""The environment variable that names the backend; empty is the same as unset."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One plugin's answer, and how long it took; a probe that failed counts as ``unknown``."""
+
+    plugin: Plugin
+    result: ProbeResult
+    duration_ms: float
+
+    def __str__(self) -> str:
+        evidence = f" (found {', '.join(self.result.evidence)})" if self.result.evidence else ""
+        return f"{self.plugin.info.name} says {self.result.answer}: {self.result.reason}{evidence}"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that is installed: the loaded plugins with their answers, and what failed to load."""
+
+    probed: tuple[Probed, ...]
+    failures: tuple[LoadFailure, ...]
+
+    def reasons(self) -> str:
+        """Return every answer and every failure in one line."""
+        return "; ".join(str(item) for item in (*self.probed, *self.failures)) or "no backend is installed"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plugin that was chosen, and a sentence that says why."""
+
+    plugin: Plugin
+    why: str
+
+
+class Registry:
+    """The backends of one process: chooses at most once, and is safe to use from several threads.
+
+    ``entry_points``, ``env`` and ``context`` default to what is installed, ``os.environ`` and this machine. The chosen
+    backend's name is written to ``env``, so that child processes choose the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        entry_points: Iterable[EntryPoint] | None = None,
+        env: MutableMapping[str, str] | None = None,
+        context: ProbeContext | None = None,
+    ) -> None:
+        self._env = os.environ if env is None else env
+        self._context = ProbeContext(env=self._env) if context is None else context
+        self._entry_points = entry_points
+        self._installed: Installed | None = None
+        self._backend: Backend | None = None
+        self._lock = threading.RLock()
+
+    def get_backend(self) -> Backend:
+        """Return this process's backend, choosing and creating it at the first call.
+
+        The backend may see no device (``device_count() == 0``). Raises a :class:`~hwrl.errors.BackendError` with all
+        reasons if none can be chosen safely; a later call then tries again.
+        """
+        with self._lock:
+            if self._backend is None:
+                return self._adopt(_create(self.choose().plugin))
+            return self._backend
+
+    def set_backend(self, choice: str | Backend) -> None:
+        """Choose the backend by name or as an object, before its first use; ``HWRL_BACKEND`` is then not read.
+
+        The same choice again is fine; another one raises :class:`~hwrl.errors.BackendAlreadyChosenError`. Raises what
+        :meth:`get_backend` raises.
+        """
+        with self._lock:
+            if self._backend is not None:
+                self._check_same(self._backend, choice)
+            elif isinstance(choice, Backend):
+                self._adopt(choice)
+            else:
+                self._adopt(_create(self._choose_named(choice, asked_by="set_backend").plugin))
+
+    def choose(self) -> Choice:
+        """Return what ``HWRL_BACKEND`` or detection chooses; creates no backend and imports no torch."""
+        with self._lock:
+            name = self._env.get(VARIABLE, "").strip()
+            return self._choose_named(name, asked_by=VARIABLE) if name else _detect(self.survey())
+
+    def survey(self) -> Survey:
+        """Load and probe everything that is installed."""
+        with self._lock:
+            loaded = self._plugins().load_all()
+            plugins = [item for item in loaded if isinstance(item, Plugin)]
+            failures = tuple(item for item in loaded if isinstance(item, LoadFailure))
+            return Survey(tuple(_probe(plugin, self._context) for plugin in plugins), failures)
+
+    def _plugins(self) -> Installed:
+        if self._installed is None:
+            found = self._entry_points
+            self._installed = Installed(importlib.metadata.entry_points(group=GROUP) if found is None else found)
+        return self._installed
+
+    def _adopt(self, backend: Backend) -> Backend:
+        self._backend = backend
+        self._env[VARIABLE] = backend.info.name
+        return backend
+
+    def _check_same(self, chosen: Backend, choice: str | Backend) -> None:
+        if choice is chosen or (isinstance(choice, str) and self._canonical(choice) == chosen.info.name):
+            return
+        raise BackendAlreadyChosenError(
+            f"cannot choose backend {choice!r} now",
+            why=f"this process already uses {chosen!r}",
+            fix="call set_backend once, before anything uses the backend",
+        )
+
+    def _canonical(self, name: str) -> str:
+        loaded = self._plugins().load(name) if name in self._plugins().names() else None
+        return loaded.info.name if isinstance(loaded, Plugin) else name
+
+    def _choose_named(self, name: str, *, asked_by: str) -> Choice:
+        if name not in self._plugins().names():
+            raise self._not_found(name, asked_by=asked_by)
+        plugin = self._plugins().load(name)
+        if isinstance(plugin, LoadFailure):
+            raise BackendLoadError(
+                f"backend {name!r} cannot be used",
+                why=str(plugin),
+                fix="mend, upgrade or uninstall that distribution; `hwrl doctor` shows all of them",
+            )
+        probed = _probe(plugin, self._context)
+        if probed.result.answer == "no":
+            raise BackendUnavailableError(
+                f"backend {name!r} cannot run here",
+                why=f"{asked_by} asks for it, but {probed}",
+                fix=f"mend what the reason names, or choose another of {', '.join(self._plugins().names())}",
+            )
+        return Choice(plugin, f"{asked_by} asks for {name!r}; {probed}")
+
+    def _not_found(self, name: str, *, asked_by: str) -> BackendNotFoundError:
+        known = self._plugins().names()
+        close = difflib.get_close_matches(name.lower(), known, n=1)
+        suggestion = f"did you mean {close[0]!r}? " if close else ""
+        # Nothing can be chosen any more: the others are imported only to say what is wrong with them.
+        failures = "".join(f"; {failure}" for failure in self.survey().failures)
+        return BackendNotFoundError(
+            f"there is no backend {name!r}",
+            why=f"{asked_by} asks for it, but the installed names are {', '.join(known) or '(none)'}{failures}",
+            fix=f"{suggestion}choose an installed name, or install the package that brings {name!r}",
+        )
+
+
+def _probe(plugin: Plugin, context: ProbeContext) -> Probed:
+    started_s = time.perf_counter()
+    try:
+        result = plugin.manager.hook.hwrl_probe(context=context)
+    except Exception as exc:  # noqa: BLE001 - foreign code may raise anything; it becomes an answer with its reason
+        result = ProbeResult("unknown", f"the probe failed with {type(exc).__name__}: {exc}")
+    if not isinstance(result, ProbeResult):
+        result = ProbeResult("unknown", f"the probe returned {result!r} and not a ProbeResult")
+    return Probed(plugin, result, (time.perf_counter() - started_s) * 1000)
+
+
+def _create(plugin: Plugin) -> Backend:
+    try:
+        backend = plugin.manager.hook.hwrl_create_backend()
+    except HwrlError:
+        raise
+    except Exception as exc:
+        raise BackendUnavailableError(
+            f"backend {plugin.info.name!r} cannot be created",
+            why=f"{plugin.value} raised {type(exc).__name__}: {exc}",
+            fix="mend what the reason names; `hwrl doctor` shows versions and variables",
+        ) from exc
+    if not isinstance(backend, Backend):
+        raise BackendLoadError(
+            f"backend {plugin.info.name!r} cannot be used",
+            why=f"hwrl_create_backend of {plugin.value} returned {backend!r}",
+            fix="return a hwrl.Backend from it",
+        )
+    return backend
+
+
+def _detect(survey: Survey) -> Choice:
+    able = [probed for probed in survey.probed if probed.result.answer == "yes"]
+    devices = [probed for probed in able if not probed.plugin.info.fallback]
+    if devices:
+        return _highest(devices)
+    if not able:
+        raise BackendUnavailableError(
+            "no backend can run here", why=survey.reasons(), fix="mend one of them, or install a backend that can"
+        )
+    choice = _highest(able)
+    _refuse_unsafe_fallback(choice, survey)
+    return choice
+
+
+def _highest(able: list[Probed]) -> Choice:
+    rank = max(probed.result.rank for probed in able)
+    best = [probed for probed in able if probed.result.rank == rank]
+    if len(best) > 1:
+        names = " or ".join(probed.plugin.info.name for probed in best)
+        raise BackendAmbiguousError(
+            f"cannot choose between {names}",
+            why=f"both can run here with rank {rank}: {'; '.join(map(str, best))}",
+            fix=f"set {VARIABLE} to {names}",
+        )
+    return Choice(best[0].plugin, f"detected; {best[0]}")
+
+
+def _refuse_unsafe_fallback(choice: Choice, survey: Survey) -> None:
+    """Raise if anything hints at a device that could not be used: it must not turn into a slow run unseen."""
+    others = [probed for probed in survey.probed if not probed.plugin.info.fallback]
+    hints = [probed for probed in others if probed.result.answer == "unknown" or probed.result.evidence]
+    doubts = [str(item) for item in (*survey.failures, *hints)]
+    if doubts:
+        name = choice.plugin.info.name
+        raise BackendAmbiguousError(
+            f"will not fall back to {name!r} by itself",
+            why="; ".join(doubts),
+            fix=f"mend what the reasons name, or set {VARIABLE}={name} to insist on it",
+        )
+
+
+_PROCESS = Registry()
+
+
+def get_backend() -> Backend:
+    """Return this process's backend; see :meth:`Registry.get_backend`."""
+    return _PROCESS.get_backend()
+
+
+def set_backend(choice: str | Backend) -> None:
+    """Choose this process's backend before its first use; see :meth:`Registry.set_backend`."""
+    _PROCESS.set_backend(choice)
