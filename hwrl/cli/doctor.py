@@ -1,0 +1,139 @@
+"""``hwrl doctor``: what is installed, what each backend's probe says, what is chosen and why, and whether it runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hwrl import __version__
+from hwrl.backend import Finding, ProbeContext
+from hwrl.cli import livecheck
+from hwrl.errors import BackendError
+from hwrl.loading import Plugin
+from hwrl.registry import Probed, Registry
+
+HELP = "show backends, versions and settings, and check that the chosen backend can run"
+
+_VARIABLES = re.compile(
+    r"HWRL_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|RAY_ADDRESS|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE"
+    r"|PYTORCH_ALLOC_CONF|TORCH_DEVICE_BACKEND_AUTOLOAD|PYTHONPATH"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; return 0 only if the chosen backend can run."""
+    report = examine(Registry(), env=os.environ)
+    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
+    return 0 if report["ok"] else 1
+
+
+def examine(registry: Registry, *, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the whole report as plain data; its ``ok`` says whether the chosen backend can run."""
+    survey = registry.survey()
+    backends = {probed.plugin.info.name: _describe(probed, ProbeContext(env=env)) for probed in survey.probed}
+    report = {
+        "ok": False,
+        "hwrl": __version__,
+        "chosen": None,
+        "backends": list(backends.values()),
+        "load_failures": [dataclasses.asdict(failure) for failure in survey.failures],
+        "versions": _versions(),
+        "environment": {name: value for name, value in sorted(env.items()) if _VARIABLES.fullmatch(name)},
+    }
+    try:
+        choice = registry.choose()
+    except BackendError as error:
+        return report | {"why": f"{error.what}: {error.why}", "fix": error.fix}
+    name = choice.plugin.info.name
+    live = livecheck.check(name)
+    errors = [finding for finding in backends[name]["findings"] if finding["level"] == "error"]
+    return report | {"ok": live["ok"] and not errors, "chosen": name, "why": choice.why, "live": live}
+
+
+def _describe(probed: Probed, context: ProbeContext) -> dict[str, Any]:
+    plugin = probed.plugin
+    return {
+        "name": plugin.info.name,
+        "names": plugin.names,
+        "description": plugin.info.description,
+        "fallback": plugin.info.fallback,
+        "module": plugin.value,
+        "distribution": plugin.distribution,
+        **dataclasses.asdict(probed.result),
+        "duration_ms": round(probed.duration_ms, 3),
+        "findings": [dataclasses.asdict(finding) for finding in _findings(plugin, context)],
+    }
+
+
+def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
+    try:
+        return [finding for found in plugin.manager.hook.hwrl_doctor(context=context) for finding in found]
+    except Exception as exc:  # noqa: BLE001 - foreign code may raise anything; the report shows it and goes on
+        return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {type(exc).__name__}: {exc}")]
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of python and of all that hwrl may use, from metadata; development tools are left out."""
+    needed = [text for text in importlib.metadata.requires("hwrl") or [] if not re.search(r"extra == .dev", text)]
+    names = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in needed} - {"hwrl"}
+    return {"python": platform.python_version(), "platform": platform.platform()} | {
+        name: _version(name) for name in sorted(names)
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    yield f"hwrl {report['hwrl']}"
+    yield "\nbackends"
+    for backend in report["backends"]:
+        yield from _backend_lines(backend)
+    for failure in report["load_failures"]:
+        yield f"  {'/'.join(failure['names']):<12} broken   {failure['reason']}"
+    for title in ("versions", "environment"):
+        yield f"\n{title}"
+        yield from (f"  {name:<24} {value}" for name, value in report[title].items())
+    if report["chosen"]:
+        yield from _live_lines(report["chosen"], report["live"])
+    yield f"\nchosen: {report['chosen'] or 'none'}\n  why: {report['why']}"
+    if report.get("fix"):
+        yield f"  fix: {report['fix']}"
+    yield "\nok: the chosen backend can run" if report["ok"] else "\nNOT ok: no run is possible like this"
+
+
+def _backend_lines(backend: dict[str, Any]) -> Iterator[str]:
+    yield f"  {backend['name']:<12} {backend['answer']:<8} {backend['reason']}"
+    if backend["evidence"]:
+        yield f"{'':<23} found {', '.join(backend['evidence'])}"
+    names = ", ".join(backend["names"])
+    yield f"{'':<23} {backend['description']}; names: {names}"
+    yield f"{'':<23} {backend['module']} from {backend['distribution']}, probed in {backend['duration_ms']:.1f} ms"
+    for finding in backend["findings"]:
+        fix = f" -> {finding['fix']}" if finding["fix"] else ""
+        yield f"{'':<23} {finding['level']}: {finding['message']}{fix}"
+
+
+def _live_lines(name: str, live: dict[str, Any]) -> Iterator[str]:
+    yield f"\nlive check of {name}"
+    if "device_count" in live:
+        yield f"  {'devices':<14} {live['device_count']}"
+    for capability, (state, reason) in live.get("capabilities", {}).items():
+        yield f"  {capability:<14} {state:<12} {reason}"
+    yield f"  {'result':<14} {'computed and copied correctly' if live['ok'] else live['why']}"

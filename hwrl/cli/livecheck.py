@@ -1,0 +1,79 @@
+"""Use the chosen backend for a moment, in a child process that a broken driver may hang or kill.
+
+The child writes its report to a file, because a vendor's library may print whatever it likes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwrl.registry import VARIABLE
+
+if TYPE_CHECKING:
+    from hwrl.backend import Backend
+
+_LAST_LINES = 5
+
+
+def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
+    """Return what backend ``name`` did in a child process: ``ok``, ``why`` if not, its devices and capabilities."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        # The child finds the same hwrl and the same plugins as this process, not those of its working directory.
+        env = os.environ | {VARIABLE: name, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", "-m", "hwrl.cli.livecheck", str(report)]
+        try:
+            child = subprocess.run(
+                command, env=env, timeout=timeout_s, stdin=subprocess.DEVNULL, capture_output=True, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"ok": False, "why": f"the check did not end within {timeout_s:g} s; it was killed"}
+        if report.is_file():
+            found: dict[str, Any] = json.loads(report.read_text())
+            return found
+        last = child.stderr.decode(errors="replace").strip().splitlines()[-_LAST_LINES:]
+        return {"ok": False, "why": f"the check ended with status {child.returncode}: {' | '.join(last)}"}
+
+
+def _report() -> dict[str, Any]:
+    from hwrl.backend import Capability
+    from hwrl.registry import get_backend
+
+    report: dict[str, Any] = {"ok": False, "why": ""}
+    try:
+        backend = get_backend()
+        supports = {capability.value: backend.supports(capability) for capability in Capability}
+        report["capabilities"] = {name: [answer.state, answer.reason] for name, answer in supports.items()}
+        report["device_count"] = backend.device_count()
+        report["why"] = _why_unusable(backend)
+        report["ok"] = not report["why"]
+    except Exception as exc:  # noqa: BLE001 - whatever a driver raises is the answer, and is shown
+        report["why"] = f"{type(exc).__name__}: {exc}"
+    return report
+
+
+def _why_unusable(backend: Backend) -> str:
+    """Allocate, add, copy to pinned host memory and back; return '' if the numbers are right, else what was wrong."""
+    import torch
+
+    if backend.device_count() == 0:
+        return "this process sees no device"
+    ones = torch.ones(1024, dtype=torch.float32, device=backend.device())
+    pinned = backend.pinned_empty(ones.nbytes).view(torch.float32)
+    pinned.copy_(ones + ones)
+    backend.synchronize()
+    if not torch.equal(pinned, torch.full((1024,), 2.0)):
+        return "1 + 1 on the device did not arrive as 2 in host memory"
+    back = pinned.to(backend.device())
+    backend.synchronize()
+    return "" if bool((back == 2).all()) else "a copy from host memory did not arrive on the device"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(_report()))
