@@ -1,0 +1,48 @@
+"""Model directories: what ``AutoModelForCausalLM`` and ``AutoTokenizer`` read from the disk, with clear errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hwrl.errors import DataError
+
+
+def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
+    """Return the model that ``directory`` describes, with random weights: reads its configuration and nothing else."""
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise _not_a_model(directory, exc) from exc
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
+    """Return the model in ``directory``, on the host; DataError if there is none that transformers can read."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise _not_a_model(directory, exc) from exc
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer in ``directory``; DataError if there is none that transformers can read."""
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise DataError(
+            f"{directory} holds no tokenizer",
+            why=str(exc).splitlines()[0],
+            fix="put the model's tokenizer files into the directory",
+        ) from exc
+
+
+def _not_a_model(directory: Path, exc: Exception) -> DataError:
+    return DataError(
+        f"{directory} holds no model",
+        why=str(exc).splitlines()[0],
+        fix="name a directory that AutoModelForCausalLM.from_pretrained can load",
+    )

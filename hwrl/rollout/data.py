@@ -1,0 +1,105 @@
+"""The user's prompts: JSON Lines or Parquet, tokenised once, in an order that depends on the seed alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hwrl.errors import DataError
+from hwrl.rollout.groups import Ints
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row: the prompt as text and as token ids (int32), and what the reward function needs to judge an answer."""
+
+    text: str
+    token_ids: Ints
+    answer: Any
+
+
+class PromptStream:
+    """An endless stream over the prompts: epoch after epoch, each in a new order drawn from ``seed``.
+
+    The prompt with sequence number ``n`` is the same in every process and after every resume.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int) -> None:
+        self._prompts, self._seed = prompts, seed
+        self._epoch = -1
+        self._order: Ints = np.empty(0, dtype=np.int32)
+
+    def __getitem__(self, sequence_number: int) -> Prompt:
+        epoch, place = divmod(sequence_number, len(self._prompts))
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts)).astype(np.int32)
+            self._epoch = epoch
+        return self._prompts[int(self._order[place])]
+
+
+def load_prompts(path: Path, *, tokenize: Callable[[str], Sequence[int]], max_prompt_tokens: int) -> list[Prompt]:
+    """Read every row of ``path`` (``.jsonl`` or ``.parquet``): ``prompt``, a text, and ``answer``, anything.
+
+    Raises DataError, with the row's number, for a row without them and for a prompt that is empty or longer than
+    ``max_prompt_tokens``.
+    """
+    prompts = []
+    for number, row in enumerate(_rows(path), start=1):
+        text = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(text, str) or "answer" not in row:
+            raise DataError(
+                f"{path}, row {number} is not a prompt",
+                why=f"it needs a text 'prompt' and an 'answer', and is {str(row)[:80]!r}",
+                fix='write rows like {"prompt": "2 + 2 =", "answer": "4"}',
+            )
+        token_ids = np.array(tokenize(text), dtype=np.int32)
+        if not 1 <= len(token_ids) <= max_prompt_tokens:
+            raise DataError(
+                f"{path}, row {number} has a prompt of {len(token_ids)} tokens",
+                why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
+                fix="drop or shorten the row, or raise data.max_prompt_tokens",
+            )
+        prompts.append(Prompt(text, token_ids, row["answer"]))
+    if not prompts:
+        raise DataError(f"{path} holds no prompts", why="the file is empty", fix="add at least one row")
+    return prompts
+
+
+def _rows(path: Path) -> Iterable[Any]:
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", why="data.train or data.eval names it", fix="correct the path")
+    if path.suffix == ".jsonl":
+        return _json_lines(path)
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    raise DataError(
+        f"{path} is of an unknown kind", why="the name must end in .jsonl or .parquet", fix="convert or rename the file"
+    )
+
+
+def _json_lines(path: Path) -> Iterable[Any]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as exc:
+                raise DataError(f"{path}, line {number} is not JSON", why=str(exc), fix="mend the line") from exc
+
+
+def _parquet_rows(path: Path) -> Iterable[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowException as exc:
+        raise DataError(f"{path} cannot be read as Parquet", why=str(exc), fix="write the file again") from exc
+    rows: list[Any] = table.to_pylist()
+    return rows

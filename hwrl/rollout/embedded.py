@@ -1,0 +1,217 @@
+"""The embedded rollout engine: a transformers model in this process, continuously batched. Needs no server."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hwrl.errors import EngineError
+from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine
+from hwrl.rollout.groups import Response
+from hwrl.rollout.slots import SlotCache
+
+
+class EmbeddedEngine(RolloutEngine):
+    """Generates with ``model`` (any ``AutoModelForCausalLM`` with full attention), at most ``max_running`` at once.
+
+    ``max_length`` bounds prompt plus response, in tokens; memory for all slots is allocated at the first step. The
+    model is the engine's: it writes new weights into its parameters.
+    """
+
+    def __init__(self, model: Any, *, eos_ids: Sequence[int], max_running: int, max_length: int, seed: int = 0) -> None:
+        self._model = model.eval()
+        self._device = next(model.parameters()).device
+        self._max_running, self._max_length = max_running, max_length
+        self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
+        self._eos = torch.tensor(sorted(eos_ids), device=self._device)
+        self._generator = torch.Generator(device=self._device).manual_seed(seed)
+        self._waiting: deque[GenerationRequest] = deque()
+        self._slots: list[GenerationRequest] = []
+        self._tokens = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
+        self._logprobs = torch.zeros(max_running, max_length, device=self._device)
+        self._versions = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
+        # Per slot, on the device: tokens held so far, tokens when the limit is reached, temperature, earliest end.
+        self._length = torch.zeros(max_running, dtype=torch.long, device=self._device)
+        self._limit = torch.zeros(max_running, dtype=torch.long, device=self._device)
+        self._earliest_end = torch.zeros(max_running, dtype=torch.long, device=self._device)
+        self._temperature = torch.zeros(max_running, device=self._device)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            self._check(request)
+        self._waiting.extend(requests)
+
+    def pending(self) -> int:
+        return len(self._waiting) + len(self._slots)
+
+    def capacity(self) -> int:
+        return self._max_running - self.pending()
+
+    def abort(self) -> int:
+        dropped = self.pending()
+        self._waiting.clear()
+        self._slots.clear()
+        return dropped
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        started = self._start_waiting()
+        running = len(self._slots) - started
+        if running:
+            self._decode(running)
+        if started:
+            self._prefill(slice(running, running + started))
+        return self._collect_finished()
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        given = dict(weights)
+        self._check_names(own, given)
+        torch._foreach_copy_([own[name] for name in given], list(given.values()))
+        self.version = version
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def _start_waiting(self) -> int:
+        """Give free slots to waiting requests; return how many started."""
+        first = len(self._slots)
+        while self._waiting and len(self._slots) < self._max_running:
+            self._slots.append(self._waiting.popleft())
+        started = self._slots[first:]
+        if started:
+            self._fill(slice(first, len(self._slots)), started)
+        return len(started)
+
+    def _fill(self, rows: slice, requests: Sequence[GenerationRequest]) -> None:
+        lengths = torch.tensor([len(request.prompt_ids) for request in requests])
+        prompts = torch.zeros(len(requests), int(lengths.max()), dtype=torch.int32)
+        for prompt, request in zip(prompts, requests, strict=True):
+            prompt[: len(request.prompt_ids)] = torch.from_numpy(request.prompt_ids)
+        sampling = [request.sampling for request in requests]
+        self._tokens[rows, : prompts.shape[1]] = prompts.to(self._device)
+        self._length[rows] = lengths.to(self._device)
+        self._limit[rows] = (lengths + torch.tensor([s.max_new_tokens for s in sampling])).to(self._device)
+        self._earliest_end[rows] = (lengths + torch.tensor([s.min_new_tokens for s in sampling])).to(self._device)
+        self._temperature[rows] = torch.tensor([s.temperature for s in sampling], device=self._device)
+
+    def _decode(self, running: int) -> None:
+        rows = slice(0, running)
+        last = self._length[rows] - 1
+        used = int(last.max()) + 1
+        tokens = self._tokens[rows].gather(1, last[:, None]).long()
+        mask = (torch.arange(used, device=self._device) <= last[:, None])[:, None, None, :]
+        self._cache.place(rows, last[:, None], used)
+        self._sample(rows, self._forward(tokens, last[:, None], mask)[:, -1])
+
+    def _prefill(self, rows: slice) -> None:
+        lengths = self._length[rows]
+        used = int(lengths.max())
+        positions = torch.arange(used, device=self._device).expand(len(lengths), used)
+        causal = torch.ones(used, used, dtype=torch.bool, device=self._device).tril()
+        self._cache.place(rows, positions, used)
+        hidden = self._forward(self._tokens[rows, :used].long(), positions, causal[None, None])
+        self._sample(rows, hidden[torch.arange(len(lengths), device=self._device), lengths - 1])
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        output = self._model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.logits  # type: ignore[no-any-return] # transformers is not followed by the type checker
+
+    def _sample(self, rows: slice, logits: torch.Tensor) -> None:
+        """Append one token to each slot of ``rows``. ``logits``: rows × vocabulary."""
+        temperature = self._temperature[rows]
+        greedy = temperature == 0
+        scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+        too_early = self._length[rows] < self._earliest_end[rows]
+        if bool(too_early.any()):
+            scaled[:, self._eos] = torch.where(too_early[:, None], -torch.inf, scaled[:, self._eos])
+        logprobs = scaled.log_softmax(-1)
+        # Gumbel-max: one pass for all rows, and greedy rows are the same formula without the noise.
+        noise = torch.empty_like(logprobs).exponential_(generator=self._generator).log_().neg_()
+        token = (logprobs + torch.where(greedy[:, None], 0.0, noise)).argmax(-1)
+        at = self._length[rows, None]
+        self._tokens[rows].scatter_(1, at, token[:, None].int())
+        self._logprobs[rows].scatter_(1, at, logprobs.gather(1, token[:, None]))
+        self._versions[rows].scatter_(1, at, self.version)
+        self._length[rows] += 1
+
+    def _collect_finished(self) -> list[Completion]:
+        count = len(self._slots)
+        if not count:
+            return []
+        last = self._tokens[:count].gather(1, self._length[:count, None] - 1)[:, 0]
+        ended = torch.isin(last, self._eos)
+        finished = (ended | (self._length[:count] >= self._limit[:count])).nonzero()[:, 0]
+        if not len(finished):
+            return []
+        completions = self._completions(finished, ended[finished].tolist())
+        self._free(finished.tolist())
+        return completions
+
+    def _completions(self, rows: torch.Tensor, ended: list[bool]) -> list[Completion]:
+        used = int(self._length[rows].max())
+        tokens, logprobs, versions = (
+            state[rows, :used].cpu().numpy() for state in (self._tokens, self._logprobs, self._versions)
+        )
+        completions = []
+        for index, (row, length) in enumerate(zip(rows.tolist(), self._length[rows].tolist(), strict=True)):
+            request = self._slots[row]
+            span = slice(len(request.prompt_ids), length)
+            response = Response(
+                token_ids=tokens[index, span],
+                logprobs=logprobs[index, span],
+                versions=versions[index, span],
+                truncated=not ended[index],
+            )
+            completions.append(Completion(request.request_id, response))
+        return completions
+
+    def _free(self, rows: list[int]) -> None:
+        """Close the gaps that the ended requests in slots ``rows`` leave, with requests from the far end."""
+        ended = set(rows)
+        kept = len(self._slots) - len(rows)
+        gaps = [row for row in rows if row < kept]
+        movers = [row for row in range(kept, len(self._slots)) if row not in ended]
+        for source, target in zip(movers, gaps, strict=True):
+            self._slots[target] = self._slots[source]
+        del self._slots[kept:]
+        if not movers:
+            return
+        self._cache.move(movers, gaps, int(self._length[movers].max()))
+        per_token = (self._tokens, self._logprobs, self._versions)
+        for state in (*per_token, self._length, self._limit, self._earliest_end, self._temperature):
+            state[gaps] = state[movers]
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def _check(self, request: GenerationRequest) -> None:
+        wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
+        if not len(request.prompt_ids) or wanted > self._max_length:
+            raise EngineError(
+                f"request {request.request_id} does not fit the engine",
+                why=f"prompt ({len(request.prompt_ids)}) and response ({request.sampling.max_new_tokens}) must hold 1 to "
+                f"{self._max_length} tokens together, the prompt at least one",
+                fix="shorten the prompt, lower rollout.max_new_tokens or raise rollout.max_length",
+            )
+
+    @staticmethod
+    def _check_names(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
+        tied = {tensor.data_ptr() for name, tensor in own.items() if name in given}
+        missing = sorted(name for name, tensor in own.items() if name not in given and tensor.data_ptr() not in tied)
+        unknown = sorted(given.keys() - own.keys())
+        reshaped = sorted(name for name in given.keys() & own.keys() if given[name].shape != own[name].shape)
+        if missing or unknown or reshaped:
+            raise EngineError(
+                "the weights do not belong to this model",
+                why=f"missing: {missing[:3]}, unknown: {unknown[:3]}, of another shape: {reshaped[:3]}",
+                fix="send the weights of the same model, under their Hugging Face names",
+            )

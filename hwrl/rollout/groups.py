@@ -1,0 +1,90 @@
+"""The unit of data between rollout and training: one prompt with its ``n`` responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Response:
+    """One generated response: a token's id, its log-probability under the behaviour policy, its weight version.
+
+    The three arrays have one element a generated token, the end-of-sequence token included. ``truncated`` says that
+    the length limit ended the response.
+    """
+
+    token_ids: Ints
+    logprobs: Floats
+    versions: Ints
+    truncated: bool
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError("a response needs one log-probability and one version for each token")
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """A prompt's responses with their rewards, ready for training.
+
+    ``sequence_number`` is the prompt's place in the stream (:mod:`hwrl.rollout.ledger`), ``attempt`` tells the tries
+    of one prompt apart. Arrays of all responses are concatenated; ``lengths`` (int32, one a response) separates them.
+    """
+
+    sequence_number: int
+    attempt: int
+    prompt_ids: Ints
+    token_ids: Ints
+    logprobs: Floats
+    versions: Ints
+    lengths: Ints
+    rewards: Floats
+    truncated: npt.NDArray[np.bool_]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of responses."""
+        return len(self.lengths)
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest weight version among all tokens."""
+        return int(self.versions.min())
+
+    def responses(self) -> list[slice]:
+        """Return, for each response, its slice of ``token_ids``, ``logprobs`` and ``versions``."""
+        ends = np.cumsum(self.lengths)
+        return [slice(int(end - length), int(end)) for end, length in zip(ends, self.lengths, strict=True)]
+
+    @classmethod
+    def join(
+        cls,
+        responses: Sequence[Response],
+        *,
+        sequence_number: int,
+        attempt: int,
+        prompt_ids: Ints,
+        rewards: Sequence[float],
+        metrics: dict[str, float],
+    ) -> PromptGroup:
+        """Return the group of ``responses`` to one prompt; ``rewards`` has one number a response."""
+        return cls(
+            sequence_number=sequence_number,
+            attempt=attempt,
+            prompt_ids=prompt_ids,
+            token_ids=np.concatenate([response.token_ids for response in responses]),
+            logprobs=np.concatenate([response.logprobs for response in responses]),
+            versions=np.concatenate([response.versions for response in responses]),
+            lengths=np.array([len(response.token_ids) for response in responses], dtype=np.int32),
+            rewards=np.array(rewards, dtype=np.float32),
+            truncated=np.array([response.truncated for response in responses]),
+            metrics=metrics,
+        )

@@ -1,0 +1,238 @@
+"""The account of every prompt: issued, running, finished, trained; and the staleness bound that it keeps.
+
+Prompts are numbered in stream order; a sequence number stands for one prompt, for good. The ledger gives numbers to
+rollouters on lease, takes finished groups back, and hands them to the trainer. It does no I/O and reads no clock.
+
+Two rules hold the staleness bound without dropping work:
+
+* Admission (AReaL, arXiv:2505.24298, §5.1): accepted + running + trained ≤ (max_staleness + version + 1) × batch.
+* Consumption: what was admitted at version v must be trained before the weights are more than ``max_staleness``
+  versions past v. A batch that would leave such a group behind waits for it. By the first rule, the groups that are
+  due always fit into the version's batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hwrl.errors import EngineError
+from hwrl.rollout.groups import PromptGroup
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One prompt, given to one replica to work on. ``version`` is the oldest weight version it may begin with."""
+
+    sequence_number: int
+    attempt: int
+    version: int
+
+
+@dataclass
+class _Running:
+    lease: Lease
+    replica: str
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class LedgerCounts:
+    """How many groups are where, and what went wrong so far."""
+
+    trained: int
+    accepted: int
+    running: int
+    returned: int
+    failures: int
+    expired: int
+    rejected: int
+
+
+class PromptLedger:
+    """See the module. Not thread-safe: one owner calls it.
+
+    ``groups_per_version`` groups are trained under each weight version; ``total_groups`` ends the stream;
+    ``group_timeout_s`` is how long a replica may hold a lease; ``max_attempts`` is how often a prompt is tried.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_version: int,
+        max_staleness: int,
+        total_groups: int,
+        group_timeout_s: float = 600.0,
+        max_attempts: int = 3,
+    ) -> None:
+        self._groups_per_version = groups_per_version
+        self._max_staleness = max_staleness
+        self._total_groups = total_groups
+        self._group_timeout_s = group_timeout_s
+        self._max_attempts = max_attempts
+        self.version = 0
+        self._trained = 0
+        self._taken_in_version = 0
+        self._next = 0
+        self._returned: list[int] = []
+        self._attempts: dict[int, int] = {}
+        self._running: dict[int, _Running] = {}
+        self._accepted: dict[int, tuple[Lease, PromptGroup]] = {}
+        self._failures = self._expired = self._rejected = 0
+
+    # -- rollout side -------------------------------------------------------------------------------------------
+
+    def capacity(self) -> int:
+        """Return how many groups may be leased now under the staleness bound and the stream's end."""
+        bound = (self._max_staleness + self.version + 1) * self._groups_per_version
+        open_groups = self._trained + len(self._accepted) + len(self._running)
+        left = len(self._returned) + self._total_groups - self._next
+        return max(0, min(bound - open_groups, left))
+
+    def lease(self, count: int, *, replica: str, now_s: float) -> list[Lease]:
+        """Give up to ``count`` prompts to ``replica``: returned ones first, oldest first, then new ones."""
+        leases = []
+        for _ in range(min(count, self.capacity())):
+            number = self._pop_number()
+            lease = Lease(number, self._attempts.setdefault(number, 0), self.version)
+            self._running[number] = _Running(lease, replica, now_s + self._group_timeout_s)
+            leases.append(lease)
+        return leases
+
+    def complete(self, group: PromptGroup) -> bool:
+        """Take a finished group; return False if its lease is over, or if a token is older than the lease allows.
+
+        A group that is refused for its age is tried again.
+        """
+        running = self._running.get(group.sequence_number)
+        if running is None or running.lease.attempt != group.attempt:
+            return False
+        if group.oldest_version < running.lease.version:
+            self._rejected += 1
+            self._give_back(group.sequence_number)
+            return False
+        del self._running[group.sequence_number]
+        self._accepted[group.sequence_number] = (running.lease, group)
+        return True
+
+    def fail(self, lease: Lease, *, reason: str) -> None:
+        """Count a failed try of a prompt and put it back; raise when it has failed ``max_attempts`` times."""
+        running = self._running.get(lease.sequence_number)
+        if running is None or running.lease != lease:
+            return
+        self._failures += 1
+        self._give_back(lease.sequence_number)
+        if self._attempts[lease.sequence_number] >= self._max_attempts:
+            raise EngineError(
+                f"prompt {lease.sequence_number} failed {self._max_attempts} times",
+                why=reason,
+                fix="mend the reward function or the prompt; rollout.max_attempts sets how often a prompt is tried",
+            )
+
+    def forget_replica(self, replica: str) -> int:
+        """Put back all that ``replica`` holds, because it is gone; return how many groups that were."""
+        lost = [number for number, running in self._running.items() if running.replica == replica]
+        for number in lost:
+            self._give_back(number)
+        return len(lost)
+
+    def expire(self, now_s: float) -> list[str]:
+        """Put back the groups whose deadline has passed; return the replicas that held them."""
+        late = [number for number, running in self._running.items() if running.deadline_s <= now_s]
+        replicas = sorted({self._running[number].replica for number in late})
+        for number in late:
+            self._expired += 1
+            self._give_back(number)
+        return replicas
+
+    # -- training side ------------------------------------------------------------------------------------------
+
+    def advance(self, version: int) -> None:
+        """Note that the trainer has published ``version``."""
+        if version < self.version:
+            raise EngineError(
+                f"the weight version cannot go from {self.version} back to {version}",
+                why="a ledger counts forward; going back is a resume",
+                fix="restore the ledger with load_state_dict",
+            )
+        if version > self.version:
+            self.version, self._taken_in_version = version, 0
+
+    def take(self, count: int) -> list[PromptGroup] | None:
+        """Return ``count`` groups to train on under the current version, oldest first, or None: not ready yet.
+
+        No group of the batch, and none that is left behind, exceeds the staleness bound.
+        """
+        due_version = self.version - self._max_staleness
+        due_running = sum(running.lease.version <= due_version for running in self._running.values())
+        ready = sorted(self._accepted.values(), key=lambda pair: (pair[0].version, pair[0].sequence_number))
+        due_ready = sum(lease.version <= due_version for lease, _ in ready)
+        spare = self._groups_per_version - self._taken_in_version - due_ready - due_running
+        usable = ready[: due_ready + max(0, spare)]
+        if len(usable) < count:
+            return None
+        chosen = [group for _, group in usable[:count]]
+        for group in chosen:
+            del self._accepted[group.sequence_number]
+            self._attempts.pop(group.sequence_number)
+        self._trained += count
+        self._taken_in_version += count
+        return chosen
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def counts(self) -> LedgerCounts:
+        """Return how many groups are where."""
+        return LedgerCounts(
+            trained=self._trained,
+            accepted=len(self._accepted),
+            running=len(self._running),
+            returned=len(self._returned),
+            failures=self._failures,
+            expired=self._expired,
+            rejected=self._rejected,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold, as JSON-able data: what was trained, and what is still owed.
+
+        Groups that are running or accepted are owed: after a resume their prompts are generated again, since the
+        old responses belong to weights that are gone.
+        """
+        owed = sorted({*self._returned, *self._running, *self._accepted})
+        return {
+            "version": self.version,
+            "trained": self._trained,
+            "taken_in_version": self._taken_in_version,
+            "next": self._next,
+            "owed": owed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; every lease of before is over."""
+        self.version = int(state["version"])
+        self._trained = int(state["trained"])
+        self._taken_in_version = int(state["taken_in_version"])
+        self._next = int(state["next"])
+        self._running.clear()
+        self._accepted.clear()
+        # Attempts go on counting, so that an answer to a lease of before the resume is recognised and refused.
+        self._attempts = {number: attempt + 1 for number, attempt in self._attempts.items()}
+        self._returned = _sorted_numbers(state["owed"])
+
+    def _pop_number(self) -> int:
+        if self._returned:
+            return self._returned.pop(0)
+        self._next += 1
+        return self._next - 1
+
+    def _give_back(self, number: int) -> None:
+        del self._running[number]
+        self._attempts[number] += 1
+        self._returned.append(number)
+        self._returned.sort()
+
+
+def _sorted_numbers(numbers: Iterable[int]) -> list[int]:
+    return sorted(int(number) for number in numbers)

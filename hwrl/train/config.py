@@ -1,0 +1,265 @@
+"""The configuration of a run: typed, validated, from YAML and ``key=value`` words."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hwrl.errors import ConfigError
+from hwrl.train.losses import AdvantageName, LossName
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+PositiveReal = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    """Where the run lives and how it ends."""
+
+    dir: Path
+    """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
+    seed: int = 0
+    resume: bool = False
+    """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
+    goals: dict[str, float] = {}
+    """Figures that the last training step and the last evaluation must reach; else the exit status is 1."""
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: Path
+    """A directory that ``AutoModelForCausalLM`` and ``AutoTokenizer`` can load."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class DataConfig(Section):
+    """Prompts: rows with ``prompt`` (text) and ``answer`` (anything), as .jsonl or .parquet."""
+
+    train: Path
+    eval: Path | None = None
+    max_prompt_tokens: Positive = 1024
+
+
+class RewardConfig(Section):
+    """How a response is judged."""
+
+    function: str
+    """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
+    attempts: Positive = 3
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    engine: str = "embedded"
+    replicas: Positive = 1
+    n: Annotated[int, Field(ge=1)] = 8
+    """Responses to each prompt."""
+    max_new_tokens: Positive = 256
+    temperature: PositiveReal = 1.0
+    max_running: Positive = 128
+    """Responses that one replica generates at a time."""
+    group_timeout_s: PositiveReal = 600.0
+    """How long a replica may take for a prompt before another gets it."""
+    max_attempts: Positive = 3
+    max_restarts: NotNegative = 3
+    """How many replicas may die in a run; each is replaced."""
+    threads: Positive = 1
+
+    @model_validator(mode="after")
+    def _a_group_fits(self) -> RolloutConfig:
+        if self.max_running < self.n:
+            raise ValueError(f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule: linear warm-up, then linear decay."""
+
+    learning_rate: PositiveReal = 1e-6
+    warmup_steps: NotNegative = 0
+    min_learning_rate_ratio: Share = 1.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: PositiveReal = 1.0
+
+
+class TrainConfig(Section):
+    """The training side."""
+
+    engine: str = "fsdp"
+    ranks: Positive = 1
+    steps: Positive = 100
+    batch_groups: Positive = 32
+    """Prompts trained on in a step, of all ranks together."""
+    micro_batch_tokens: Positive = 16384
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    max_restarts: NotNegative = 3
+    """How often dead trainers are started again from the last complete checkpoint."""
+    threads: Positive = 1
+
+
+class AlgorithmConfig(Section):
+    """Advantages and loss; see :mod:`hwrl.train.losses`."""
+
+    advantage: AdvantageName = "grpo"
+    loss: LossName = "ppo_clip"
+    clip_ratio_low: PositiveReal = 0.2
+    clip_ratio_high: PositiveReal = 0.28
+    rollout_is_threshold: PositiveReal = 2.0
+    ppo_epochs: Positive = 1
+    mini_batches: Positive = 1
+
+
+class AsyncConfig(Section):
+    """How far rollout may run ahead of training."""
+
+    staleness_threshold: NotNegative = 1
+    """Weight versions that a token may be behind when it is trained on; 0 is synchronous, on-policy training."""
+    trigger_parameter_sync_step: Positive = 1
+    """Training steps between two weight versions."""
+    partial_rollout: bool = True
+    """Take new weights between two tokens of a response; otherwise only when the running responses are finished."""
+
+
+class WeightsConfig(Section):
+    """How weights travel from the trainer to the rollouters."""
+
+    bypass_cpu: bool = True
+    """Device to device; otherwise through a versioned store in host memory, and the trainer does not wait."""
+    update_weights_bucket_megabytes: Positive = 64
+    timeout_s: PositiveReal = 60.0
+
+
+class CheckpointConfig(Section):
+    """Checkpoints."""
+
+    save_every_steps: NotNegative = 0
+    """0: only at the end and when interrupted."""
+    async_save: bool = False
+    max_ckpt_to_keep: Positive = 2
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts, greedy."""
+
+    every_steps: NotNegative = 0
+    """0: only at the end."""
+    prompts: Positive = 256
+
+
+class Config(Section):
+    """A whole run. ``hwrl train --print-config`` shows every key with its value."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    async_training: AsyncConfig = AsyncConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _ranks_share_a_batch(self) -> Config:
+        if self.train.batch_groups < self.train.ranks:
+            raise ValueError(f"train.batch_groups={self.train.batch_groups} must be at least train.ranks={self.train.ranks}")
+        return self
+
+    @property
+    def groups_per_version(self) -> int:
+        """Prompts trained on under one weight version."""
+        return self.train.batch_groups * self.async_training.trigger_parameter_sync_step
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read ``path`` (YAML), apply ``key.subkey=value`` words in order, validate; ConfigError names what is wrong.
+
+    Values are read as YAML. Relative paths in the file and in the words are relative to the working directory.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{path} is not YAML", why=str(exc), fix="mend the file") from exc
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no sections", why=f"it is a {type(tree).__name__}", fix="write 'run:', 'model:', …")
+    for word in overrides:
+        _override(tree, word)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Validate ``tree``; ConfigError lists every mistake, with a suggestion for each unknown key."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as exc:
+        mistakes = [_describe(error) for error in exc.errors(include_url=False)]
+        raise ConfigError(
+            f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
+            why="; ".join(mistakes),
+            fix="see docs/configuration.md, or run hwrl train CONFIG --print-config on a working file",
+        ) from exc
+
+
+def dump_config(config: Config) -> str:
+    """Return ``config`` as YAML, every key included, such that :func:`load_config` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _override(tree: dict[str, Any], word: str) -> None:
+    key, separator, text = word.partition("=")
+    parts = key.split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"{word!r} is not an override", why="it must be key=value", fix="for example train.steps=100")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"the value of {word!r} cannot be read", why=str(exc), fix="quote it") from exc
+    for part in parts[:-1]:
+        child = tree.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{word!r} does not fit", why=f"{part!r} is a value, not a section", fix="check the key")
+        tree = child
+    tree[parts[-1]] = value
+
+
+def _describe(error: Any) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        return f"{place or 'the whole'}: {error['msg']}"
+    close = difflib.get_close_matches(place, all_keys(), n=1) or difflib.get_close_matches(
+        place.rpartition(".")[2], {key.rpartition(".")[2] for key in all_keys()}, n=1
+    )
+    homes = [key for key in all_keys() if close and (key == close[0] or key.endswith("." + close[0]))]
+    return f"{place}: there is no such key" + (f", did you mean {' or '.join(homes)}?" if homes else "")
+
+
+def all_keys() -> list[str]:
+    """Return every key, sections first, like ``train`` and ``train.steps``."""
+    keys = []
+    for name, field in Config.model_fields.items():
+        keys.append(name)
+        section = field.annotation
+        assert section is not None
+        keys.extend(f"{name}.{key}" for key in section.model_fields)
+    return keys

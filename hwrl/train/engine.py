@@ -1,0 +1,47 @@
+"""What a train engine is: the interface that the FSDP2 engine and Megatron-core both fill."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwrl.train.batch import Batch
+from hwrl.train.losses import PolicyLoss
+
+
+class TrainEngine(ABC):
+    """Holds the training model and its optimizer, on one rank or several.
+
+    On several ranks every method is collective: all ranks call it, in the same order, each with its own rows.
+    """
+
+    @abstractmethod
+    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+        """Take one optimizer step on ``batch`` (this rank's rows); return figures averaged over all ranks' tokens."""
+
+    @abstractmethod
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return the current policy's log-probability of each token (rows × length, float32; 0 off the mask)."""
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight whole, under its Hugging Face name. A tensor is valid until the next is asked for.
+
+        All ranks must exhaust it, since gathering is collective; only the sender keeps what it yields.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizer and scheduler as a state dict for :class:`~hwrl.checkpoint.CheckpointManager`."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+
+    @abstractmethod
+    def export(self, directory: Path) -> None:
+        """Write the model to ``directory`` so that ``from_pretrained`` loads it; the first rank writes."""

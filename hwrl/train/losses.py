@@ -1,0 +1,97 @@
+"""Advantages and policy losses: pure functions of tensors, each with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from hwrl.rollout.groups import PromptGroup
+
+AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
+LossName = Literal["ppo_clip", "tis", "decoupled"]
+
+
+def group_advantages(groups: Sequence[PromptGroup], *, estimator: AdvantageName) -> torch.Tensor:
+    """Return one advantage a response (float32, all groups in order), from the rewards of its own group.
+
+    ``grpo``: (r − mean) / (std + 1e-6), DeepSeekMath, arXiv:2402.03300 §4.1. ``dr_grpo``: r − mean,
+    arXiv:2503.20783 §3. ``rloo``: r − mean of the others, arXiv:2402.14740 §2. A group whose rewards are all equal
+    gives zeros: it teaches nothing.
+    """
+    per_group = [_ESTIMATORS[estimator](group.rewards.astype(np.float64)) for group in groups]
+    return torch.from_numpy(np.concatenate(per_group).astype(np.float32))
+
+
+def _grpo(rewards: np.ndarray) -> np.ndarray:
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+
+
+def _dr_grpo(rewards: np.ndarray) -> np.ndarray:
+    return rewards - rewards.mean()
+
+
+def _rloo(rewards: np.ndarray) -> np.ndarray:
+    others = max(1, len(rewards) - 1)
+    return (rewards - rewards.mean()) * len(rewards) / others
+
+
+_ESTIMATORS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A loss per token, and how it treats data from older policies.
+
+    ``ppo_clip``: the clipped surrogate (PPO, arXiv:1707.06347 eq. 7; the higher upper bound, DAPO, arXiv:2503.14476
+    §3.1) on the ratio to the *behaviour* policy, so that staleness is inside the trust region. ``tis``: the policy
+    gradient weighted by the ratio to the behaviour policy, truncated at ``is_threshold`` (truncated importance
+    sampling). ``decoupled``: the clipped surrogate on the ratio to the *proximal* policy, weighted by the truncated
+    ratio of proximal to behaviour (AReaL, arXiv:2505.24298 §5.2).
+    """
+
+    name: LossName = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    is_threshold: float = 2.0
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the log-probabilities at the start of the step must be computed."""
+        return self.name == "decoupled"
+
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        *,
+        behaviour: torch.Tensor,
+        proximal: torch.Tensor | None,
+        advantages: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of each token, and figures of each token (detached), all of ``logprobs``'s shape.
+
+        ``logprobs`` carries the gradient; ``behaviour`` and ``proximal`` are constants of the same shape;
+        ``advantages`` broadcasts to it.
+        """
+        weight = (logprobs.detach() - behaviour).exp()
+        if self.name == "tis":
+            truncated = weight.clamp(max=self.is_threshold)
+            return -truncated * advantages * logprobs, {"is_weight": truncated, "clipped": weight > self.is_threshold}
+        if self.name == "ppo_clip":
+            loss, clipped = self._clipped(logprobs, behaviour, advantages)
+            return loss, {"is_weight": weight, "clipped": clipped}
+        assert proximal is not None, "the decoupled loss needs proximal log-probabilities"
+        correction = (proximal - behaviour).exp().clamp(max=self.is_threshold)
+        loss, clipped = self._clipped(logprobs, proximal, advantages)
+        return correction * loss, {"is_weight": correction, "clipped": clipped}
+
+    def _clipped(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ratio = (logprobs - old).exp()
+        bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        plain, clipped = ratio * advantages, bounded * advantages
+        return -torch.minimum(plain, clipped), (clipped < plain).detach()

@@ -1,0 +1,139 @@
+"""The asynchronous trainer: consumes prompt groups, steps, and publishes weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hwrl.clock import ActivityClock
+from hwrl.errors import EngineError
+from hwrl.rollout.groups import PromptGroup
+from hwrl.train.batch import Batch, collate
+from hwrl.train.engine import TrainEngine
+from hwrl.train.losses import AdvantageName, PolicyLoss, group_advantages
+
+Publish = Callable[[int, Iterator[tuple[str, torch.Tensor]]], Mapping[str, float]]
+"""``publish(version, named_weights)``: send the weights, exhaust the iterator, return figures of the transfer."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How a batch becomes optimizer steps: ``ppo_epochs`` passes over it, each in ``mini_batches`` parts."""
+
+    loss: PolicyLoss
+    advantage: AdvantageName = "grpo"
+    ppo_epochs: int = 1
+    mini_batches: int = 1
+
+
+class AsyncTrainer:
+    """One rank of the trainer; knows nothing of processes.
+
+    ``step(groups)`` trains on a batch that the ledger has released and, every ``trigger_parameter_sync_step`` steps,
+    publishes the weights as the next version. ``max_staleness`` is enforced here once more: a group that is older
+    when it is consumed raises. On several ranks all call ``step`` with the same groups; each trains on its share.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        *,
+        algorithm: Algorithm,
+        publish: Publish,
+        max_staleness: int,
+        trigger_parameter_sync_step: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.engine = engine
+        self._algorithm, self._publish = algorithm, publish
+        self._max_staleness = max_staleness
+        self._trigger_parameter_sync_step = trigger_parameter_sync_step
+        self._rank, self._ranks = rank, ranks
+        self._clock = ActivityClock("wait")
+        self.steps_done = 0
+
+    @property
+    def version(self) -> int:
+        """The version of the newest published weights."""
+        return self.steps_done // self._trigger_parameter_sync_step
+
+    def publish(self) -> dict[str, float]:
+        """Publish the current weights as :attr:`version`; at the start and after a resume."""
+        with self._clock.during("sync"):
+            return dict(self._publish(self.version, self.engine.named_weights()))
+
+    def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        """Train on ``groups`` and return the figures of the step; ``steps_done`` and perhaps ``version`` go up."""
+        before = self._clock.seconds()
+        consumed = self._consumed_figures(groups)
+        with self._clock.during("train"):
+            trained = self._train(groups[self._rank :: self._ranks])
+        self.steps_done += 1
+        synced = self.publish() if self.steps_done % self._trigger_parameter_sync_step == 0 else {}
+        after = self._clock.seconds()
+        seconds = {f"timing_s/{name}": after[name] - before.get(name, 0.0) for name in after}
+        return {**consumed, **trained, **synced, **seconds, "weights/version": float(self.version)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the trainer's own state; the engine's is apart, because it holds tensors."""
+        return {"steps_done": self.steps_done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.steps_done = int(state["steps_done"])
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def _train(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        advantages = group_advantages(groups, estimator=self._algorithm.advantage)
+        batch = collate(groups, advantages=advantages)
+        loss = self._algorithm.loss
+        if loss.needs_proximal:
+            batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
+        figures = [
+            self.engine.train_batch(part, loss=loss)
+            for _ in range(self._algorithm.ppo_epochs)
+            for part in self._mini_batches(batch)
+        ]
+        return {f"actor/{name}": float(np.mean([row[name] for row in figures])) for name in figures[0]}
+
+    def _mini_batches(self, batch: Batch) -> list[Batch]:
+        if self._algorithm.mini_batches == 1:
+            return [batch]
+        return [batch.select(rows) for rows in torch.arange(batch.rows).chunk(self._algorithm.mini_batches)]
+
+    def _consumed_figures(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        ages = [self.version - group.oldest_version for group in groups]
+        if max(ages) > self._max_staleness:
+            raise EngineError(
+                f"a prompt group of age {max(ages)} reached the trainer",
+                why=f"the weights are at version {self.version} and staleness_threshold is {self._max_staleness}",
+                fix="take groups from a PromptLedger with the same max_staleness",
+            )
+        rewards = np.concatenate([group.rewards for group in groups])
+        lengths = np.concatenate([group.lengths for group in groups])
+        spans = [int(group.versions.max()) - group.oldest_version for group in groups]
+        extra = {name for group in groups for name in group.metrics} - {"reward"}
+        return {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            **{f"reward/{name}": _mean([group.metrics[name] for group in groups]) for name in sorted(extra)},
+            "groups/zero_variance_ratio": _mean([float(group.rewards.std() == 0) for group in groups]),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": float(lengths.max()),
+            "response/truncated_ratio": float(np.concatenate([group.truncated for group in groups]).mean()),
+            "response/tokens": float(lengths.sum()),
+            "staleness/mean": _mean(ages),
+            "staleness/max": float(max(ages)),
+            "partial/ratio": _mean([float(span > 0) for span in spans]),
+            "partial/max_span": float(max(spans)),
+        }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
