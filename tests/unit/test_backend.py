@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hwrl_cpu
+from hwrl.backend import Backend, BackendInfo, Capability
+from hwrl.errors import UnsupportedError
+
+GENERIC = Backend(BackendInfo(name="xpu", device_type="cpu", description="torch's generic paths"))
+HOST = hwrl_cpu.hwrl_create_backend()
+
+
+@pytest.mark.parametrize("backend", [GENERIC, HOST], ids=repr)
+def test_every_capability_has_an_answer_with_a_reason(backend: Backend) -> None:
+    for capability in Capability:
+        assert backend.supports(capability).reason
+
+
+def test_a_missing_capability_says_who_lacks_it_and_why() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        GENERIC.require(Capability.DEVICE_IPC, needed_for="share a buffer")
+    assert str(caught.value).startswith("cannot share a buffer")
+    assert "'xpu' lacks 'device_ipc': the backend does not implement it" in caught.value.why
+
+
+def test_what_is_not_proven_is_usable_and_says_so() -> None:
+    GENERIC.require(Capability.STREAMS, needed_for="copy on the side")
+    assert GENERIC.supports(Capability.STREAMS).state == "unverified"
+
+
+def test_the_collective_library_comes_from_torch() -> None:
+    assert GENERIC.comm_library() == torch.distributed.get_default_backend_for_device("cpu")
+
+
+def test_the_host_has_one_device() -> None:
+    assert HOST.device_count() == 1
+    HOST.set_device(0)
+    with pytest.raises(Exception, match="there is no CPU device 1"):
+        HOST.set_device(1)
+
+
+def test_a_range_shows_in_the_profile() -> None:
+    with torch.profiler.profile() as profile, HOST.range("a named range"):
+        torch.ones(2)
+    assert "a named range" in {event.key for event in profile.key_averages()}

@@ -1,0 +1,182 @@
+"""The probes and device maps of the shipped accelerator backends, on imitated machines."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+import hwrl_cpu
+import hwrl_cuda
+import hwrl_npu
+from hwrl.backend import Finding, ProbeContext
+from hwrl.errors import BackendUnavailableError, ConfigError
+
+CUDA_TORCH = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+HOST_TORCH = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+
+
+@dataclass
+class Machine:
+    """A folder that plays the root of a file system, with device files and installed modules."""
+
+    root: Path
+
+    def with_devices(self, *names: str) -> Machine:
+        (self.root / "dev").mkdir(exist_ok=True)
+        for name in names:
+            (self.root / "dev" / name).touch()
+        return self
+
+    def with_module(self, name: str, version_text: str = "") -> Machine:
+        (self.root / name).mkdir()
+        (self.root / name / "version.py").write_text(version_text)
+        return self
+
+    def context(self, **env: str) -> ProbeContext:
+        return ProbeContext(env=env, find_spec=self._find_spec, root=self.root)
+
+    def _find_spec(self, name: str) -> ModuleSpec | None:
+        origin = self.root / name / "__init__.py"
+        return ModuleSpec(name, None, origin=str(origin)) if origin.parent.is_dir() else None
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_bare_machine_has_no_accelerator_and_leaves_no_evidence(machine: Machine) -> None:
+    machine.with_module("torch", CUDA_TORCH).with_module("torch_npu")
+    for plugin in (hwrl_cuda, hwrl_npu):
+        result = plugin.hwrl_probe(machine.context())
+        assert (result.answer, result.evidence) == ("no", ())
+        assert "/dev/" in result.reason
+
+
+def test_a_machine_with_gpus_and_a_torch_for_them(machine: Machine) -> None:
+    machine.with_devices("nvidia0", "nvidia1", "nvidiactl").with_module("torch", CUDA_TORCH)
+    result = hwrl_cuda.hwrl_probe(machine.context())
+    assert (result.answer, result.evidence) == ("yes", ("/dev/nvidia0", "/dev/nvidia1"))
+
+
+def test_gpus_with_a_torch_for_the_host_are_evidence_with_a_reason(machine: Machine) -> None:
+    machine.with_devices("nvidia0").with_module("torch", HOST_TORCH)
+    result = hwrl_cuda.hwrl_probe(machine.context())
+    assert (result.answer, result.evidence) == ("no", ("/dev/nvidia0",))
+    assert "2.13.0+cpu is not built for CUDA" in result.reason
+
+
+def test_gpus_without_torch(machine: Machine) -> None:
+    result = hwrl_cuda.hwrl_probe(machine.with_devices("nvidia0").context())
+    assert (result.answer, result.reason) == ("no", "torch is not installed")
+
+
+def test_a_gpu_under_a_subsystem_cannot_be_told_from_files(machine: Machine) -> None:
+    machine.with_devices("dxg").with_module("torch", CUDA_TORCH)
+    result = hwrl_cuda.hwrl_probe(machine.context())
+    assert (result.answer, result.evidence) == ("unknown", ("/dev/dxg",))
+
+
+def test_a_machine_with_npus(machine: Machine) -> None:
+    machine.with_devices("davinci0", "davinci_manager").with_module("torch", HOST_TORCH).with_module("torch_npu")
+    result = hwrl_npu.hwrl_probe(machine.context())
+    assert (result.answer, result.evidence) == ("yes", ("/dev/davinci0",))
+
+
+@pytest.mark.parametrize(
+    ("torch_text", "modules", "said"),
+    [
+        (HOST_TORCH, (), "torch_npu not installed"),
+        (CUDA_TORCH, ("torch_npu",), "torch is built for CUDA, and torch_npu refuses that"),
+    ],
+)
+def test_npus_that_cannot_be_used_are_evidence_with_a_reason(
+    machine: Machine, torch_text: str, modules: tuple[str, ...], said: str
+) -> None:
+    machine.with_devices("davinci0").with_module("torch", torch_text)
+    for name in modules:
+        machine.with_module(name)
+    result = hwrl_npu.hwrl_probe(machine.context())
+    assert (result.answer, result.evidence) == ("no", ("/dev/davinci0",))
+    assert said in result.reason
+
+
+def test_the_host_needs_torch(machine: Machine) -> None:
+    assert hwrl_cpu.hwrl_probe(machine.context()).answer == "no"
+    assert hwrl_cpu.hwrl_probe(machine.with_module("torch").context()).answer == "yes"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed here")
+def test_an_npu_backend_without_its_library_says_what_to_do() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"set_env\.sh") as caught:
+        hwrl_npu.hwrl_create_backend()
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+# -- device maps ----------------------------------------------------------------------------------------------------
+
+CUDA, NPU, HOST = hwrl_cuda.CudaBackend.devices, hwrl_npu.NpuBackend.devices, hwrl_cpu.CpuBackend.devices
+
+
+def test_ray_reserves_devices_under_the_devices_own_name() -> None:
+    assert CUDA.ray_options(2) == {"num_gpus": 2}
+    assert NPU.ray_options(2) == {"resources": {"NPU": 2}}
+    assert HOST.ray_options(2) == {"num_cpus": 2}
+
+
+@pytest.mark.parametrize(
+    ("env", "visible"),
+    [({"CUDA_VISIBLE_DEVICES": text}, ids) for text, ids in {"": (), "-1": (), "2": (2,), " 3, 1 ": (3, 1)}.items()],
+)
+def test_visible_gpus_are_read_from_the_environment(env: Mapping[str, str], visible: tuple[int, ...]) -> None:
+    assert CUDA.visible(env) == visible
+
+
+def test_an_environment_that_narrows_nothing_is_no_list() -> None:
+    assert CUDA.visible({"ASCEND_RT_VISIBLE_DEVICES": "0"}) is None
+
+
+@pytest.mark.parametrize("text", ["a", "0,0", "0,-1", "0;1", "0,,1"])
+def test_unreadable_device_lists_are_errors_that_show_the_value(text: str) -> None:
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES='"):
+        CUDA.visible({"CUDA_VISIBLE_DEVICES": text})
+
+
+def test_npus_must_be_in_ascending_order_and_are_rendered_so() -> None:
+    with pytest.raises(ConfigError, match="set ASCEND_RT_VISIBLE_DEVICES=0,1"):
+        NPU.visible({"ASCEND_RT_VISIBLE_DEVICES": "1,0"})
+    assert NPU.render([5, 2]) == {"ASCEND_RT_VISIBLE_DEVICES": "2,5"}
+    assert NPU.visible(NPU.render([5, 2])) == (2, 5)
+
+
+def test_logical_devices_map_to_physical_ones() -> None:
+    env = CUDA.render([4, 6])
+    assert [CUDA.to_physical(index, env) for index in range(2)] == [4, 6]
+    assert CUDA.to_physical(3, {}) == 3
+    with pytest.raises(ConfigError, match="device 2 is not visible"):
+        CUDA.to_physical(2, env)
+
+
+# -- what doctor is told --------------------------------------------------------------------------------------------
+
+
+def test_doctor_is_told_about_hidden_gpus(machine: Machine) -> None:
+    findings = list(hwrl_cuda.hwrl_doctor(machine.context(CUDA_VISIBLE_DEVICES="")))
+    assert [finding.level for finding in findings] == ["info", "warning"]
+    assert list(hwrl_cuda.hwrl_doctor(machine.context())) == []
+
+
+def test_doctor_is_told_that_the_npu_order_shows_no_device(machine: Machine) -> None:
+    machine.with_devices("davinci0", "davinci1")
+    env = {"ASCEND_RT_VISIBLE_DEVICES": "1,0", "ASCEND_HOME_PATH": "/usr/local/Ascend"}
+    findings = list(hwrl_npu.hwrl_doctor(machine.context(**env)))
+    assert findings[-1] == Finding(
+        "error",
+        "ASCEND_RT_VISIBLE_DEVICES='1,0' shows no device: the runtime wants strictly ascending numbers",
+        fix="set ASCEND_RT_VISIBLE_DEVICES=0,1",
+    )

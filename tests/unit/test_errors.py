@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from hwrl import errors
+from hwrl.errors import BackendNotFoundError, HwrlError
+
+ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HwrlError)]
+
+
+def test_an_error_says_what_why_fix_and_where_to_read_more() -> None:
+    error = BackendNotFoundError("there is no backend 'x'", why="it is not installed", fix="install it")
+    assert str(error).splitlines() == [
+        "there is no backend 'x'",
+        "  why: it is not installed",
+        "  fix: install it",
+        "  see: docs/errors.md#backend-not-found",
+    ]
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_an_error_survives_the_way_from_another_process(kind: type[HwrlError]) -> None:
+    error = kind("what", why="why", fix="fix")
+    # A round trip within this test, of an object that it made: what Ray and multiprocessing do with exceptions.
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), str(back)) == (kind, str(error))
+    assert (back.what, back.why, back.fix) == ("what", "why", "fix")
+
+
+def test_codes_are_unique() -> None:
+    codes = [kind.code for kind in ALL]
+    assert len(set(codes)) == len(codes)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_the_tree_in_the_docstring_shows_every_error_at_its_depth(kind: type[HwrlError]) -> None:
+    (line,) = [line for line in (errors.__doc__ or "").splitlines() if kind.__name__ in line.split()]
+    depth = len(kind.mro()) - len(HwrlError.mro())
+    assert line.index(kind.__name__) == 4 * depth
