@@ -1,0 +1,143 @@
+"""A file system whose files are on the disk when a call returns: the one door for everything a save changes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The size in bytes and the SHA-256 (hexadecimal) of one file."""
+
+    nbytes: int
+    sha256: str
+
+
+class DurableFS(FileSystem):
+    """Creates, syncs, renames and removes; plugs into torch's checkpoint writer as its ``fs``.
+
+    A file is flushed **and then** synced before its stream closes (torch syncs its metadata file while the bytes are
+    still in Python's buffer), and hashed as it is written, so that the hash says what was meant, not what arrived.
+    Every operation that changes the disk first calls :meth:`before`; a subclass may stop or raise there, and so
+    stand for a disk that is full or a process that dies at that point.
+    """
+
+    def before(self, operation: str, path: Path) -> None:
+        """Called before each change of the disk.
+
+        ``operation`` is one of ``mkdir``, ``create``, ``write``, ``sync``, ``rename``, ``sync_directory``, ``remove``.
+        """
+
+    def __init__(self) -> None:
+        self._written: dict[Path, FileRecord] = {}
+
+    def take_records(self, directory: Path) -> dict[str, FileRecord]:
+        """Return the record of each file written under ``directory``, by relative name, and forget them."""
+        inside = [path for path in self._written if path.is_relative_to(directory)]
+        return {str(path.relative_to(directory)): self._written.pop(path) for path in inside}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open ``path``; one that is written is durable when the context ends without an error."""
+        path = Path(path)
+        if mode == "rb":
+            with path.open("rb") as stream:
+                yield stream
+            return
+        self.before("create", path)
+        with path.open("wb") as file:
+            hashed = _HashedStream(cast(BinaryIO, file), self, path)
+            yield hashed
+            self._sync(file.fileno(), path, flush=file.flush)
+        self._written[path] = hashed.record()
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """Write a whole file, durable when the call returns."""
+        with self.create_stream(path, "wb") as stream:
+            stream.write(data)
+
+    def replace_file(self, path: Path, data: bytes) -> None:
+        """Replace ``path`` in one step: a reader, or a crash, finds the old content or the new, never a part."""
+        draft = path.with_name(f".tmp_{path.name}")
+        self.write_file(draft, data)
+        self.rename(draft, path)
+        self.sync_directory(path.parent)
+        self._written.pop(path, None)
+
+    def adopt_file(self, path: Path) -> None:
+        """Sync and hash a file that someone else wrote."""
+        with path.open("rb") as file:
+            self._sync(file.fileno(), path)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self._written[path] = FileRecord(path.stat().st_size, digest)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Create a directory and its parents where they are missing."""
+        self.before("mkdir", Path(path))
+        super().mkdir(path)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file or directory; durable only after :meth:`sync_directory` of the parent."""
+        path, new_path = Path(path), Path(new_path)
+        self.before("rename", path)
+        path.rename(new_path)
+        if path in self._written:
+            self._written[new_path] = self._written.pop(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in ``path`` durable."""
+        self.before("sync_directory", path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all that is in it."""
+        self.before("remove", path)
+        self.take_records(path)
+        shutil.rmtree(path)
+
+    def _sync(self, descriptor: int, path: Path, *, flush: Any = None) -> None:
+        if flush is not None:
+            flush()
+        self.before("sync", path)
+        os.fsync(descriptor)
+
+
+class _HashedStream:
+    """A binary stream that is only ever appended to, and keeps the hash of what went in."""
+
+    def __init__(self, file: BinaryIO, fs: DurableFS, path: Path) -> None:
+        self._file, self._fs, self._path = file, fs, path
+        self._hash = hashlib.sha256()
+        self._nbytes = 0
+
+    def write(self, data: Any) -> int:
+        self._fs.before("write", self._path)
+        self._file.write(data)
+        self._hash.update(data)
+        self._nbytes += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._nbytes
+
+    def flush(self) -> None:
+        """Leave flushing to the end, before the sync."""
+
+    def close(self) -> None:
+        """Leave closing to the context, after the sync."""
+
+    def record(self) -> FileRecord:
+        return FileRecord(self._nbytes, self._hash.hexdigest())

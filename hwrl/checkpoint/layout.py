@@ -1,0 +1,205 @@
+"""Which tensor lies where: torch's save and load plans as plain JSON, so that no pickle is sent or executed."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo  # what torch's files are made of
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from hwrl.checkpoint.manifest import CheckpointInfo, corrupt
+from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
+
+LAYOUT_NAME = "layout.json"
+
+Json = dict[str, Any]
+
+
+def encode_plan(plan: SavePlan) -> Json:
+    """Return a local save plan as JSON."""
+    paths = {fqn: list(path) for fqn, path in plan.planner_data.items()}
+    return {"items": [_encode_item(item) for item in plan.items], "paths": paths}
+
+
+def decode_plan(data: Json) -> SavePlan:
+    """Return the save plan that :func:`encode_plan` wrote."""
+    paths = {fqn: tuple(path) for fqn, path in data["paths"].items()}
+    return SavePlan([_decode_item(item) for item in data["items"]], planner_data=paths)
+
+
+def encode_entry(item: WriteItem, result: WriteResult) -> Json:
+    """Return one line of the layout file: an item and where it was written."""
+    place = result.storage_data
+    return {**_encode_item(item), "file": place.relative_path, "start": place.offset, "nbytes": place.length}
+
+
+def decode_result(entry: Json) -> WriteResult:
+    """Return what torch's writer said when it wrote ``entry``."""
+    place = _StorageInfo(entry["file"], entry["start"], entry["nbytes"])
+    return WriteResult(index=_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=place)
+
+
+def _encode_item(item: WriteItem) -> Json:
+    data = item.tensor_data
+    if data is None:
+        return {"name": item.index.fqn, "kind": item.type.name}
+    return {
+        "name": item.index.fqn,
+        "kind": item.type.name,
+        "dtype": str(data.properties.dtype).removeprefix("torch."),
+        "shape": list(data.size),
+        "offsets": list(data.chunk.offsets),
+        "sizes": list(data.chunk.sizes),
+    }
+
+
+def _decode_item(item: Json) -> WriteItem:
+    kind = WriteItemType[item["kind"]]
+    if kind is WriteItemType.BYTE_IO:
+        return WriteItem(MetadataIndex(item["name"]), kind)
+    dtype = getattr(torch, item["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{item['dtype']!r} is no dtype")
+    chunk = ChunkStorageMetadata(torch.Size(item["offsets"]), torch.Size(item["sizes"]))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(item["shape"]))
+    return WriteItem(MetadataIndex(item["name"], chunk.offsets), kind, tensor_data=data)
+
+
+class SafeSavePlanner(DefaultSavePlanner):
+    """torch's planner, which refuses what could not be read again without executing a pickle."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Return a tensor as it is, anything else as bytes that ``torch.load(weights_only=True)`` reads."""
+        data = super().transform_object(write_item, object)
+        if write_item.type is WriteItemType.BYTE_IO:
+            _check_plain(write_item.index.fqn, object, data)
+        return data
+
+
+def _check_plain(name: str, value: object, data: io.BytesIO) -> None:
+    data.seek(0)
+    try:
+        torch.load(data, weights_only=True)
+    except Exception as exc:  # torch raises whatever a foreign class's bytes lead to
+        raise CheckpointSaveError(
+            f"state {name!r} cannot be saved",
+            why=f"a {type(value).__name__} could be loaded only by executing a pickle",
+            fix="save tensors, numbers, strings, and dicts, lists and tuples of them",
+        ) from exc
+    data.seek(0)
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """torch's planner, which loads no pickle and refuses a state that differs from the checkpoint."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the plan; CheckpointError if names, shapes or dtypes differ. Nothing has been loaded then."""
+        assert self.metadata is not None, "set_up_planner comes first"
+        _check_same(self.state_dict, self.metadata.state_dict_metadata)
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value that is no tensor into the state."""
+        fqn = read_item.dest_index.fqn
+        *parents, last = self.mappings[fqn]
+        target: Any = self.original_state_dict
+        for part in parents:
+            target = target[part]
+        target[last] = torch.load(value, weights_only=True)
+
+
+def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    if missing:
+        raise _misfit(f"it lacks {len(missing)} entries, among them {missing[0]!r}")
+    if unknown:
+        raise _misfit(f"it has {len(unknown)} more entries, among them {unknown[0]!r}")
+    for name, target in wanted.items():
+        if (here := _describe(target)) != (there := _describe_saved(saved[name])):
+            raise _misfit(f"{name!r} is {there} in the checkpoint and {here} here")
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
+
+
+def _describe_saved(value: Any) -> str:
+    if isinstance(value, BytesStorageMetadata):
+        return "no tensor"
+    return f"{value.properties.dtype} {list(value.size)}"
+
+
+def _misfit(why: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint does not fit the state that it is to be loaded into",
+        why=why,
+        fix="build the same model and optimizer as the run that saved it, or start in an empty directory",
+    )
+
+
+class LayoutReader(FileSystemReader):
+    """Reads a checkpoint's tensors by its layout file; torch's own ``.metadata``, a pickle, is never opened."""
+
+    def __init__(self, info: CheckpointInfo) -> None:
+        super().__init__(info.path)
+        self._info = info
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return torch's metadata, built from the layout file; CheckpointCorruptError if that says nonsense."""
+        try:
+            entries = json.loads((Path(self._info.path) / LAYOUT_NAME).read_bytes())
+            return self._build(entries)
+        except CheckpointCorruptError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise corrupt(self._info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
+
+    def _build(self, entries: Iterable[Json]) -> Metadata:
+        state: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for entry in entries:
+            self._check_place(entry)
+            item, result = _decode_item(entry), decode_result(entry)
+            places[item.index] = result.storage_data
+            _add_chunk(state, item)
+        meta = StorageMeta(load_id=self.load_id)
+        return Metadata(state, storage_data=places, storage_meta=meta)
+
+    def _check_place(self, entry: Json) -> None:
+        record = self._info.manifest.files.get(entry["file"])
+        if record is None:
+            raise corrupt(self._info.path, f"{LAYOUT_NAME} names {entry['file']!r}, which the manifest does not")
+        if entry["start"] < 0 or entry["nbytes"] < 0 or entry["start"] + entry["nbytes"] > record.nbytes:
+            raise corrupt(self._info.path, f"{entry['name']!r} lies outside {entry['file']}")
+
+
+def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
+    data = item.tensor_data
+    if data is None:
+        state[item.index.fqn] = BytesStorageMetadata()
+        return
+    entry = state.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+    entry.chunks.append(data.chunk)

@@ -1,0 +1,329 @@
+""":class:`CheckpointManager`: saves a training state so that a crash at any point leaves a complete one to resume."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.tensor import DTensor
+
+from hwrl.backend import Backend
+from hwrl.checkpoint.agreement import Agreement
+from hwrl.checkpoint.durable import DurableFS
+from hwrl.checkpoint.home import CheckpointHome
+from hwrl.checkpoint.layout import LayoutReader, SafeLoadPlanner, SafeSavePlanner
+from hwrl.checkpoint.manifest import (
+    CheckpointInfo,
+    Skipped,
+    corrupt,
+    find_checkpoints,
+    inspect_checkpoint,
+    step_name,
+    verify_files,
+)
+from hwrl.checkpoint.save import EXTRA_NAME, SaveJob, Saver
+from hwrl.checkpoint.staging import StagedItems
+from hwrl.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    ConfigError,
+    MemoryStateError,
+)
+from hwrl.memory import PinnedPool
+from hwrl.registry import get_backend
+
+if TYPE_CHECKING:
+    from hwrl.comm import Group
+
+_log = logging.getLogger(__name__)
+_opened = itertools.count()  # all ranks open their managers in the same order
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a call of ``save`` cost the caller: seconds waited for the previous save, seconds until it returned
+    after that, and bytes copied to the host (0 when the save ran in the foreground)."""
+
+    waited_s: float
+    blocked_s: float
+    staged_nbytes: int
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was loaded: the checkpoint, its ``extra``, each rank's ``rank_extras`` at the time of the save (by rank,
+    as many as ranks saved), and what was passed over on the way to it."""
+
+    info: CheckpointInfo
+    extra: dict[str, Any]
+    rank_extras: list[dict[str, Any]]
+    skipped: list[Skipped]
+
+    @property
+    def step(self) -> int:
+        """The step that was loaded."""
+        return self.info.step
+
+
+class CheckpointManager:
+    """The one writer of a directory of checkpoints.
+
+    ``max_ckpt_to_keep`` newest checkpoints stay, None keeps all. With ``async_save`` the state is copied to the host
+    and written by a background thread; what that thread could not do is raised by the next call. ``group`` holds the
+    ranks that save together, on one shared directory; all of them make the same calls in the same order.
+    ``timeout_s`` is how long a rank waits for another. ``fs`` is the door to the disk.
+
+    Timeline: opening takes the directory's lock and sweeps what dead writers left; ``resume`` comes first, then any
+    number of ``save``; ``close``, or leaving the context, waits for a save that runs and releases the lock.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_ckpt_to_keep: int | None = None,
+        async_save: bool = False,
+        group: Group | None = None,
+        backend: Backend | None = None,
+        timeout_s: float = 600.0,
+        fs: DurableFS | None = None,
+    ) -> None:
+        if max_ckpt_to_keep is not None and max_ckpt_to_keep < 1:
+            raise ConfigError(
+                f"max_ckpt_to_keep={max_ckpt_to_keep} is not possible",
+                why="the newest checkpoint is never deleted",
+                fix="give 1 or more, or null to keep all",
+            )
+        self.directory = Path(directory).absolute()
+        self._async_save = async_save
+        self._backend = backend or get_backend()
+        self._pool = PinnedPool(self._backend)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
+        self._pending: Future[None] | None = None
+        self._agreement = _agreement(group, timeout_s)
+        self._fs = fs or DurableFS()
+        self._home: CheckpointHome | None = None
+        self._agreement.decide(self._open_home, lambda parts: None)
+        self._saver = Saver(self.directory, self._agreement, self._fs, self._home, max_ckpt_to_keep)
+
+    def _open_home(self) -> None:
+        if self._agreement.rank == 0:
+            self._home = CheckpointHome(self.directory, self._fs)
+
+    # -- saving -------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        weight_version: int = 0,
+        extra: Mapping[str, Any] | None = None,
+        rank_extra: Mapping[str, Any] | None = None,
+        export: Callable[[Path], None] | None = None,
+    ) -> SaveReport:
+        """Save ``state`` as ``step``, which must be later than every complete step in the directory.
+
+        ``state`` is a nested dict of tensors, DTensors and plain values, as ``get_state_dict`` of
+        ``torch.distributed.checkpoint.state_dict`` returns it. ``extra`` is JSON with string keys, taken from rank 0;
+        ``rank_extra`` likewise, kept for each rank. ``export`` is called once, on rank 0, with the path of an empty
+        directory ``hf`` inside the checkpoint, to write files for other readers; with ``async_save`` it runs in the
+        background, so it must own what it reads and call no collective.
+
+        Without ``async_save`` the checkpoint is complete and durable when this returns. With it, the caller may change
+        the state as soon as this returns; the call waits for a previous save that is still running. Raises
+        :class:`~hwrl.errors.CheckpointSaveError` if this save, or the previous one in the background, failed; then
+        the checkpoints before it are untouched and the next save may succeed.
+        """
+        started_s = time.perf_counter()
+        self.wait()
+        waited_s = time.perf_counter()
+        planner = SafeSavePlanner()
+        job = SaveJob(step, weight_version, _plan(planner, state), planner, _json(extra), _json(rank_extra), export)
+        staged_nbytes = 0
+        if self._async_save:
+            staged = StagedItems(planner, job.plan, pool=self._pool, backend=self._backend)
+            staged_nbytes = staged.nbytes
+            self._pending = self._thread.submit(self._saver.run, replace(job, source=staged))
+        else:
+            self._saver.run(job)
+        return SaveReport(waited_s - started_s, time.perf_counter() - waited_s, staged_nbytes)
+
+    def wait(self) -> None:
+        """Block until no save is running; raise what it failed with."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for a running save, raise what it failed with, and release the directory. May be called again."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._pool.close()
+            if self._home is not None:
+                self._home.close()
+            self._home = None
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- finding and loading ------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return the complete checkpoints, oldest first. Sizes are checked, hashes are not."""
+        return find_checkpoints(self.directory)[0]
+
+    def latest(self) -> CheckpointInfo | None:
+        """Return the newest complete checkpoint, or None."""
+        return max(self.checkpoints(), key=lambda info: info.step, default=None)
+
+    def resume(self, state: dict[str, Any], *, step: int | None = None) -> Resumed | None:
+        """Load the newest checkpoint that is whole, or exactly ``step``, into ``state``; None if there is none at all.
+
+        ``state`` has the structure that was saved: its tensors are overwritten in place, other values replaced. It may
+        be sharded over another number of ranks. Every file's hash is verified before anything is loaded; a
+        checkpoint that fails is passed over, logged and reported in ``skipped``. No pickle is executed.
+
+        Raises :class:`~hwrl.errors.CheckpointNotFoundError` if there are checkpoints but none is whole (training
+        never starts afresh silently), :class:`~hwrl.errors.CheckpointError` if the checkpoint does not fit ``state``.
+        """
+        self.wait()
+        found = self._agreement.decide(lambda: None, lambda parts: self._candidates(step))
+        skipped = [Skipped(self.directory / name, reason) for name, reason in found["skipped"]]
+        for name in found["complete"]:
+            path = self.directory / name
+            reason = self._agreement.decide(functools.partial(self._verify_share, path), _first)
+            if reason is None:
+                return self._load(inspect_checkpoint(path), state, skipped)
+            _log.warning("skipping %s: %s", path, reason)
+            skipped.append(Skipped(path, reason))
+        if not skipped:
+            return None
+        raise CheckpointNotFoundError(
+            f"no checkpoint in {self.directory} is whole",
+            why="; ".join(f"{one.path.name}: {one.reason}" for one in skipped),
+            fix="restore one of them from a copy, or start in an empty directory",
+        )
+
+    def _candidates(self, step: int | None) -> dict[str, Any]:
+        complete, skipped = find_checkpoints(self.directory)
+        if step is not None:
+            complete, skipped = self._only(step), []
+        for one in skipped:
+            _log.warning("skipping %s: %s", one.path, one.reason)
+        return {
+            "complete": [info.path.name for info in reversed(complete)],
+            "skipped": [[one.path.name, one.reason] for one in skipped],
+        }
+
+    def _only(self, step: int) -> list[CheckpointInfo]:
+        path = self.directory / step_name(step)
+        if path.exists():
+            return [inspect_checkpoint(path)]
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint of step {step} in {self.directory}",
+            why=f"it holds steps {[info.step for info in self.checkpoints()]}",
+            fix="choose one of these, or give no step for the newest",
+        )
+
+    def _verify_share(self, path: Path) -> str | None:
+        """Verify every size-th file; return why it cannot be trusted, if so."""
+        try:
+            info = inspect_checkpoint(path)
+            names = sorted(info.manifest.files)
+            verify_files(info, names[self._agreement.rank :: self._agreement.size])
+        except CheckpointCorruptError as exc:
+            return exc.why
+        return None
+
+    def _load(self, info: CheckpointInfo, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
+        self._agreement.decide(lambda: _load_into(info, state), lambda parts: None)
+        try:
+            extra = json.loads((info.path / EXTRA_NAME).read_bytes())
+            return Resumed(info, extra["all"], extra["ranks"], skipped)
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise corrupt(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
+
+
+def _agreement(group: Group | None, timeout_s: float) -> Agreement:
+    if group is None:
+        return Agreement(None, rank=0, size=1, timeout_s=timeout_s)
+    store = PrefixStore(f"hwrl/checkpoint/{next(_opened)}", group.store.clone())
+    return Agreement(store, rank=group.rank, size=group.size, timeout_s=timeout_s)
+
+
+def _plan(planner: SafeSavePlanner, state: Mapping[str, Any]) -> SavePlan:
+    planner.set_up_planner(dict(state))
+    for name, value in planner.state_dict.items():
+        _require_in_memory(name, value)
+    return planner.create_local_plan()
+
+
+def _load_into(info: CheckpointInfo, state: dict[str, Any]) -> None:
+    planner, reader = SafeLoadPlanner(), LayoutReader(info)
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    for name, value in planner.state_dict.items():
+        _require_in_memory(name, value)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+
+
+def _require_in_memory(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        return
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if local.numel() and local.untyped_storage().nbytes() == 0:
+        raise MemoryStateError(
+            f"{name!r} has no memory", why="it is offloaded", fix="save and resume inside `with offloader.loaded():`"
+        )
+
+
+def _json(value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of ``value``, so that the caller may go on changing it; refuse what JSON would alter."""
+    value = dict(value or {})
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(value))
+    except (TypeError, ValueError) as exc:
+        raise _not_json(str(exc)) from exc
+    if (key := _first_other_key(value)) is not None:
+        raise _not_json(f"the key {key!r} is no string and would come back as one")
+    return copy
+
+
+def _first_other_key(value: object) -> object | None:
+    if isinstance(value, dict):
+        inner = (_first_other_key(one) for one in value.values())
+        return next((key for key in (*value, *inner) if key is not None and not isinstance(key, str)), None)
+    if isinstance(value, (list, tuple)):
+        return next((key for key in map(_first_other_key, value) if key is not None), None)
+    return None
+
+
+def _not_json(why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        "the extra state cannot be saved", why=why, fix="give JSON with string keys; put tensors into the state"
+    )
+
+
+def _first(reasons: list[str | None]) -> str | None:
+    return next((reason for reason in reasons if reason is not None), None)

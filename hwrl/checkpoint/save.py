@@ -1,0 +1,185 @@
+"""One save, from the plan to the commit: the steps that all ranks take together."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+import hwrl
+from hwrl.checkpoint.agreement import Agreement
+from hwrl.checkpoint.durable import DurableFS, FileRecord
+from hwrl.checkpoint.home import CheckpointHome
+from hwrl.checkpoint.layout import LAYOUT_NAME, decode_plan, decode_result, encode_entry, encode_plan
+from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hwrl.errors import CheckpointSaveError
+
+EXTRA_NAME = "extra.json"
+EXPORT_NAME = "hf"
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """What one rank brings to a save. ``source`` gives the data of each item of ``plan``."""
+
+    step: int
+    weight_version: int
+    plan: SavePlan
+    source: DefaultSavePlanner
+    extra: Mapping[str, Any]
+    rank_extra: Mapping[str, Any]
+    export: Callable[[Path], None] | None
+
+
+@dataclass
+class Saver:
+    """Runs jobs, one at a time. ``home`` is there on rank 0 only: it creates the directory and commits it."""
+
+    directory: Path
+    agreement: Agreement
+    fs: DurableFS
+    home: CheckpointHome | None
+    keep: int | None
+    _draft: Path | None = field(default=None, init=False)
+    _metadata: Metadata | None = field(default=None, init=False)
+
+    def run(self, job: SaveJob) -> None:
+        """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disk."""
+        try:
+            opened = self.agreement.decide(lambda: _offer(job), lambda offers: self._open(job, offers))
+            draft = self.directory / opened["draft"]
+            chosen = opened["chosen"][self.agreement.rank]
+            self.agreement.decide(
+                lambda: self._write(job, draft, chosen), lambda parts: self._commit(job, draft, parts)
+            )
+        except OSError as exc:
+            self._clean_up()
+            raise _failed(job.step, f"{exc.strerror}: {exc.filename}") from exc
+        except Exception:
+            self._clean_up()
+            raise
+
+    def _open(self, job: SaveJob, offers: list[dict[str, Any]]) -> dict[str, Any]:
+        assert self.home is not None, "rank 0 decides"
+        if len({offer["step"] for offer in offers}) > 1:
+            raise _failed(job.step, f"the ranks are at steps {[offer['step'] for offer in offers]}")
+        newest = max((info.step for info in self.home.complete()), default=-1)
+        if job.step <= newest:
+            raise CheckpointSaveError(
+                f"step {job.step} cannot be saved",
+                why=f"{self.directory} already holds step {newest}, complete",
+                fix="save later steps only; to go back, move the newer checkpoints away first",
+            )
+        plans = [decode_plan(offer["plan"]) for offer in offers]
+        deduplicated, self._metadata = DefaultSavePlanner().create_global_plan(plans)
+        self._draft = self.home.begin(job.step, os.urandom(8).hex())
+        return {
+            "draft": self._draft.name,
+            "chosen": [_positions(*pair) for pair in zip(plans, deduplicated, strict=True)],
+        }
+
+    def _write(self, job: SaveJob, draft: Path, chosen: list[int]) -> dict[str, Any]:
+        items = [job.plan.items[position] for position in chosen]
+        writer = self._writer(draft)
+        # The writer names files by the position of a plan in the list.
+        ours = writer.prepare_global_plan([SavePlan([])] * self.agreement.rank + [SavePlan(items)])[-1]
+        results = {result.index: result for result in writer.write_data(ours, job.source).wait()}
+        if self.agreement.rank == 0 and job.export is not None:
+            self._export(job.export, draft / EXPORT_NAME)
+        return {
+            "entries": [encode_entry(item, results[item.index]) for item in items],
+            "files": {name: [one.nbytes, one.sha256] for name, one in self.fs.take_records(draft).items()},
+            "extra": job.rank_extra,
+        }
+
+    def _commit(self, job: SaveJob, draft: Path, parts: list[dict[str, Any]]) -> None:
+        assert self.home is not None and self._metadata is not None, "rank 0 opened it"
+        entries = [part["entries"] for part in parts]
+        self._writer(draft).finish(self._metadata, [[decode_result(entry) for entry in rank] for rank in entries])
+        self._write_json(draft / LAYOUT_NAME, [entry for rank in entries for entry in rank])
+        self._write_json(draft / EXTRA_NAME, {"all": job.extra, "ranks": [part["extra"] for part in parts]})
+        files = self.fs.take_records(draft)
+        for part in parts:
+            files |= {name: FileRecord(nbytes, sha256) for name, (nbytes, sha256) in part["files"].items()}
+        self.fs.write_file(draft / MANIFEST_NAME, _manifest(job, draft, files, world_size=len(parts)).to_bytes())
+        self.fs.take_records(draft)
+        for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
+            self.fs.sync_directory(directory)
+        self.home.commit(draft, job.step)
+        self._draft = None
+        self._publish(self.home, job.step)
+
+    def _publish(self, home: CheckpointHome, step: int) -> None:
+        try:
+            home.set_tracker(step)
+            home.retain(self.keep)
+        except OSError as exc:
+            raise CheckpointSaveError(
+                f"step {step} is complete, but the tracker or an old checkpoint could not be changed",
+                why=f"{exc.strerror}: {exc.filename}",
+                fix="mend the cause; the next save sets both right",
+            ) from exc
+
+    def _writer(self, draft: Path) -> FileSystemWriter:
+        writer = FileSystemWriter(draft, sync_files=False)  # DurableFS syncs, after it flushed
+        writer.fs = self.fs
+        return writer
+
+    def _export(self, export: Callable[[Path], None], directory: Path) -> None:
+        self.fs.mkdir(directory)
+        export(directory)
+        for path in sorted(directory.rglob("*")):
+            if path.is_symlink():
+                raise CheckpointSaveError(
+                    f"the export made a symbolic link: {path.name}",
+                    why="a checkpoint holds files only",
+                    fix="write the file itself",
+                )
+            if path.is_file():
+                self.fs.adopt_file(path)
+
+    def _write_json(self, path: Path, value: Any) -> None:
+        self.fs.write_file(path, json.dumps(value).encode())
+
+    def _clean_up(self) -> None:
+        if self.home is not None and self._draft is not None:
+            self.home.abandon(self._draft)
+        self._draft = None
+
+
+def _offer(job: SaveJob) -> dict[str, Any]:
+    return {"step": job.step, "plan": encode_plan(job.plan)}
+
+
+def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:
+    position: dict[MetadataIndex, int] = {item.index: number for number, item in enumerate(plan.items)}
+    return [position[item.index] for item in kept.items]
+
+
+def _manifest(job: SaveJob, draft: Path, files: Mapping[str, FileRecord], *, world_size: int) -> Manifest:
+    return Manifest(
+        step=job.step,
+        save_id=draft.name.rpartition(".")[2],
+        world_size=world_size,
+        weight_version=job.weight_version,
+        saved_unix_s=time.time(),
+        versions={"hwrl": hwrl.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
+        files=files,
+    )
+
+
+def _failed(step: int, why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"step {step} was not saved", why=why, fix="mend the cause and save again; the previous checkpoint is intact"
+    )
