@@ -7,6 +7,7 @@ so offloading to the host really frees device memory, and the tests that every b
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -17,7 +18,12 @@ from hwrl_cpu import heap
 from hwrl_cpu.inline import InlineEvent, InlineStream
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
+    from torch._C._distributed_c10d import ProcessGroup, Store
+
+    from hwrl_cpu.gloo import AbortableGroups
 
 INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo collectives", fallback=True)
 
@@ -25,7 +31,7 @@ _SUPPORT = {
     Capability.STREAMS: Support("unsupported", "CPU work runs in the calling thread; streams are inline"),
     Capability.PINNED_MEMORY: Support("supported", "host memory is anonymous mmap, apart from the heap"),
     Capability.MEMORY_STATS: Support("supported", "counted by the C library"),
-    Capability.COMM_ABORT: Support("unverified", "to be proven"),
+    Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
     Capability.DEVICE_IPC: Support("unsupported", "heap memory cannot be opened by another process"),
 }
 
@@ -49,6 +55,12 @@ def hwrl_create_backend() -> Backend:
 
 class CpuBackend(Backend):
     """The CPU: one device, whose work is done when a call returns."""
+
+    @functools.cached_property
+    def _groups(self) -> AbortableGroups:
+        from hwrl_cpu.gloo import AbortableGroups
+
+        return AbortableGroups()
 
     def supports(self, capability: Capability) -> Support:
         if capability is Capability.MEMORY_STATS and not heap.can_count():
@@ -112,3 +124,11 @@ class CpuBackend(Backend):
         import torch
 
         torch.set_rng_state(state)
+
+    def create_process_group(
+        self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
+    ) -> ProcessGroup:
+        return self._groups.create(store, rank=rank, size=size, timeout=timeout)
+
+    def abort_process_group(self, group: ProcessGroup) -> None:
+        self._groups.abort(group)

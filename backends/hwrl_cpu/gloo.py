@@ -1,0 +1,105 @@
+"""Process groups that can be aborted: Gloo, with its sockets known.
+
+torch's ``ProcessGroupGloo.abort`` returns without doing anything (measured on 2.13: a blocked recv stayed blocked until
+its peer died). A shut-down socket, however, fails every operation that uses it within milliseconds. So each group gets
+a Gloo device of its own: the port on which that device listens tells this process's sockets of the group from all
+others. Delete when Gloo's own abort works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from hwrl.errors import CommError, UnsupportedError
+
+_making_device = threading.Lock()
+_ATTEMPTS = 5
+
+
+class AbortableGroups:
+    """The groups of one backend object, and where each of them listens."""
+
+    def __init__(self) -> None:
+        self._addresses: WeakKeyDictionary[Any, frozenset[tuple[str, int]]] = WeakKeyDictionary()
+
+    def create(self, store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        """Return a group that ``abort`` can end; blocks until all ranks are connected."""
+        device, address = _device_of_its_own()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
+        options._devices, options._timeout = [device], timeout
+        store.set(f"listens/{rank}", f"{address[0]} {address[1]}")
+        gloo = dist.ProcessGroupGloo(store, rank, size, options)
+        addresses = frozenset(_parse(store.get(f"listens/{peer}")) for peer in range(size))
+        group = dist.ProcessGroup(store, rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._addresses[group] = addresses
+        return group
+
+    def abort(self, group: dist.ProcessGroup) -> None:
+        """Shut this process's sockets of ``group`` down, so that blocked operations fail at once, here and there."""
+        addresses = self._addresses.pop(group, None)
+        if addresses is None:
+            raise UnsupportedError(
+                "cannot abort this process group",
+                why="torch made it, and torch's own Gloo groups ignore abort",
+                fix="use a group from Comm.standalone_group, or end the process",
+            )
+        for mine in _sockets():
+            with contextlib.suppress(OSError):  # not connected, or closed meanwhile: nothing to end
+                if mine.getpeername()[:2] in addresses or mine.getsockname()[:2] in addresses:
+                    mine.shutdown(socket.SHUT_RDWR)
+
+
+def _device_of_its_own() -> tuple[Any, tuple[str, int]]:
+    """Return a new Gloo device and where it listens: the one listener that appeared while it was made."""
+    for _ in range(_ATTEMPTS):
+        with _making_device:
+            before = set(_listeners())
+            device = _device()
+            new = set(_listeners()) - before
+        if len(new) == 1:
+            return device, new.pop()
+    raise CommError(
+        "cannot tell a new group's sockets from others",
+        why=f"other listeners appeared at the same time, {_ATTEMPTS} times in a row",
+        fix="make groups while no server is being started in this process",
+    )
+
+
+def _device() -> Any:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _listeners() -> Iterator[tuple[str, int]]:
+    for mine in _sockets():
+        with contextlib.suppress(OSError):
+            if mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield mine.getsockname()[:2]
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of each internet socket of this process, closed again after its turn."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as mine:
+            if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.type == socket.SOCK_STREAM:
+                yield mine
+
+
+def _parse(text: bytes) -> tuple[str, int]:
+    host, port = text.decode().split(" ")
+    return host, int(port)

@@ -1,0 +1,419 @@
+"""Process groups and collectives, the same on every backend.
+
+Ranks are always the group's own. Streams behave as torch's: an operation is ordered after what the caller's current
+stream holds, and ``wait`` orders that stream after the operation; on a device whose work is done when a call returns,
+``wait`` blocks. Nothing is pickled: groups carry tensors only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from hwrl.backend import Backend
+from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError, UnsupportedError
+
+ReduceOp = Literal["sum", "max", "min"]
+
+_REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# What every collective library moves as it is, in every operation (one accepts no 8-bit unsigned and no 64-bit numbers
+# in all_gather). Any other dtype is moved as its bytes, which is exact.
+_CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8)
+_REDUCED = (*_CARRIED, torch.float64, torch.int64, torch.uint8)
+_POLL_S = (0.0001, 0.005)  # a store is asked this often: at first, and after a while
+
+
+def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
+    """Return a store that other processes reach at ``store_address(store)``; it lives as long as this object.
+
+    ``port`` 0 takes a free one. ``timeout_s`` bounds its blocking calls. Raises CommError if the port is taken.
+    """
+    try:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except dist.DistError as exc:
+        raise CommError(
+            f"cannot serve a store on {host}:{port}",
+            why=_first_line(exc),
+            fix="choose another port, or 0 for a free one",
+        ) from exc
+
+
+def store_address(store: TCPStore) -> str:
+    """Return ``host:port``, which :func:`connect_store` takes."""
+    return f"{store.host}:{store.port}"
+
+
+def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
+    """Return a client of the store at ``address`` ("host:port"), waiting up to ``timeout_s`` for it to be served.
+
+    Raises CommTimeoutError if nothing answers there in time.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise CommError(f"{address!r} is no store address", why="it must be host:port", fix="use store_address(store)")
+    _await_server(host, int(port), timeout_s)
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=max(timeout_s, 1.0)))
+    except dist.DistError as exc:
+        raise CommError(f"cannot use the store at {address}", why=_first_line(exc), fix="is it a torch store?") from exc
+
+
+def _await_server(host: str, port: int, timeout_s: float) -> None:
+    # TCPStore retries too, but prints a C++ stack for every try and overruns its timeout (torch 2.13).
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.05, deadline - time.monotonic())).close()
+            return
+        except OSError as exc:
+            if time.monotonic() >= deadline:
+                raise CommTimeoutError(
+                    f"no store answers at {host}:{port}",
+                    why=f"tried for {timeout_s:g} s; the last answer was: {exc}",
+                    fix="start the process that serves it, or correct the address",
+                ) from exc
+            time.sleep(0.05)
+
+
+def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tuple[str, ...]:
+    """Block until ``keys`` are in ``store`` or ``timeout_s`` passed; return those still missing, in order.
+
+    Asks again and again, because ``Store.wait`` locks the client for other threads and logs each timeout.
+    """
+    begin = time.monotonic()
+    missing = [key for key in keys if not store.check([key])]
+    while missing:
+        passed_s = time.monotonic() - begin
+        if passed_s >= timeout_s:
+            break
+        time.sleep(_POLL_S[0] if passed_s < 0.05 else _POLL_S[1])
+        missing = [key for key in missing if not store.check([key])]
+    return tuple(missing)
+
+
+class Comm:
+    """Makes groups on one backend (the chosen one if None)."""
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        if backend is None:
+            from hwrl.registry import get_backend
+
+            backend = get_backend()
+        self.backend = backend
+
+    def init_default(
+        self,
+        *,
+        store: Store | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> Group:
+        """Make torch's default group, on which DeviceMesh and FSDP2 work, and return it.
+
+        Without ``store`` the rendezvous is torchrun's environment (MASTER_ADDR, RANK, …). Blocks until all came.
+        """
+        place: dict[str, Any] = {}
+        if store is not None:
+            place = {"store": store, "rank": _given(rank, "rank"), "world_size": _given(size, "size")}
+        try:
+            dist.init_process_group(self.backend.comm_library(), timeout=timedelta(seconds=timeout_s), **place)
+        except (RuntimeError, ValueError) as exc:
+            raise _translated(exc, "make the default group") from exc
+        return self.default_group()
+
+    def default_group(self) -> Group:
+        """Return torch's default group; raises CommError if there is none."""
+        if not dist.is_initialized():
+            raise CommError("there is no default group", why="nobody made it", fix="call Comm.init_default() first")
+        from torch.distributed import distributed_c10d as c10d
+
+        return Group(self.backend, dist.group.WORLD, name="default", store=c10d._get_default_store(), of_torch=True)
+
+    def new_group(self, ranks: Sequence[int], *, timeout_s: float = 600.0) -> Group | None:
+        """Return a group of some ranks of the default group, or None on the others; every rank must call it."""
+        whole = self.default_group()
+        made = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=self.backend.comm_library())
+        if whole.rank not in ranks:
+            return None
+        name = f"ranks {','.join(str(rank) for rank in ranks)}"
+        store = PrefixStore(made.group_name, whole.store)
+        return Group(self.backend, made, name=name, store=store, timeout_s=timeout_s, of_torch=True)
+
+    def standalone_group(self, store: Store, *, rank: int, size: int, name: str, timeout_s: float = 60.0) -> Group:
+        """Return a group of ``size`` processes that need share nothing but ``store``; no default group is touched.
+
+        ``name`` must be new on this store. Blocks until all ranks came; raises CommTimeoutError that names those
+        which did not within ``timeout_s``. The same ``timeout_s`` then bounds each operation of the group.
+        """
+        mine = PrefixStore(f"group/{name}", store)
+        _check_in(mine, rank=rank, size=size, name=name, timeout_s=timeout_s)
+        try:
+            made = self.backend.create_process_group(
+                mine, rank=rank, size=size, name=name, timeout=timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as exc:
+            raise _translated(exc, f"make group {name!r} as rank {rank} of {size}") from exc
+        return Group(self.backend, made, name=name, store=mine, timeout_s=timeout_s)
+
+
+def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float) -> None:
+    if store.add(f"in/{rank}", 1) > 1:
+        raise CommError(
+            f"rank {rank} of group {name!r} is taken",
+            why="a process has already come under this rank and name on this store",
+            fix="give each rank to one process, and each new group a new name",
+        )
+    missing = await_keys(store, [f"in/{peer}" for peer in range(size)], timeout_s=timeout_s)
+    if missing:
+        raise _absent(f"cannot make group {name!r}", [int(key.removeprefix("in/")) for key in missing], size, timeout_s)
+
+
+class Pending:
+    """An operation under way. Keep its tensors unchanged until ``wait`` returned."""
+
+    def __init__(self, group: Group, op: str, work: Any) -> None:
+        self._group, self._op, self._work = group, op, work
+
+    def wait(self) -> None:
+        """Finish the operation as the stream semantics say; raises what a blocking call would raise."""
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as exc:
+            raise self._group._failure(exc, self._op) from exc
+
+
+class Group:
+    """Some processes, and the collectives among them.
+
+    Operations raise CommTimeoutError (a peer did not come within ``timeout_s``), PeerLostError (a peer's connection
+    closed) or CommAbortedError (``abort`` or ``close`` was called). After the first two the group is of no more use:
+    ``rebuild`` it with the survivors. Made by :class:`Comm`; a context manager that closes it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        process_group: Any,
+        *,
+        name: str,
+        store: Store,
+        timeout_s: float = 600.0,
+        of_torch: bool = False,
+    ) -> None:
+        self.backend, self.name, self.store, self.timeout_s = backend, name, store, timeout_s
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self._process_group, self._of_torch = process_group, of_torch
+        self._ended: str | None = None
+        self._rebuilds = 0
+        self._warm_ups = 0
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending | None:
+        """Overwrite ``tensor`` with rank ``src``'s. Any dtype; contiguous. With ``async_op`` return a Pending."""
+        raw = _carried(tensor, "broadcast")
+        return self._run("broadcast", lambda group: group.broadcast(raw, src), raw, async_op=async_op)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Pending | None:
+        """Fill ``output`` with every rank's ``input``, in rank order. Any dtype; contiguous; size × input's length."""
+        _check_lengths("all_gather", whole=output, part=input, size=self.size)
+        out, mine = _carried(output, "all_gather"), _carried(input, "all_gather")
+        return self._run("all_gather", lambda group: group._allgather_base(out, mine), mine, async_op=async_op)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False
+    ) -> Pending | None:
+        """Reduce every rank's ``input`` and leave this rank's part in ``output``; contiguous."""
+        _check_lengths("reduce_scatter", whole=input, part=output, size=self.size)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _reduction(output, "reduce_scatter", op)
+        call = lambda group: group._reduce_scatter_base(output, input, options)  # noqa: E731 - one of a family
+        return self._run("reduce_scatter", call, output, async_op=async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False) -> Pending | None:
+        """Overwrite ``tensor`` on every rank with the reduction of all; contiguous; a dtype that libraries add up."""
+        reduction = _reduction(tensor, "all_reduce", op)
+        return self._run("all_reduce", lambda group: group.allreduce(tensor, reduction), tensor, async_op=async_op)
+
+    def send(self, tensor: torch.Tensor, *, dst: int, async_op: bool = False) -> Pending | None:
+        """Send ``tensor`` to rank ``dst``, which must ``recv`` it. Any dtype; contiguous."""
+        raw = _carried(tensor, "send")
+        return self._run(f"send to rank {dst}", lambda group: group.send([raw], dst, 0), raw, async_op=async_op)
+
+    def recv(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending | None:
+        """Overwrite ``tensor`` with what rank ``src`` sends. Any dtype; contiguous."""
+        raw = _carried(tensor, "recv")
+        return self._run(f"recv from rank {src}", lambda group: group.recv([raw], src, 0), raw, async_op=async_op)
+
+    def barrier(self) -> None:
+        """Block this thread until every rank came."""
+        token = torch.ones(1, dtype=torch.int32, device=self.backend.device())
+        self._run("barrier", lambda group: group.allreduce(token, dist.ReduceOp.SUM), token, async_op=False)
+        token.item()
+
+    def warm_up(self, *, timeout_s: float = 60.0) -> None:
+        """Open the connections now. Meets over the store first, so that CommTimeoutError names who did not come."""
+        self._warm_ups += 1
+        self._meet(f"warm/{self._warm_ups}", range(self.size), f"cannot warm up {self.name!r}", timeout_s)
+        self.barrier()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """End every operation of this group that is blocked in another thread; they raise CommAbortedError.
+
+        Peers see a lost connection or their timeout. Raises UnsupportedError if the backend cannot do it; then
+        nothing has changed.
+        """
+        before, self._ended = self._ended, reason
+        try:
+            self.backend.abort_process_group(self._process_group)
+        except UnsupportedError:
+            self._ended = before
+            raise
+
+    def close(self) -> None:
+        """Give the group up; later operations raise CommAbortedError. Blocked ones are ended where that is possible.
+
+        Closing torch's default group, or a group made of it, destroys it in torch too.
+        """
+        if self._ended is not None:
+            return
+        if self._of_torch and dist.is_initialized():
+            dist.destroy_process_group(self._process_group)
+        with contextlib.suppress(UnsupportedError):
+            self.abort("the group was closed")
+        self._ended = "the group was closed"
+
+    def rebuild(self, *, survivors: Sequence[int], timeout_s: float = 60.0) -> Group:
+        """Return a new group of the ranks ``survivors`` of this one, ranked in that order; this one is closed.
+
+        Every survivor must call it with the same ``survivors``. Raises CommTimeoutError that names the ranks of this
+        group which did not come; call it again without them. Needs the store, so the process that serves it.
+        """
+        if self.rank not in survivors:
+            raise CommError(
+                f"rank {self.rank} cannot rebuild {self.name!r}",
+                why=f"it is not among the survivors {list(survivors)}",
+                fix="only survivors call rebuild",
+            )
+        self.close()
+        self._rebuilds += 1
+        key = f"rebuild/{self._rebuilds}"
+        self._meet(key, survivors, f"cannot rebuild {self.name!r}", timeout_s)
+        return Comm(self.backend).standalone_group(
+            PrefixStore(key, self.store),
+            rank=list(survivors).index(self.rank),
+            size=len(survivors),
+            name=self.name,
+            timeout_s=timeout_s,
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _run(self, op: str, call: Callable[[Any], Any], moved: torch.Tensor, *, async_op: bool) -> Pending | None:
+        if self._ended is not None:
+            raise self._failure(None, op)
+        try:
+            work = call(self._process_group) if moved.numel() else None
+        except RuntimeError as exc:
+            raise self._failure(exc, op) from exc
+        pending = Pending(self, op, work)
+        if async_op:
+            return pending
+        pending.wait()
+        return None
+
+    def _meet(self, key: str, ranks: Collection[int], what: str, timeout_s: float) -> None:
+        self.store.set(f"{key}/{self.rank}", "here")
+        missing = await_keys(self.store, [f"{key}/{rank}" for rank in ranks], timeout_s=timeout_s)
+        if missing:
+            raise _absent(what, [int(name.rpartition("/")[2]) for name in missing], self.size, timeout_s)
+
+    def _failure(self, exc: RuntimeError | None, op: str) -> CommError:
+        where = f"{op} in group {self.name!r} on rank {self.rank} of {self.size}"
+        if self._ended is not None or exc is None:
+            return CommAbortedError(f"{where} was aborted", why=self._ended or "", fix="make a new group")
+        return _translated(exc, where, timeout_s=self.timeout_s)
+
+
+def _given(value: int | None, name: str) -> int:
+    if value is None:
+        raise CommError("a store needs rank and size", why=f"{name} is missing", fix=f"pass {name}= with store=")
+    return value
+
+
+def _carried(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise CommError(
+            f"{op} needs a contiguous tensor", why=f"its strides are {tensor.stride()}", fix=".contiguous()"
+        )
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.int8)
+
+
+def _reduction(tensor: torch.Tensor, op: str, name: ReduceOp) -> Any:
+    if tensor.dtype not in _REDUCED:
+        raise UnsupportedError(
+            f"cannot {op} {tensor.dtype}",
+            why="collective libraries have no arithmetic for it, and adding its bytes would be wrong",
+            fix="convert it first, for example to float32",
+        )
+    if name not in _REDUCE:
+        raise CommError(f"cannot {op} with {name!r}", why=f"known are {', '.join(_REDUCE)}", fix="use one of them")
+    return _REDUCE[name]
+
+
+def _check_lengths(op: str, *, whole: torch.Tensor, part: torch.Tensor, size: int) -> None:
+    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
+        raise CommError(
+            f"{op} cannot match its tensors",
+            why=f"{whole.numel()} of {whole.dtype} is not {size} times {part.numel()} of {part.dtype}",
+            fix="the longer tensor holds one part for each rank",
+        )
+
+
+def _absent(what: str, ranks: Sequence[int], size: int, timeout_s: float) -> CommTimeoutError:
+    return CommTimeoutError(
+        what,
+        why=f"of {size} ranks, these did not come within {timeout_s:g} s: {', '.join(map(str, ranks))}",
+        fix="look at those processes' logs",
+    )
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).partition("\n")[0]
+
+
+def _translated(exc: Exception, what: str, *, timeout_s: float | None = None) -> CommError:
+    text = str(exc).lower()
+    if "timed out" in text or "timeout" in text:
+        limit = "" if timeout_s is None else f" within {timeout_s:g} s"
+        return CommTimeoutError(
+            f"{what} did not finish{limit}", why=_first_line(exc), fix="look at the other ranks' logs"
+        )
+    if any(
+        sign in text for sign in ("connection closed", "connection reset", "broken pipe", "remote process", "refused")
+    ):
+        return PeerLostError(f"{what} lost a peer", why=_first_line(exc), fix="rebuild() the group with the survivors")
+    return CommError(f"{what} failed", why=_first_line(exc), fix="look at the cause below")

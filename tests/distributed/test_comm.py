@@ -1,0 +1,228 @@
+"""The promises of hwrl.comm, with real processes."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
+from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError, UnsupportedError
+from hwrl.testing.processes import Processes, run_processes
+from hwrl_cpu import INFO, CpuBackend
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int64,
+    torch.uint16,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
+
+
+def _group(rank: int, address: str, *, size: int, name: str = "g", timeout_s: float = 20.0) -> Group:
+    comm = Comm(CpuBackend(INFO))
+    return comm.standalone_group(connect_store(address), rank=rank, size=size, name=name, timeout_s=timeout_s)
+
+
+def _sample(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    raw = torch.randint(0, 2, (24,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return raw.view(torch.bool) if dtype is torch.bool else raw.view(dtype)
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
+
+
+def _every_operation(rank: int, address: str) -> bool:
+    with _group(rank, address, size=2) as group:
+        group.warm_up()
+        for dtype in DTYPES:
+            _move_every_way(group, dtype)
+        _reduce_every_way(group)
+        scalar = torch.tensor(float(rank))
+        group.broadcast(scalar, src=1)
+        group.broadcast(torch.empty(0), src=0)
+        pending = group.broadcast(scalar, src=0, async_op=True)
+        assert pending is not None
+        pending.wait()
+        group.barrier()
+        return scalar.item() == 1.0 and not dist.is_initialized()
+
+
+def _move_every_way(group: Group, dtype: torch.dtype) -> None:
+    theirs = _sample(dtype, 0)
+    tensor = theirs.clone() if group.rank == 0 else torch.zeros_like(theirs)
+    group.broadcast(tensor, src=0)
+    assert _same(tensor, theirs), dtype
+    gathered = torch.zeros(2 * theirs.numel(), dtype=dtype)
+    group.all_gather(gathered, _sample(dtype, group.rank))
+    assert _same(gathered, torch.cat([_sample(dtype, 0), _sample(dtype, 1)])), dtype
+    if group.rank == 0:
+        group.send(_sample(dtype, 7), dst=1)
+        return
+    group.recv(tensor, src=0)
+    assert _same(tensor, _sample(dtype, 7)), dtype
+
+
+def _reduce_every_way(group: Group) -> None:
+    mine = torch.tensor([1.0, 10.0]) * (group.rank + 1)
+    for op, expected in (("sum", [3.0, 30.0]), ("max", [2.0, 20.0]), ("min", [1.0, 10.0])):
+        tensor = mine.clone()
+        group.all_reduce(tensor, op=op)  # type: ignore[arg-type]  # the tuple's type is str
+        assert tensor.tolist() == expected
+    part = torch.empty(1)
+    group.reduce_scatter(part, mine)
+    assert part.item() == (3.0, 30.0)[group.rank]
+    with pytest.raises(UnsupportedError, match="complex64"):
+        group.all_reduce(torch.ones(1, dtype=torch.complex64))
+    with pytest.raises(CommError, match="contiguous"):
+        group.broadcast(torch.ones(2, 3).T, src=0)
+    with pytest.raises(CommError, match="is not 2 times"):
+        group.all_gather(torch.empty(3), torch.empty(2))
+
+
+def test_every_operation_and_dtype_without_a_default_group() -> None:
+    store = serve_store()
+    assert run_processes(_every_operation, 2, store_address(store)) == [True, True]
+
+
+def _default_and_standalone(rank: int, address: str) -> tuple[Any, ...]:
+    comm = Comm(CpuBackend(INFO))
+    store = connect_store(address)
+    with comm.init_default(store=store, rank=rank, size=2, timeout_s=20.0) as world:
+        before = (dist.get_world_size(), dist.group.WORLD)
+        with comm.standalone_group(store, rank=0, size=1, name=f"alone {rank}") as alone:
+            alone.barrier()
+        assert (dist.get_world_size(), dist.group.WORLD) == before
+        pair, lonely = comm.new_group([1, 0]), comm.new_group([1])
+        assert pair is not None and (lonely is None) == (rank == 0)
+        total = torch.ones(1)
+        pair.all_reduce(total)
+        with pytest.raises(UnsupportedError, match="torch made it"):
+            world.abort("this cannot work")
+        world.barrier()
+    return total.item(), dist.is_initialized()
+
+
+def test_a_default_group_and_standalone_groups_do_not_meet() -> None:
+    store = serve_store()
+    assert run_processes(_default_and_standalone, 2, store_address(store)) == [(2.0, False), (2.0, False)]
+
+
+def _abort_from_another_thread(rank: int, address: str) -> float:
+    group, other = (_group(rank, address, size=2, name=name) for name in ("doomed", "spared"))
+    store = connect_store(address)
+    if rank == 1:
+        assert not await_keys(store, ["aborted"], timeout_s=20.0)
+        other.barrier()
+        with pytest.raises(PeerLostError):
+            group.recv(torch.empty(1), src=0)
+        return 0.0
+    aborted_s: list[float] = []
+
+    def abort() -> None:
+        aborted_s.append(time.monotonic())
+        group.abort("the test says so")
+
+    timer = threading.Timer(0.3, abort)
+    timer.start()
+    with pytest.raises(CommAbortedError, match="the test says so"):
+        group.recv(torch.empty(1), src=1)
+    ended_s = time.monotonic()
+    timer.join()
+    store.set("aborted", "")
+    other.barrier()
+    with pytest.raises(CommAbortedError, match="the test says so"):
+        group.barrier()
+    return ended_s - aborted_s[0]
+
+
+def test_abort_ends_a_blocked_operation_and_spares_other_groups() -> None:
+    store = serve_store()
+    took_s, _ = run_processes(_abort_from_another_thread, 2, store_address(store))
+    assert took_s < 1.0
+
+
+def _survive(rank: int, address: str, ready: Path) -> tuple[int, int, float]:
+    group = _group(rank, address, size=3)
+    group.warm_up()
+    if rank == 1:
+        ready.touch()
+        signal.pause()
+    with pytest.raises((PeerLostError, CommTimeoutError)):
+        group.recv(torch.empty(1), src=1)
+    with pytest.raises(CommTimeoutError, match=r"did not come within 0.5 s: 1"):
+        group.rebuild(survivors=[0, 1, 2], timeout_s=0.5)
+    with group.rebuild(survivors=[2, 0], timeout_s=20.0) as rebuilt:
+        total = torch.tensor([float(rank)])
+        rebuilt.all_reduce(total)
+        return rebuilt.rank, rebuilt.size, total.item()
+
+
+def test_survivors_rebuild_after_a_member_is_killed(tmp_path: Path) -> None:
+    store, ready = serve_store(), tmp_path / "ready"
+    with Processes(_survive, 3, store_address(store), ready) as processes:
+        _await_file(ready)
+        processes.kill(1)
+        assert processes.wait(0).value == (1, 2, 2.0), processes.wait(0)
+        assert processes.wait(2).value == (0, 2, 2.0), processes.wait(2)
+
+
+def _await_file(path: Path) -> None:
+    deadline = time.monotonic() + 30.0
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.01)
+
+
+def _operation_times_out(rank: int, address: str) -> None:
+    group = _group(rank, address, size=2, timeout_s=1.0)
+    if rank == 0:
+        with pytest.raises(CommTimeoutError, match=r"recv from rank 1 in group 'g' on rank 0 of 2.*within 1 s"):
+            group.recv(torch.empty(1), src=1)
+        with pytest.raises(CommTimeoutError, match=r"cannot warm up 'g'[\s\S]*did not come within 0.3 s: 1"):
+            group.warm_up(timeout_s=0.3)
+        connect_store(address).set("done", "")
+    assert not await_keys(connect_store(address), ["done"], timeout_s=20.0)
+
+
+def test_timeouts_name_the_operation_the_group_and_the_absent_rank() -> None:
+    store = serve_store()
+    run_processes(_operation_times_out, 2, store_address(store))
+
+
+def test_a_group_names_the_ranks_that_never_came() -> None:
+    store, comm = serve_store(), Comm(CpuBackend(INFO))
+    with pytest.raises(CommTimeoutError, match=r"of 3 ranks, these did not come within 0.2 s: 0, 2"):
+        comm.standalone_group(store, rank=1, size=3, name="thin", timeout_s=0.2)
+    with pytest.raises(CommError, match="rank 1 of group 'thin' is taken"):
+        comm.standalone_group(store, rank=1, size=3, name="thin", timeout_s=0.2)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    with pytest.raises(CommTimeoutError, match=r"no store answers at 127.0.0.1:1"):
+        connect_store("127.0.0.1:1", timeout_s=0.2)
+    with pytest.raises(CommError, match="host:port"):
+        connect_store("nonsense")
+    store = serve_store()
+    with pytest.raises(CommError, match="choose another port"):
+        serve_store(port=store.port)
+
+
+def test_the_store_helpers_agree() -> None:
+    store: Store = serve_store()
+    other = connect_store(store_address(store))  # type: ignore[arg-type]  # narrowed to Store above on purpose
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    assert await_keys(store, ["key", "absent"], timeout_s=0.05) == ("absent",)
