@@ -21,7 +21,7 @@ from hwrl.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup, Store
+    from torch._C._distributed_c10d import ProcessGroup, Store
 
 API_VERSION = (1, 0)
 """(major, minor) of the plugin interface. A plugin of another major version is refused."""
@@ -359,11 +359,10 @@ class Backend:
         from torch.distributed import distributed_c10d as c10d
 
         # The helper is private but is the only entry that serves built-in and third-party libraries alike, without
-        # touching the default group. Replace when torch has a public one.
-        group, _ = c10d._new_process_group_helper(
-            size, rank, [], self.comm_library(), store, group_name=name, timeout=timeout
-        )
-        return group  # type: ignore[no-any-return, unused-ignore] # the helper is annotated only from 2.13 on
+        # touching the default group; its annotations differ between torch's versions. Replace when torch has a public one.
+        helper: Any = c10d._new_process_group_helper
+        group: ProcessGroup = helper(size, rank, [], self.comm_library(), store, group_name=name, timeout=timeout)[0]
+        return group
 
     def abort_process_group(self, group: ProcessGroup) -> None:
         """End every collective of ``group`` that is blocked in another thread, and make the group unusable."""

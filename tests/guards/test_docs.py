@@ -1,0 +1,53 @@
+"""Undocumented is a failing build."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+from hwrl import errors, hookspecs
+from hwrl.backend import Capability
+from hwrl.errors import HwrlError
+from hwrl.loading import MANDATORY_HOOKS
+
+DOCS = Path(__file__).parents[2] / "docs"
+HOOKS = [function for name, function in vars(hookspecs).items() if name.startswith("hwrl_")]
+ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HwrlError)]
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return the body under each second-level heading of a page."""
+    parts = re.split(r"^## (.*)$", (DOCS / page).read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
+def test_every_hook_is_documented_with_its_signature(hook: FunctionType) -> None:
+    body = sections("hooks.md")[hook.__name__]
+    assert f"{hook.__name__}{inspect.signature(hook)}".replace("'", "") in body
+    assert ("Mandatory." in body) == (hook.__name__ in MANDATORY_HOOKS)
+
+
+def test_no_hook_is_documented_that_does_not_exist() -> None:
+    assert set(sections("hooks.md")) == {hook.__name__ for hook in HOOKS}
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_every_error_is_documented_with_cause_and_remedy(kind: type[HwrlError]) -> None:
+    body = sections("errors.md")[kind.code]
+    assert f"`{kind.__name__}`" in body
+    for word in ("Cause", "Remedy"):
+        assert re.search(rf"^\*\*{word}\.\*\* \w.{{20,}}", body, re.MULTILINE), f"say the {word.lower()}"
+
+
+def test_no_error_is_documented_that_does_not_exist() -> None:
+    assert set(sections("errors.md")) == {kind.code for kind in ERRORS}
+
+
+@pytest.mark.parametrize("capability", Capability)
+def test_every_capability_is_in_the_table_of_backends(capability: Capability) -> None:
+    assert f"`{capability.value}`" in (DOCS / "backends.md").read_text()
