@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from hwrl.comm import await_keys
 from hwrl.errors import CheckpointSaveError, HwrlError
 
 
@@ -43,11 +43,14 @@ class Agreement:
             raise mine.error
         if self.rank == 0:
             return chosen.result()
-        return _value_of(json.loads(self._read(store, "chosen", of_rank=0, timeout_s=2 * self._timeout_s)))
+        # Rank 0 may wait for a third rank before it decides.
+        self._await(store, ["chosen"], timeout_s=2 * self._timeout_s)
+        return _value_of(json.loads(store.get("chosen")))
 
     def _collect(self, store: Store) -> list[Any]:
         keys = [f"part{rank}" for rank in range(self.size)]
-        texts = [self._read(store, key, of_rank=rank, timeout_s=self._timeout_s) for rank, key in enumerate(keys)]
+        self._await(store, keys, timeout_s=self._timeout_s)
+        texts = [store.get(key) for key in keys]
         self._forget(store, keys)
         return [_value_of(json.loads(text), of_rank=rank) for rank, text in enumerate(texts)]
 
@@ -58,16 +61,15 @@ class Agreement:
         assert self._store is not None, "several ranks"
         PrefixStore(f"round{self._round - 2}", self._store).delete_key("chosen")
 
-    def _read(self, store: Store, key: str, *, of_rank: int, timeout_s: float) -> bytes:
-        try:
-            store.wait([key], timedelta(seconds=timeout_s))
-            return bytes(store.get(key))
-        except RuntimeError as exc:  # torch's DistStoreError and DistNetworkError
+    def _await(self, store: Store, keys: list[str], *, timeout_s: float) -> None:
+        missing = await_keys(store, keys, timeout_s=timeout_s)
+        if missing:
+            ranks = ", ".join(key.removeprefix("part").replace("chosen", "0") for key in missing)
             raise CheckpointSaveError(
-                f"rank {of_rank} gave no answer within {timeout_s:.0f} s",
-                why=str(exc).splitlines()[0],
-                fix="look for that rank's error, and restart the run if it died",
-            ) from exc
+                f"no answer from rank {ranks} of {self.size}",
+                why=f"waited for {timeout_s:g} s",
+                fix="look at that rank's log; restart the run if it died",
+            )
 
 
 class _Attempt:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.tensor import DTensor
 
 from hwrl.backend import Backend
@@ -266,7 +266,7 @@ class CheckpointManager:
 def _agreement(group: Group | None, timeout_s: float) -> Agreement:
     if group is None:
         return Agreement(None, rank=0, size=1, timeout_s=timeout_s)
-    store = PrefixStore(f"hwrl/checkpoint/{next(_opened)}", group.store.clone())
+    store = PrefixStore(f"hwrl/checkpoint/{next(_opened)}", group.store)
     return Agreement(store, rank=group.rank, size=group.size, timeout_s=timeout_s)
 
 

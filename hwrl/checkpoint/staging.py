@@ -38,7 +38,7 @@ class StagedItems(DefaultSavePlanner):
         return data
 
     def _copy(self, tensors: dict[MetadataIndex, torch.Tensor], pool: PinnedPool, backend: Backend) -> None:
-        slab = pool.slab("staging", sum(_padded(tensor.nbytes) for tensor in tensors.values()))
+        slab = pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
         start = 0
         for index, tensor in tensors.items():
             place = slab[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,319 @@
+"""Device memory that is given back and restored: :class:`Offloader`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hwrl.backend import Backend, Capability
+from hwrl.errors import MemoryStateError
+from hwrl.memory.fingerprint import bytes_of, fingerprints
+from hwrl.memory.pool import PinnedPool
+from hwrl.registry import get_backend
+
+_ALIGNMENT_NBYTES = 512
+
+
+class Transfer:
+    """What an offload or a load moved. ``nbytes`` counts the bytes that were copied, not those only freed."""
+
+    def __init__(self, *, nbytes: int = 0, events: tuple[Any, Any] | None = None) -> None:
+        self.nbytes = nbytes
+        self._events = events
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the copies; exactly 0.0 if nothing was copied. Blocks until they are done."""
+        if self._events is None:
+            return 0.0
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    def __repr__(self) -> str:
+        return f"Transfer(nbytes={self.nbytes}, seconds={self.seconds:.6f})"
+
+
+class Offloader:
+    """Moves a model's parameters and buffers, and its optimizer's state, to the host and back.
+
+    Works on plain modules and on FSDP2 (each rank moves its own shards), with tied parameters and shared storages
+    moved once. Device memory is really freed, and comes back under the same Parameter objects and storages, so that
+    the optimizer, FSDP2 and views stay valid. Gradients are left alone: call ``zero_grad`` first.
+
+    A storage is not copied to the host again if the host still has its content: its tensors' version counters and
+    a fingerprint of its bytes, taken on the device, are both unchanged. (Counters alone do not tell: fused
+    optimizers and ``foreach`` operations on DTensors do not count.)
+
+    While parts are offloaded, ``forward``, ``step``, ``state_dict`` and ``load_state_dict`` raise
+    :class:`~hwrl.errors.MemoryStateError`; reading a tensor directly is not guarded and may crash the process.
+
+    The offloader owns the host memory; ``close``, or leaving the context, brings everything back and frees it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, backend: Backend | None = None) -> None:
+        self._backend = backend or get_backend()
+        self._pool = PinnedPool(self._backend)
+        self._stream = _side_stream(self._backend)
+        refusals = functools.partial(_refuse_use, model, optimizer)
+        find_params = functools.partial(_model_tensors, model)
+        find_state = functools.partial(_optimizer_tensors, optimizer)
+        self._params = _Part("parameters", self._backend, find_params, refusals)
+        self._optimizer = _Part("optimizer", self._backend, find_state, refusals, apart_from=find_params)
+
+    @property
+    def pool_nbytes(self) -> int:
+        """The bytes of host memory that are held for copies."""
+        return self._pool.nbytes
+
+    @property
+    def params_offloaded(self) -> bool:
+        """Whether the parameters and buffers are on the host."""
+        return self._params.offloaded
+
+    @property
+    def optimizer_offloaded(self) -> bool:
+        """Whether the optimizer's state is on the host."""
+        return self._optimizer.offloaded
+
+    def offload(self, *, params: bool = True, optimizer: bool = True) -> Transfer:
+        """Move the chosen parts to the host and free their device memory; what is offloaded already stays so.
+
+        Blocks until the copies are complete. Raises :class:`~hwrl.errors.MemoryStateError`, with nothing changed, if
+        a tensor's memory cannot be given back.
+        """
+        parts = [part for part in self._chosen(params=params, optimizer=optimizer) if not part.offloaded]
+        self._stream.synchronize()  # a load may still read the slab that is now written
+        stale = [copy for part in parts for copy in part.plan_offload(self._pool)]
+        moved = self._copy(stale)
+        self._stream.synchronize()
+        for part in parts:
+            part.free()
+        if parts:
+            self._backend.empty_cache()
+        return moved
+
+    def load(self, *, params: bool = True, optimizer: bool = True) -> Transfer:
+        """Bring the chosen parts back; what is on the device already stays so.
+
+        Does not block where the backend has streams: the caller's current stream waits for the copies. Raises
+        :class:`~hwrl.errors.MemoryStateError` if the device has no room; that part stays offloaded then.
+        """
+        parts = [part for part in self._chosen(params=params, optimizer=optimizer) if part.offloaded]
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            for part in parts:
+                copies += part.restore()
+        finally:
+            moved = self._copy(copies)
+        return moved
+
+    @contextlib.contextmanager
+    def loaded(self, *, params: bool = True, optimizer: bool = True) -> Iterator[Transfer]:
+        """Have the chosen parts on the device inside; restore the state that was found, on errors too."""
+        chosen = self._chosen(params=params, optimizer=optimizer)
+        found = [part.offloaded for part in chosen]
+        try:
+            yield self.load(params=params, optimizer=optimizer)
+        finally:
+            away = [part for part, offloaded in zip(chosen, found, strict=True) if offloaded]
+            here = [part for part in chosen if part not in away]
+            self.offload(params=self._params in away, optimizer=self._optimizer in away)
+            self.load(params=self._params in here, optimizer=self._optimizer in here)
+
+    def close(self) -> None:
+        """Bring everything back and free the host memory. May be called again."""
+        self.load()
+        self._stream.synchronize()
+        self._pool.close()
+
+    def __enter__(self) -> Offloader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _chosen(self, *, params: bool, optimizer: bool) -> list[_Part]:
+        return [self._params] * params + [self._optimizer] * optimizer
+
+    def _copy(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        """Copy pairs of (target, source) on the side stream, after and before the work of the current one."""
+        if not copies:
+            return Transfer()
+        begin, end = self._backend.event(timing=True), self._backend.event(timing=True)
+        current = self._backend.current_stream()
+        self._stream.wait_stream(current)
+        with self._stream:
+            begin.record(self._stream)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            end.record(self._stream)
+        current.wait_event(end)
+        return Transfer(nbytes=sum(target.numel() for target, _ in copies), events=(begin, end))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a storage's copy lies in the slab, and by what it would show that it changed since."""
+
+    start: int
+    nbytes: int
+    versions: tuple[int, ...]
+    fingerprint: int
+
+
+class _Part:
+    """The storages of one kind, and their copies in one slab."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        find: Callable[[], Iterable[torch.Tensor]],
+        refuse: Callable[[str], list[Any]],
+        *,
+        apart_from: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        self._name, self._device_type = name, backend.info.device_type
+        self._find, self._apart_from, self._refuse = find, apart_from, refuse
+        self._slab: torch.Tensor | None = None
+        self._copied: dict[int, _Slot] = {}  # by start, what the slab holds
+        self._away: list[tuple[torch.UntypedStorage, _Slot]] = []  # of an offloaded part; else to be freed
+        self._guards: list[Any] = []
+        self.offloaded = False
+
+    def plan_offload(self, pool: PinnedPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the copies to the host that :meth:`free` needs first; changes nothing on the device."""
+        layout = self._lay_out()
+        slab = pool.slab(self._name, nbytes=_end(slot for _, slot in layout))
+        if slab is not self._slab:
+            self._slab, self._copied = slab, {}
+        stale = [(storage, slot) for storage, slot in layout if self._copied.get(slot.start) != slot]
+        self._away, self._copied = layout, {}  # known again when the copies are complete
+        return [(slab[slot.start : slot.start + slot.nbytes], bytes_of(storage)) for storage, slot in stale]
+
+    def free(self) -> None:
+        """Free the device memory; the slab holds all of it."""
+        self._copied = {slot.start: slot for _, slot in self._away}
+        for storage, _ in self._away:
+            storage.resize_(0)
+        self._guards = self._refuse(self._name)
+        self.offloaded = True
+
+    def restore(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Allocate the device memory again and return the copies that fill it."""
+        assert self._slab is not None, "offloaded before"
+        slab, away = self._slab, self._away
+        try:
+            for storage, slot in away:
+                storage.resize_(slot.nbytes)
+        except RuntimeError as exc:  # torch's out-of-memory errors
+            for storage, _ in away:
+                storage.resize_(0)
+            raise MemoryStateError(
+                f"the {self._name} cannot be loaded", why=str(exc), fix="free device memory and load again"
+            ) from exc
+        for guard in self._guards:
+            guard.remove()
+        self._away, self._guards, self.offloaded = [], [], False
+        return [(bytes_of(storage), slab[slot.start : slot.start + slot.nbytes]) for storage, slot in away]
+
+    def _lay_out(self) -> list[tuple[torch.UntypedStorage, _Slot]]:
+        apart = {storage._cdata for storage, _ in self._storages(self._apart_from())}
+        found = [pair for pair in self._storages(self._find()) if pair[0]._cdata not in apart]
+        for storage, _ in found:
+            _require_resizable(storage, self._name)
+        prints = fingerprints([storage for storage, _ in found])
+        placed, start = [], 0
+        for (storage, versions), fingerprint in zip(found, prints, strict=True):
+            placed.append((storage, _Slot(start, storage.nbytes(), versions, fingerprint)))
+            start += -(-storage.nbytes() // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        return placed
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, tuple[int, ...]]]:
+        """Return each storage on the device once, with the versions of all tensors that share it."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        versions: dict[int, tuple[int, ...]] = {}
+        for tensor in tensors:
+            local = _local(tensor)
+            storage = local.untyped_storage()
+            if local.device.type == self._device_type and storage.nbytes():
+                storages[storage._cdata] = storage
+                versions[storage._cdata] = (*versions.get(storage._cdata, ()), tensor._version, local._version)
+        return [(storage, versions[key]) for key, storage in storages.items()]
+
+
+def _model_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a root that only ran forward still holds its whole parameters
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _optimizer_tensors(optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
+    if optimizer is not None:
+        yield from _tensors_in(list(optimizer.state.values()))
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors_in(one)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _end(slots: Iterable[_Slot]) -> int:
+    return max((slot.start + slot.nbytes for slot in slots), default=0)
+
+
+def _require_resizable(storage: torch.UntypedStorage, name: str) -> None:
+    if not storage.resizable():
+        raise MemoryStateError(
+            f"the {name} cannot be offloaded",
+            why=f"{storage.nbytes():,} bytes of them belong to a file, an array or another process",
+            fix="give the tensors memory of their own: parameter.data = parameter.data.clone()",
+        )
+
+
+def _side_stream(backend: Backend) -> Any:
+    return backend.stream() if backend.supports(Capability.STREAMS).usable else backend.current_stream()
+
+
+def _refuse_use(model: nn.Module, optimizer: Optimizer | None, name: str) -> list[Any]:
+    """Make every use of an offloaded part raise; return the handles that end it."""
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise MemoryStateError(
+            f"the {name} cannot be used", why="they are offloaded", fix="use them inside `with offloader.loaded():`"
+        )
+
+    guards: list[Any] = []
+    modules: Iterable[Any] = model.modules() if name == "parameters" else ()
+    if optimizer is not None:
+        guards.append(optimizer.register_step_pre_hook(refuse))
+    if optimizer is not None and name == "optimizer":
+        guards += [optimizer.register_state_dict_pre_hook(refuse), optimizer.register_load_state_dict_pre_hook(refuse)]
+    for module in modules:
+        guards += [module.register_forward_pre_hook(refuse, prepend=True), module.register_state_dict_pre_hook(refuse)]
+        guards += [module.register_load_state_dict_pre_hook(refuse)]
+    return guards
