@@ -38,6 +38,8 @@ class Capability(StrEnum):
     """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
     COMM_ABORT = "comm_abort"
     """A collective that is blocked can be ended from another thread."""
+    SHARED_DEVICE_GROUPS = "shared_device_groups"
+    """Two processes that use the same device can be members of one process group."""
     DEVICE_IPC = "device_ipc"
     """Device memory can be opened by another process of the same host."""
 
@@ -236,6 +238,8 @@ class Backend:
 
     def supports(self, capability: Capability) -> Support:
         """Return whether this backend has ``capability``, with the reason."""
+        if capability is Capability.SHARED_DEVICE_GROUPS:
+            return Support("unsupported", "most collective libraries want a device for each rank")
         if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT):
             return Support("unsupported", "the backend does not implement it")
         return Support("unverified", "torch's generic implementation, not proven on this device")
@@ -359,7 +363,7 @@ class Backend:
         from torch.distributed import distributed_c10d as c10d
 
         # The helper is private but is the only entry that serves built-in and third-party libraries alike, without
-        # touching the default group; its annotations differ between torch's versions. Replace when torch has a public one.
+        # touching the default group; its annotations differ by version. Replace when torch has a public one.
         helper: Any = c10d._new_process_group_helper
         group: ProcessGroup = helper(size, rank, [], self.comm_library(), store, group_name=name, timeout=timeout)[0]
         return group

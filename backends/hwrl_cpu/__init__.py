@@ -32,6 +32,7 @@ _SUPPORT = {
     Capability.PINNED_MEMORY: Support("supported", "host memory is anonymous mmap, apart from the heap"),
     Capability.MEMORY_STATS: Support("supported", "counted by the C library"),
     Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
+    Capability.SHARED_DEVICE_GROUPS: Support("supported", "groups are of processes, not of devices"),
     Capability.DEVICE_IPC: Support("unsupported", "heap memory cannot be opened by another process"),
 }
 
