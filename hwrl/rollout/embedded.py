@@ -198,8 +198,8 @@ class EmbeddedEngine(RolloutEngine):
         if not len(request.prompt_ids) or wanted > self._max_length:
             raise EngineError(
                 f"request {request.request_id} does not fit the engine",
-                why=f"prompt ({len(request.prompt_ids)}) and response ({request.sampling.max_new_tokens}) must hold 1 to "
-                f"{self._max_length} tokens together, the prompt at least one",
+                why=f"its prompt has {len(request.prompt_ids)} tokens (at least 1 is needed) and its response may have "
+                f"{request.sampling.max_new_tokens}; together at most {self._max_length} fit",
                 fix="shorten the prompt, lower rollout.max_new_tokens or raise rollout.max_length",
             )
 

@@ -34,12 +34,13 @@ class Response:
 class PromptGroup:
     """A prompt's responses with their rewards, ready for training.
 
-    ``sequence_number`` is the prompt's place in the stream (:mod:`hwrl.rollout.ledger`), ``attempt`` tells the tries
-    of one prompt apart. Arrays of all responses are concatenated; ``lengths`` (int32, one a response) separates them.
+    ``sequence_number`` is the prompt's place in the stream, ``lease_id`` the permit under which it was generated
+    (:mod:`hwrl.rollout.ledger`). Arrays of all responses are concatenated; ``lengths`` (int32, one a response)
+    separates them.
     """
 
     sequence_number: int
-    attempt: int
+    lease_id: int
     prompt_ids: Ints
     token_ids: Ints
     logprobs: Floats
@@ -70,7 +71,7 @@ class PromptGroup:
         responses: Sequence[Response],
         *,
         sequence_number: int,
-        attempt: int,
+        lease_id: int,
         prompt_ids: Ints,
         rewards: Sequence[float],
         metrics: dict[str, float],
@@ -78,7 +79,7 @@ class PromptGroup:
         """Return the group of ``responses`` to one prompt; ``rewards`` has one number a response."""
         return cls(
             sequence_number=sequence_number,
-            attempt=attempt,
+            lease_id=lease_id,
             prompt_ids=prompt_ids,
             token_ids=np.concatenate([response.token_ids for response in responses]),
             logprobs=np.concatenate([response.logprobs for response in responses]),

@@ -6,14 +6,15 @@ rollouters on lease, takes finished groups back, and hands them to the trainer. 
 Two rules hold the staleness bound without dropping work:
 
 * Admission (AReaL, arXiv:2505.24298, §5.1): accepted + running + trained ≤ (max_staleness + version + 1) × batch.
-* Consumption: what was admitted at version v must be trained before the weights are more than ``max_staleness``
-  versions past v. A batch that would leave such a group behind waits for it. By the first rule, the groups that are
-  due always fit into the version's batches.
+* Consumption: what was admitted at version v has its deadline at version v + max_staleness. Groups are consumed as
+  they finish, oldest first; but a younger one may go before an older one that still runs only while enough places
+  are left before the older one's deadline. By the first rule there are such places for every group at first, and
+  this rule keeps them, so that a straggler makes the trainer wait rather than go stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ from hwrl.rollout.groups import PromptGroup
 class Lease:
     """One prompt, given to one replica to work on. ``version`` is the oldest weight version it may begin with."""
 
+    lease_id: int
     sequence_number: int
-    attempt: int
     version: int
 
 
@@ -73,10 +74,10 @@ class PromptLedger:
         self._max_attempts = max_attempts
         self.version = 0
         self._trained = 0
-        self._taken_in_version = 0
         self._next = 0
         self._returned: list[int] = []
-        self._attempts: dict[int, int] = {}
+        self._failed_attempts: dict[int, int] = {}
+        self._next_lease = 0
         self._running: dict[int, _Running] = {}
         self._accepted: dict[int, tuple[Lease, PromptGroup]] = {}
         self._failures = self._expired = self._rejected = 0
@@ -95,7 +96,8 @@ class PromptLedger:
         leases = []
         for _ in range(min(count, self.capacity())):
             number = self._pop_number()
-            lease = Lease(number, self._attempts.setdefault(number, 0), self.version)
+            lease = Lease(self._next_lease, number, self.version)
+            self._next_lease += 1
             self._running[number] = _Running(lease, replica, now_s + self._group_timeout_s)
             leases.append(lease)
         return leases
@@ -106,7 +108,7 @@ class PromptLedger:
         A group that is refused for its age is tried again.
         """
         running = self._running.get(group.sequence_number)
-        if running is None or running.lease.attempt != group.attempt:
+        if running is None or running.lease.lease_id != group.lease_id:
             return False
         if group.oldest_version < running.lease.version:
             self._rejected += 1
@@ -123,7 +125,9 @@ class PromptLedger:
             return
         self._failures += 1
         self._give_back(lease.sequence_number)
-        if self._attempts[lease.sequence_number] >= self._max_attempts:
+        attempts = self._failed_attempts.get(lease.sequence_number, 0) + 1
+        self._failed_attempts[lease.sequence_number] = attempts
+        if attempts >= self._max_attempts:
             raise EngineError(
                 f"prompt {lease.sequence_number} failed {self._max_attempts} times",
                 why=reason,
@@ -156,29 +160,43 @@ class PromptLedger:
                 why="a ledger counts forward; going back is a resume",
                 fix="restore the ledger with load_state_dict",
             )
-        if version > self.version:
-            self.version, self._taken_in_version = version, 0
+        self.version = version
 
     def take(self, count: int) -> list[PromptGroup] | None:
         """Return ``count`` groups to train on under the current version, oldest first, or None: not ready yet.
 
         No group of the batch, and none that is left behind, exceeds the staleness bound.
         """
-        due_version = self.version - self._max_staleness
-        due_running = sum(running.lease.version <= due_version for running in self._running.values())
-        ready = sorted(self._accepted.values(), key=lambda pair: (pair[0].version, pair[0].sequence_number))
-        due_ready = sum(lease.version <= due_version for lease, _ in ready)
-        spare = self._groups_per_version - self._taken_in_version - due_ready - due_running
-        usable = ready[: due_ready + max(0, spare)]
-        if len(usable) < count:
+        chosen = self._consumable(count)
+        if len(chosen) < count:
             return None
-        chosen = [group for _, group in usable[:count]]
         for group in chosen:
             del self._accepted[group.sequence_number]
-            self._attempts.pop(group.sequence_number)
+            self._failed_attempts.pop(group.sequence_number, None)
         self._trained += count
-        self._taken_in_version += count
         return chosen
+
+    def _consumable(self, count: int) -> list[PromptGroup]:
+        """Return up to ``count`` finished groups, oldest first, that leave every other group its place in time."""
+        places = self._spare_places()
+        chosen: list[PromptGroup] = []
+        for lease, group in sorted(self._accepted.values(), key=lambda pair: pair[0].lease_id):
+            overtaken = [version for version in places if version < lease.version]
+            if len(chosen) == count or any(places[version] == 0 for version in overtaken):
+                break
+            for version in overtaken:
+                places[version] -= 1
+            chosen.append(group)
+        return chosen
+
+    def _spare_places(self) -> dict[int, int]:
+        """Return, by lease version, how many training places before its deadline no group of it or older needs."""
+        leases = [lease for lease, _ in self._accepted.values()] + [work.lease for work in self._running.values()]
+        versions = sorted(lease.version for lease in leases)
+        return {
+            version: (version + self._max_staleness + 1) * self._groups_per_version - self._trained - older
+            for older, version in enumerate(versions, start=1)
+        }
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -204,7 +222,6 @@ class PromptLedger:
         return {
             "version": self.version,
             "trained": self._trained,
-            "taken_in_version": self._taken_in_version,
             "next": self._next,
             "owed": owed,
         }
@@ -213,13 +230,11 @@ class PromptLedger:
         """Continue from :meth:`state_dict`; every lease of before is over."""
         self.version = int(state["version"])
         self._trained = int(state["trained"])
-        self._taken_in_version = int(state["taken_in_version"])
         self._next = int(state["next"])
         self._running.clear()
         self._accepted.clear()
-        # Attempts go on counting, so that an answer to a lease of before the resume is recognised and refused.
-        self._attempts = {number: attempt + 1 for number, attempt in self._attempts.items()}
-        self._returned = _sorted_numbers(state["owed"])
+        self._failed_attempts.clear()
+        self._returned = sorted(int(number) for number in state["owed"])
 
     def _pop_number(self) -> int:
         if self._returned:
@@ -229,10 +244,5 @@ class PromptLedger:
 
     def _give_back(self, number: int) -> None:
         del self._running[number]
-        self._attempts[number] += 1
         self._returned.append(number)
         self._returned.sort()
-
-
-def _sorted_numbers(numbers: Iterable[int]) -> list[int]:
-    return sorted(int(number) for number in numbers)

@@ -18,7 +18,7 @@ Reward = Callable[[str, str, Any], float | Mapping[str, float]]
 def load_reward(target: str) -> Reward:
     """Return the function that ``target`` names: ``package.module:function`` or ``path/to/file.py:function``.
 
-    >>> load_reward("hwrl.train.demo:sort_reward")("21>", "12", "12")["reward"]
+    >>> load_reward("hwrl.run.demo:sort_reward")("21>", "12", "12")["reward"]
     1.0
     """
     place, _, name = target.rpartition(":")
@@ -31,7 +31,9 @@ def load_reward(target: str) -> Reward:
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise DataError(f"there is no function {name!r} in {place}", why=f"reward={target!r} asks for it", fix="check it")
+        raise DataError(
+            f"there is no function {name!r} in {place}", why=f"reward={target!r} asks for it", fix="check it"
+        )
     return function  # type: ignore[no-any-return] # the user's function; judge() checks what it returns
 
 

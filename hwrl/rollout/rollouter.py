@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,8 @@ class LedgerClient(Protocol):
         """Ask for up to ``count`` prompts; the answer comes when there is at least one, or is empty after a while."""
         ...
 
-    def complete(self, group: PromptGroup, stats: dict[str, float]) -> None:
-        """Hand in a finished group, with the rollouter's running totals."""
+    def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
+        """Hand in finished groups, with the rollouter's running totals."""
         ...
 
     def fail(self, lease: Lease, reason: str) -> None:
@@ -117,6 +116,7 @@ class Rollouter:
         self._next_work = 0
         self._asked: Future[list[Lease]] | None = None
         self._evaluation: tuple[list[Prompt], Future[Evaluation]] | None = None
+        self._done: list[PromptGroup] = []
         self._guard = threading.Lock()
 
     # -- what others may call -----------------------------------------------------------------------------------
@@ -161,7 +161,13 @@ class Rollouter:
             completions = self.engine.step()
         for completion in completions:
             self._finish(completion)
+        self._hand_in()
         return True
+
+    def _hand_in(self) -> None:
+        if self._done:
+            self._ledger.complete(self._done, self.stats())
+            self._done = []
 
     def _take_weights(self) -> None:
         with self._clock.during("update"):
@@ -196,8 +202,11 @@ class Rollouter:
         del self._work[number]
         with self._clock.during("reward"):
             reason = self._judge(work)
-        if work.lease is not None:
-            self._hand_in(work, work.lease, reason)
+        if work.lease is not None and reason is not None:
+            self._ledger.fail(work.lease, reason)
+        elif work.lease is not None:
+            self._totals["groups"] += 1
+            self._done.append(_group(work, work.lease))
 
     def _judge(self, work: _Work) -> str | None:
         """Fill in the figures of all responses; return why that failed, or None."""
@@ -213,28 +222,15 @@ class Rollouter:
         reason = None
         for _ in range(self._reward_attempts):
             try:
-                work.figures.append(judge(self._reward, prompt=work.prompt.text, response=text, answer=work.prompt.answer))
+                work.figures.append(
+                    judge(self._reward, prompt=work.prompt.text, response=text, answer=work.prompt.answer)
+                )
             except Exception as exc:  # noqa: BLE001 - the user's code may raise anything; it is counted and reported
                 self._totals["reward_errors"] += 1
                 reason = f"the reward function raised {exc!r} for the response {text!r}"
             else:
                 return None
         return reason
-
-    def _hand_in(self, work: _Work, lease: Lease, reason: str | None) -> None:
-        if reason is not None:
-            self._ledger.fail(lease, reason)
-            return
-        self._totals["groups"] += 1
-        group = PromptGroup.join(
-            [response for response in work.responses if response is not None],
-            sequence_number=lease.sequence_number,
-            attempt=lease.attempt,
-            prompt_ids=work.prompt.token_ids,
-            rewards=[figures["reward"] for figures in work.figures],
-            metrics=_means(work.figures),
-        )
-        self._ledger.complete(group, self.stats())
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
@@ -271,8 +267,17 @@ class Rollouter:
         return Evaluation(self.engine.version, _means([figures for work in evaluated for figures in work.figures]))
 
 
+def _group(work: _Work, lease: Lease) -> PromptGroup:
+    return PromptGroup.join(
+        [response for response in work.responses if response is not None],
+        sequence_number=lease.sequence_number,
+        lease_id=lease.lease_id,
+        prompt_ids=work.prompt.token_ids,
+        rewards=[figures["reward"] for figures in work.figures],
+        metrics=_means(work.figures),
+    )
+
+
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     names = sorted(set().union(*rows)) if rows else []
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
-
-

@@ -1,0 +1,1 @@
+"""Training: trajectories to weights. Advantages, losses, train engines, and the asynchronous trainer."""

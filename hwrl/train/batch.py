@@ -16,8 +16,8 @@ class Batch:
     """Rows of prompt + response, padded on the right.
 
     ``tokens`` (rows × length, int64), ``mask`` (rows × length, bool: true on response tokens), ``behaviour_logprobs``
-    (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows, float32), ``proximal_logprobs``
-    (rows × length or None: those of the policy at the start of the step, for the decoupled loss).
+    (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows, float32),
+    ``proximal_logprobs`` (rows × length or None: the policy's at the start of the step, for the decoupled loss).
     """
 
     tokens: torch.Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -17,11 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hwrl.backend import Backend
-from hwrl.comm import Group
 from hwrl.models import load_model, load_tokenizer
 from hwrl.train.batch import Batch
 from hwrl.train.engine import TrainEngine
 from hwrl.train.losses import PolicyLoss
+
+if TYPE_CHECKING:
+    from hwrl.comm import Group
 
 
 class FsdpEngine(TrainEngine):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
 from hwrl.rollout.groups import PromptGroup
-
-AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
-LossName = Literal["ppo_clip", "tis", "decoupled"]
+from hwrl.train.choices import AdvantageName, LossName
 
 
 def group_advantages(groups: Sequence[PromptGroup], *, estimator: AdvantageName) -> torch.Tensor:

@@ -13,8 +13,9 @@ from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
 from hwrl.rollout.groups import PromptGroup
 from hwrl.train.batch import Batch, collate
+from hwrl.train.choices import AdvantageName
 from hwrl.train.engine import TrainEngine
-from hwrl.train.losses import AdvantageName, PolicyLoss, group_advantages
+from hwrl.train.losses import PolicyLoss, group_advantages
 
 Publish = Callable[[int, Iterator[tuple[str, torch.Tensor]]], Mapping[str, float]]
 """``publish(version, named_weights)``: send the weights, exhaust the iterator, return figures of the transfer."""
@@ -55,6 +56,7 @@ class AsyncTrainer:
         self._trigger_parameter_sync_step = trigger_parameter_sync_step
         self._rank, self._ranks = rank, ranks
         self._clock = ActivityClock("wait")
+        self._last_seconds: dict[str, float] = {}
         self.steps_done = 0
 
     @property
@@ -69,15 +71,12 @@ class AsyncTrainer:
 
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Train on ``groups`` and return the figures of the step; ``steps_done`` and perhaps ``version`` go up."""
-        before = self._clock.seconds()
         consumed = self._consumed_figures(groups)
         with self._clock.during("train"):
             trained = self._train(groups[self._rank :: self._ranks])
         self.steps_done += 1
         synced = self.publish() if self.steps_done % self._trigger_parameter_sync_step == 0 else {}
-        after = self._clock.seconds()
-        seconds = {f"timing_s/{name}": after[name] - before.get(name, 0.0) for name in after}
-        return {**consumed, **trained, **synced, **seconds, "weights/version": float(self.version)}
+        return {**consumed, **trained, **synced, **self._seconds_since_last(), "weights/version": float(self.version)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state; the engine's is apart, because it holds tensors."""
@@ -86,6 +85,12 @@ class AsyncTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.steps_done = int(state["steps_done"])
+
+    def _seconds_since_last(self) -> dict[str, float]:
+        """Return what each activity took since this was last asked: with the waiting before the step, all the time."""
+        seconds = self._clock.seconds()
+        last, self._last_seconds = self._last_seconds, seconds
+        return {f"timing_s/{name}": value - last.get(name, 0.0) for name, value in seconds.items()}
 
     # -- one step -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hwrl.errors import ConfigError
-from hwrl.train.losses import AdvantageName, LossName
+from hwrl.train.choices import AdvantageName, LossName
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -23,18 +23,6 @@ class Section(BaseModel):
     """A part of the configuration; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RunConfig(Section):
-    """Where the run lives and how it ends."""
-
-    dir: Path
-    """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
-    seed: int = 0
-    resume: bool = False
-    """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
-    goals: dict[str, float] = {}
-    """Figures that the last training step and the last evaluation must reach; else the exit status is 1."""
 
 
 class ModelConfig(Section):
@@ -82,7 +70,9 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _a_group_fits(self) -> RolloutConfig:
         if self.max_running < self.n:
-            raise ValueError(f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together")
+            raise ValueError(
+                f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together"
+            )
         return self
 
 
@@ -165,7 +155,13 @@ class EvalConfig(Section):
 class Config(Section):
     """A whole run. ``hwrl train --print-config`` shows every key with its value."""
 
-    run: RunConfig
+    dir: Path
+    """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
+    seed: int = 0
+    resume: bool = False
+    """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
+    goals: dict[str, float] = {}
+    """Figures that the last training step and the last evaluation must reach; else the exit status is 1."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
@@ -181,7 +177,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _ranks_share_a_batch(self) -> Config:
         if self.train.batch_groups < self.train.ranks:
-            raise ValueError(f"train.batch_groups={self.train.batch_groups} must be at least train.ranks={self.train.ranks}")
+            raise ValueError(
+                f"train.batch_groups={self.train.batch_groups} must be at least train.ranks={self.train.ranks}"
+            )
         return self
 
     @property
@@ -202,7 +200,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except yaml.YAMLError as exc:
         raise ConfigError(f"{path} is not YAML", why=str(exc), fix="mend the file") from exc
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no sections", why=f"it is a {type(tree).__name__}", fix="write 'run:', 'model:', …")
+        raise ConfigError(
+            f"{path} holds no sections",
+            why=f"it is a {type(tree).__name__}",
+            fix="write 'dir: …', 'model: {path: …}', …",
+        )
     for word in overrides:
         _override(tree, word)
     return parse_config(tree)
@@ -259,7 +261,6 @@ def all_keys() -> list[str]:
     keys = []
     for name, field in Config.model_fields.items():
         keys.append(name)
-        section = field.annotation
-        assert section is not None
-        keys.extend(f"{name}.{key}" for key in section.model_fields)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys.extend(f"{name}.{key}" for key in field.annotation.model_fields)
     return keys

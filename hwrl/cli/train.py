@@ -1,0 +1,37 @@
+"""``hwrl train``: run a training pipeline from a configuration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "train a policy with asynchronous reinforcement learning"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("config", type=Path, help="a YAML file; docs/configuration.md lists the keys")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=100 resume=true")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; 0 only if all steps were done and all goals reached; 130 after Ctrl-C."""
+    from hwrl.run.config import dump_config, load_config
+
+    config = load_config(args.config, args.overrides)
+    if args.print_config:
+        print(dump_config(config), end="")
+        return 0
+    from hwrl.run.pipeline import run_training
+    from hwrl.run.report import make_view
+
+    view = make_view(config.train.steps)
+    try:
+        summary = run_training(config, view)
+    finally:
+        view.close()
+    print(summary.text)
+    if not summary.finished:
+        return 130
+    return 0 if summary.succeeded else 1

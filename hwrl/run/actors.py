@@ -1,0 +1,197 @@
+"""The three kinds of processes of a run, as classes that Ray makes actors of. They hold the parts and add nothing.
+
+Every process chooses the driver's backend by name before it imports anything of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hwrl.errors import EngineError
+from hwrl.rollout.groups import PromptGroup
+from hwrl.rollout.ledger import Lease, PromptLedger
+from hwrl.run.config import Config
+
+LEASE_WAIT_S = 1.0
+"""How long the ledger keeps a rollouter's question for prompts open before it answers with none."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came with a batch: its prompts' numbers, the ledger's counts, and each replica's running totals."""
+
+    sequence_numbers: list[int]
+    counts: dict[str, int]
+    replicas: dict[str, dict[str, float]]
+
+
+class LedgerActor:
+    """The prompt ledger, served to rollouters and the driver; questions wait until they can be answered."""
+
+    def __init__(self, config: Config) -> None:
+        self._ledger = PromptLedger(
+            groups_per_version=config.groups_per_version,
+            max_staleness=config.async_training.staleness_threshold,
+            total_groups=config.train.steps * config.train.batch_groups,
+            group_timeout_s=config.rollout.group_timeout_s,
+            max_attempts=config.rollout.max_attempts,
+        )
+        self._replicas: dict[str, dict[str, float]] = {}
+        self._fatal: EngineError | None = None
+        self._changed = asyncio.Condition()
+
+    async def lease(self, count: int, replica: str) -> list[Lease]:
+        """Give ``replica`` up to ``count`` prompts; wait a while until there is one."""
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(self._ledger.capacity), LEASE_WAIT_S)
+            except TimeoutError:
+                return []
+            return self._ledger.lease(count, replica=replica, now_s=time.monotonic())
+
+    async def complete(self, groups: Sequence[PromptGroup], replica: str, stats: dict[str, float]) -> None:
+        """Take finished groups."""
+        async with self._changed:
+            self._replicas[replica] = stats
+            for group in groups:
+                self._ledger.complete(group)
+            self._changed.notify_all()
+
+    async def fail(self, lease: Lease, reason: str) -> None:
+        """Put a prompt back; after too many tries the next ``take`` raises."""
+        async with self._changed:
+            try:
+                self._ledger.fail(lease, reason=reason)
+            except EngineError as exc:
+                self._fatal = exc
+            self._changed.notify_all()
+
+    async def forget(self, replica: str) -> int:
+        """Put back what a lost replica held."""
+        async with self._changed:
+            lost = self._ledger.forget_replica(replica)
+            self._replicas.pop(replica, None)
+            self._changed.notify_all()
+            return lost
+
+    async def take(self, count: int, version: int) -> tuple[list[PromptGroup], Taken]:
+        """Note that ``version`` is published; return the next batch as soon as the staleness rules allow one."""
+        async with self._changed:
+            self._ledger.advance(version)
+            self._changed.notify_all()
+            while (groups := self._take_now(count)) is None:
+                try:
+                    await asyncio.wait_for(self._changed.wait(), LEASE_WAIT_S)
+                except TimeoutError:
+                    self._ledger.expire(time.monotonic())
+                    self._changed.notify_all()
+            numbers = [group.sequence_number for group in groups]
+            return groups, Taken(numbers, asdict(self._ledger.counts()), dict(self._replicas))
+
+    def _take_now(self, count: int) -> list[PromptGroup] | None:
+        if self._fatal is not None:
+            raise self._fatal
+        return self._ledger.take(count)
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Return the ledger's state for a checkpoint."""
+        return self._ledger.state_dict()
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint; every lease of before is over."""
+        async with self._changed:
+            self._ledger.load_state_dict(state)
+            self._changed.notify_all()
+
+
+class RemoteLedger:
+    """The ledger as a rollouter sees it, through a Ray handle."""
+
+    def __init__(self, handle: Any, *, replica: str) -> None:
+        self._handle, self._replica = handle, replica
+
+    def lease(self, count: int) -> Future[list[Lease]]:
+        """Ask for prompts."""
+        future: Future[list[Lease]] = self._handle.lease.remote(count, self._replica).future()
+        return future
+
+    def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
+        """Hand in groups."""
+        self._handle.complete.remote(groups, self._replica, stats)
+
+    def fail(self, lease: Lease, reason: str) -> None:
+        """Report a failed prompt."""
+        self._handle.fail.remote(lease, reason)
+
+
+class RolloutActor:
+    """One rollout replica. ``run`` occupies a thread of its own until ``stop``."""
+
+    def __init__(self, config: Config, *, backend: str, replica: str, store_address: str, ledger: Any) -> None:
+        from hwrl.run.build import build_rollouter, evaluation_prompts, prepare_process
+
+        prepare_process(backend, threads=config.rollout.threads)
+        self._rollouter = build_rollouter(
+            config, replica=replica, store_address=store_address, ledger=RemoteLedger(ledger, replica=replica)
+        )
+        self._evaluation_prompts = evaluation_prompts(config)
+        self._stop = threading.Event()
+
+    def ready(self) -> None:
+        """Return when the replica is built and waits for weights."""
+
+    def run(self) -> None:
+        """Roll out until ``stop``."""
+        self._rollouter.run(self._stop)
+
+    def evaluate(self) -> Any:
+        """Return an :class:`~hwrl.rollout.rollouter.Evaluation` with the weights that are there when it begins."""
+        return self._rollouter.evaluate(self._evaluation_prompts).result()
+
+    def stats(self) -> dict[str, float]:
+        """Return the running totals."""
+        return self._rollouter.stats()
+
+    def stop(self) -> None:
+        """Make ``run`` return."""
+        self._stop.set()
+
+
+class TrainActor:
+    """One rank of the trainer, with the sender of the weights on rank 0 and its share of the checkpoints."""
+
+    def __init__(self, config: Config, *, backend: str, rank: int, store_address: str, incarnation: int) -> None:
+        from hwrl.run.build import TrainerParts, prepare_process
+
+        prepare_process(backend, threads=config.train.threads)
+        self._parts = TrainerParts(config, rank=rank, store_address=store_address, incarnation=incarnation)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Load the newest complete checkpoint; return what it says, or None if there is none."""
+        return self._parts.resume()
+
+    def publish(self) -> dict[str, float]:
+        """Publish the current weights, again or for the first time."""
+        return self._parts.publish()
+
+    def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        """Train on ``groups``; publish if it is time."""
+        return self._parts.step(groups)
+
+    def save(self, ledger: dict[str, Any]) -> dict[str, float]:
+        """Save a checkpoint of this moment, the ledger's state included."""
+        return self._parts.save(ledger)
+
+    def export(self) -> None:
+        """Write the trained model to the run directory's ``model/``, for transformers."""
+        self._parts.export()
+
+    def close(self) -> None:
+        """Wait for a save in the background, raise if it failed, and release everything."""
+        self._parts.close()

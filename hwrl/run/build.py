@@ -1,0 +1,229 @@
+"""Make the parts of a run from its configuration, in the process that will use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwrl.checkpoint import CheckpointManager
+from hwrl.comm import Comm, Group, connect_store
+from hwrl.errors import ConfigError
+from hwrl.models import build_model, load_tokenizer
+from hwrl.registry import get_backend, set_backend
+from hwrl.rollout.data import Prompt, PromptStream, load_prompts
+from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout.engine import RolloutEngine, Sampling
+from hwrl.rollout.reward import load_reward
+from hwrl.rollout.rollouter import LedgerClient, Rollouter
+from hwrl.run.config import Config
+from hwrl.train.engine import TrainEngine
+from hwrl.train.fsdp import FsdpEngine
+from hwrl.train.losses import PolicyLoss
+from hwrl.train.trainer import Algorithm, AsyncTrainer
+from hwrl.weights import WeightReceiver, WeightSender
+
+POLICY = "policy"
+"""The name under which the policy's weights travel."""
+
+
+def prepare_process(backend: str, *, threads: int) -> None:
+    """Choose ``backend`` and take its first visible device; compute with ``threads`` host threads."""
+    set_backend(backend)
+    torch.set_num_threads(threads)
+    if get_backend().device_count():
+        get_backend().set_device(0)
+
+
+def evaluation_prompts(config: Config) -> list[Prompt]:
+    """Return the prompts to evaluate on: none if the configuration names no evaluation data."""
+    if config.data.eval is None:
+        return []
+    return _prompts(config, config.data.eval)[: config.eval.prompts]
+
+
+def build_rollouter(config: Config, *, replica: str, store_address: str, ledger: LedgerClient) -> Rollouter:
+    """Return a rollouter that waits for its first weights; it never reads the training model's weights."""
+    tokenizer = load_tokenizer(config.model.path)
+    receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica)
+    return Rollouter(
+        _build_rollout_engine(config, tokenizer, replica=replica),
+        ledger=ledger,
+        prompts=PromptStream(_prompts(config, config.data.train), seed=config.seed),
+        reward=load_reward(config.reward.function),
+        decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+        group_size=config.rollout.n,
+        weights=receiver,
+        partial_rollout=config.async_training.partial_rollout,
+        reward_attempts=config.reward.attempts,
+    )
+
+
+def _prompts(config: Config, path: Path) -> list[Prompt]:
+    tokenizer = load_tokenizer(config.model.path)
+    return load_prompts(
+        path,
+        tokenize=lambda text: tokenizer(text)["input_ids"],
+        max_prompt_tokens=config.data.max_prompt_tokens,
+    )
+
+
+def _build_rollout_engine(config: Config, tokenizer: Any, *, replica: str) -> RolloutEngine:
+    if config.rollout.engine != "embedded":
+        raise _no_engine("rollout.engine", config.rollout.engine, known="embedded")
+    model = build_model(config.model.path, dtype=_dtype(config)).to(get_backend().device())
+    return EmbeddedEngine(
+        model,
+        eos_ids=_end_ids(model, tokenizer),
+        max_running=config.rollout.max_running,
+        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        seed=config.seed * 1000 + sum(replica.encode()),
+    )
+
+
+def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end a response: those of the model's generation settings and the tokenizer's."""
+    configured = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    if not ids:
+        raise ConfigError(
+            "the model has no end-of-sequence token",
+            why="neither its tokenizer nor its generation settings name one",
+            fix="set eos_token_id in the model directory's generation_config.json",
+        )
+    return sorted(ids)
+
+
+class TrainerParts:
+    """One rank's trainer with its engine, weight sender and checkpoints, wired together."""
+
+    def __init__(self, config: Config, *, rank: int, store_address: str, incarnation: int) -> None:
+        self._config, self._rank = config, rank
+        backend = get_backend()
+        store = connect_store(store_address)
+        ranks = config.train.ranks
+        self._group: Group | None = None
+        if ranks > 1:
+            place = torch.distributed.PrefixStore(f"train/{incarnation}", store)
+            self._group = Comm(backend).init_default(store=place, rank=rank, size=ranks)
+        self._engine = _build_train_engine(config, group=self._group)
+        self._sender = _build_sender(config, store) if rank == 0 else None
+        self._trainer = AsyncTrainer(
+            self._engine,
+            algorithm=_algorithm(config),
+            publish=self._send,
+            max_staleness=config.async_training.staleness_threshold,
+            trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
+            rank=rank,
+            ranks=ranks,
+        )
+        self._checkpoints = CheckpointManager(
+            config.dir / "checkpoints",
+            max_ckpt_to_keep=config.checkpoint.max_ckpt_to_keep,
+            async_save=config.checkpoint.async_save,
+            group=self._group,
+        )
+
+    def resume(self) -> dict[str, Any] | None:
+        """Load the newest complete checkpoint; return its ``extra`` and what was skipped, or None."""
+        state = self._engine.state_dict()
+        resumed = self._checkpoints.resume(state)
+        if resumed is None:
+            return None
+        self._engine.load_state_dict(state)
+        self._trainer.load_state_dict(resumed.extra["trainer"])
+        get_backend().set_rng_state(torch.tensor(resumed.rank_extras[0]["rng"], dtype=torch.uint8))
+        return {**resumed.extra, "step": resumed.step, "skipped": [str(skipped) for skipped in resumed.skipped]}
+
+    def publish(self) -> dict[str, float]:
+        """Publish the current weights."""
+        return self._trainer.publish()
+
+    def step(self, groups: Any) -> dict[str, float]:
+        """Train one step."""
+        return self._trainer.step(groups)
+
+    def save(self, ledger: dict[str, Any]) -> dict[str, float]:
+        """Save this moment; return what it cost."""
+        report = self._checkpoints.save(
+            self._trainer.steps_done,
+            self._engine.state_dict(),
+            extra={"trainer": self._trainer.state_dict(), "ledger": ledger},
+            weight_version=self._trainer.version,
+        )
+        return {"checkpoint/blocked_s": report.blocked_s, "checkpoint/waited_s": report.waited_s}
+
+    def export(self) -> None:
+        """Write the trained model to the run directory, for transformers."""
+        self._engine.export(self._config.dir / "model")
+
+    def close(self) -> None:
+        """End the transfer and the checkpoints; raises if a save in the background failed."""
+        try:
+            self._checkpoints.close()
+        finally:
+            if self._sender is not None:
+                self._sender.close()
+            if self._group is not None:
+                self._group.close()
+
+    def _send(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, float]:
+        if self._sender is None:
+            for _ in weights:  # gathering is collective: this rank takes part, and keeps nothing
+                pass
+            return {}
+        report = self._sender.publish(version, weights)
+        return {
+            "sync/nbytes": float(report.nbytes),
+            "sync/receivers": float(len(report.receivers)),
+            "sync/quarantined": float(len(report.quarantined)),
+            **{f"sync/{stage}_s": value for stage, value in report.seconds.items()},
+        }
+
+
+def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
+    if config.train.engine != "fsdp":
+        raise _no_engine("train.engine", config.train.engine, known="fsdp")
+    updates = config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
+    return FsdpEngine(
+        config.model.path,
+        backend=get_backend(),
+        group=group,
+        total_steps=updates,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        dtype=_dtype(config),
+        **config.optimizer.model_dump(),
+    )
+
+
+def _build_sender(config: Config, store: Any) -> WeightSender:
+    return WeightSender(
+        store,
+        name=POLICY,
+        transport="device" if config.weights.bypass_cpu else "host",
+        slab_nbytes=config.weights.update_weights_bucket_megabytes << 20,
+        timeout_s=config.weights.timeout_s,
+    )
+
+
+def _algorithm(config: Config) -> Algorithm:
+    settings = config.algorithm
+    loss = PolicyLoss(
+        settings.loss,
+        clip_low=settings.clip_ratio_low,
+        clip_high=settings.clip_ratio_high,
+        is_threshold=settings.rollout_is_threshold,
+    )
+    return Algorithm(loss, settings.advantage, settings.ppo_epochs, settings.mini_batches)
+
+
+def _dtype(config: Config) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+
+
+def _no_engine(key: str, name: str, *, known: str) -> ConfigError:
+    return ConfigError(f"there is no engine {name!r}", why=f"{key} can be: {known}", fix=f"set {key}={known}")

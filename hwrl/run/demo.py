@@ -1,0 +1,137 @@
+"""The demo's data set, tokenizer and tiny model, made on the spot from a seed: learn to sort digits.
+
+A prompt is a few digits and ``>``; the answer is the digits in order. ``python -m hwrl.run.demo DIR`` writes
+everything that ``hwrl train DIR/config.yaml`` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
+"""16 tokens: a small vocabulary, so that random answers are sometimes partly right."""
+
+
+def sort_reward(prompt: str, response: str, answer: str) -> dict[str, float]:
+    """Return the share of places that are right, the end of the answer counted as a place, and whether all are.
+
+    >>> sort_reward("21>", "12", "12")
+    {'reward': 1.0, 'exact': 1.0}
+    >>> sort_reward("21>", "11", "12")["reward"]
+    0.6666666666666666
+    """
+    right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
+    right += len(response) == len(answer)
+    return {"reward": right / (len(answer) + 1), "exact": float(response == answer)}
+
+
+def write_demo(directory: Path, *, seed: int, digits: Sequence[int] = (4,), prompts: int = 8192) -> Path:
+    """Write data, model and configuration to ``directory``; return the configuration's path.
+
+    ``digits`` are the lengths that prompts have, each equally often; training and evaluation prompts are disjoint.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    rows = list(_distinct_rows(rng, digits=digits, count=prompts + 512))
+    _write_lines(directory / "train.jsonl", rows[512:])
+    _write_lines(directory / "eval.jsonl", rows[:512])
+    _write_model(directory / "model", seed=seed)
+    config = _config(directory, seed=seed, longest=max(digits))
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _distinct_rows(rng: np.random.Generator, *, digits: Sequence[int], count: int) -> Iterator[dict[str, str]]:
+    seen: set[str] = set()
+    while len(seen) < count:
+        text = "".join(str(digit) for digit in rng.integers(0, 10, size=int(rng.choice(digits))))
+        if text not in seen:
+            seen.add(text)
+            yield {"prompt": text + ">", "answer": "".join(sorted(text))}
+
+
+def _write_lines(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _write_model(directory: Path, *, seed: int) -> None:
+    """Write a randomly initialised Qwen3 of 100,800 parameters and its character tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=len(ALPHABET),
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=32,
+                tie_word_embeddings=False,
+                pad_token_id=ALPHABET.index("<pad>"),
+                eos_token_id=ALPHABET.index("<eos>"),
+                bos_token_id=ALPHABET.index("<bos>"),
+            )
+        )
+    model.save_pretrained(directory)
+    _write_tokenizer(directory)
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(ALPHABET)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", ALPHABET.index("<bos>"))]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    ).save_pretrained(directory)
+
+
+def _config(directory: Path, *, seed: int, longest: int) -> dict[str, object]:
+    """Return the settings under which five seeds of five learnt (docs/benchmarks.md)."""
+    return {
+        "dir": str(directory / "run"),
+        "seed": seed,
+        "goals": {"reward/mean": 0.9, "eval/exact": 0.85},
+        "model": {"path": str(directory / "model")},
+        "data": {
+            "train": str(directory / "train.jsonl"),
+            "eval": str(directory / "eval.jsonl"),
+            "max_prompt_tokens": longest + 2,
+        },
+        "reward": {"function": "hwrl.run.demo:sort_reward"},
+        "rollout": {"n": 16, "max_new_tokens": longest + 1, "max_running": 256},
+        "train": {"steps": 500, "batch_groups": 32},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10, "min_learning_rate_ratio": 0.05},
+        "async_training": {"staleness_threshold": 2},
+        "checkpoint": {"save_every_steps": 100},
+        "eval": {"every_steps": 100, "prompts": 512},
+    }
+
+
+def main() -> None:
+    """Write the demo that the command line asks for, and print its configuration's path."""
+    parser = argparse.ArgumentParser(prog="python -m hwrl.run.demo", description=write_demo.__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    print(write_demo(args.directory, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The configuration: typed, complete, and clear about mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hwrl.errors import ConfigError
+from hwrl.run.config import Config, all_keys, dump_config, load_config
+
+MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
+
+
+def write(tmp_path: Path, tree: object) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_overrides_are_applied_in_order_and_typed(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, MINIMAL), ["train.steps=5", "train.steps=7", "resume=true", "optimizer.learning_rate=1e-3"]
+    )
+    assert (config.train.steps, config.resume, config.optimizer.learning_rate) == (7, True, 1e-3)
+
+
+def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL), ["goals={eval/exact: 0.5}"])
+    path = tmp_path / "again.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+def test_an_unknown_key_is_an_error_with_the_likely_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean async_training\.staleness_threshold\?"):
+        load_config(write(tmp_path, MINIMAL), ["async_training.stalenes_threshold=2"])
+    with pytest.raises(ConfigError, match=r"did you mean async_training\.partial_rollout\?"):
+        load_config(write(tmp_path, MINIMAL), ["train.partial_rollout=true"])
+
+
+def test_every_mistake_is_listed_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has 2 mistakes(.|\n)*model\.path(.|\n)*train\.steps"):
+        load_config(write(tmp_path, {**MINIMAL, "model": {}}), ["train.steps=0"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.steps", "not an override"),
+        ("=3", "not an override"),
+        ("dir.sub=3", "does not fit"),
+        ("dir=[", "cannot be read"),
+    ],
+)
+def test_a_word_that_is_no_override_is_refused(tmp_path: Path, word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, MINIMAL), [word])
+
+
+@pytest.mark.parametrize("content", ["a: [", "- 1\n", "just text"])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=str(path)):
+        load_config(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_running=4 must be at least n=8"):
+        load_config(write(tmp_path, MINIMAL), ["rollout.max_running=4"])
+    with pytest.raises(ConfigError, match=r"batch_groups=1 must be at least train\.ranks=2"):
+        load_config(write(tmp_path, MINIMAL), ["train.batch_groups=1", "train.ranks=2"])
+
+
+def test_every_key_is_documented() -> None:
+    page = Path("docs/configuration.md").read_text(encoding="utf-8")
+    missing = [key for key in all_keys() if f"`{key.rpartition('.')[2]}`" not in page]
+    assert not missing
+    assert set(Config.model_fields) <= {key for key in all_keys() if "." not in key}

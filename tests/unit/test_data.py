@@ -1,0 +1,98 @@
+"""Prompts and reward functions that users give: read right, or refused with the row and the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hwrl.errors import DataError
+from hwrl.rollout.data import Prompt, PromptStream, load_prompts
+from hwrl.rollout.reward import judge, load_reward
+
+
+def tokenize(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def read(path: Path, *, longest: int = 10) -> list[Prompt]:
+    return load_prompts(path, tokenize=tokenize, max_prompt_tokens=longest)
+
+
+def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1", "answer": "2", "extra": 0}, {"prompt": "ü", "answer": "x", "extra": 1}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        prompts = read(tmp_path / name)
+        assert [(prompt.text, prompt.token_ids.tolist(), prompt.answer) for prompt in prompts] == [
+            ("1+1", [49, 43, 49], "2"),
+            ("ü", [252], "x"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "holds no prompts"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1}\n{broken\n', "line 2 is not JSON"),
+        ("a.jsonl", '{"prompt": "x"}\n', "row 1 is not a prompt"),
+        ("a.jsonl", '["x"]\n', "row 1 is not a prompt"),
+        ("a.jsonl", '{"prompt": "", "answer": 1}\n', "row 1 has a prompt of 0 tokens"),
+        ("a.jsonl", '{"prompt": "12345678901", "answer": 1}\n', "prompt of 11 tokens"),
+        ("a.csv", "prompt,answer\n", "unknown kind"),
+        ("a.parquet", "not parquet", "cannot be read as Parquet"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / name)
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no file"):
+        read(tmp_path / "none.jsonl")
+
+
+def test_the_stream_shows_every_prompt_once_an_epoch_in_an_order_of_the_seed() -> None:
+    import numpy as np
+
+    prompts = [Prompt(str(index), np.array([index], dtype=np.int32), None) for index in range(7)]
+    stream, again, other = (PromptStream(prompts, seed=seed) for seed in (1, 1, 2))
+    first = [stream[number].text for number in range(7)]
+    second = [stream[number].text for number in range(7, 14)]
+    assert sorted(first) == sorted(second) == [str(index) for index in range(7)]
+    assert first != second
+    assert [again[number].text for number in (13, 0, 8)] == [second[6], first[0], second[1]]
+    assert [other[number].text for number in range(7)] != first
+
+
+def test_a_reward_comes_from_a_module_or_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def score(prompt, response, answer):\n    return len(response)\n")
+    assert judge(load_reward(f"{path}:score"), prompt="", response="abc", answer=None) == {"reward": 3.0}
+    assert load_reward("hwrl.run.demo:sort_reward")("21>", "12", "12") == {"reward": 1.0, "exact": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nothing", "names no reward function"),
+        ("no.such.module:f", "cannot be imported"),
+        ("no_such_file.py:f", "there is no file"),
+        ("hwrl.run.demo:absent", "no function 'absent'"),
+    ],
+)
+def test_a_reward_that_cannot_be_found_is_said(target: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_reward(target)
+
+
+@pytest.mark.parametrize("result", [None, "good", float("nan"), {"score": 1.0}])
+def test_a_reward_must_be_a_finite_number(result: object) -> None:
+    with pytest.raises(DataError, match="reward is not a"):
+        judge(lambda prompt, response, answer: result, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point

@@ -1,0 +1,199 @@
+"""The rollouter with real parts and a scripted engine: groups whole, rewards judged, weights at the right time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+
+from hwrl.errors import DataError
+from hwrl.rollout.data import Prompt
+from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine, Sampling
+from hwrl.rollout.groups import PromptGroup, Response
+from hwrl.rollout.ledger import Lease
+from hwrl.rollout.reward import Reward
+from hwrl.rollout.rollouter import Rollouter
+
+
+class CountingEngine(RolloutEngine):
+    """Says 1, 2, 3 … a token a step; a request's response is as long as its prompt's first id."""
+
+    def __init__(self, *, room: int = 8) -> None:
+        self._room = room
+        self._running: dict[int, tuple[GenerationRequest, list[int]]] = {}
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._running.update({request.request_id: (request, []) for request in requests})
+
+    def step(self) -> list[Completion]:
+        done = []
+        for number, (request, versions) in list(self._running.items()):
+            versions.append(self.version)
+            if len(versions) == request.prompt_ids[0]:
+                tokens = np.arange(1, len(versions) + 1, dtype=np.int32)
+                stamps = np.array(versions, dtype=np.int32)
+                done.append(Completion(number, Response(tokens, -tokens.astype(np.float32), stamps, truncated=False)))
+                del self._running[number]
+        return done
+
+    def pending(self) -> int:
+        return len(self._running)
+
+    def capacity(self) -> int:
+        return self._room - len(self._running)
+
+    def abort(self) -> int:
+        dropped = len(self._running)
+        self._running.clear()
+        return dropped
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        self.version = version
+
+
+class Desk:
+    """A ledger that gives out the prompts it was told and keeps what comes back."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+        self.groups: list[PromptGroup] = []
+        self.failed: list[tuple[int, str]] = []
+
+    def lease(self, count: int) -> Future[list[Lease]]:
+        given, self.numbers = self.numbers[:count], self.numbers[count:]
+        future: Future[list[Lease]] = Future()
+        future.set_result([Lease(100 + number, number, 0) for number in given])
+        return future
+
+    def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
+        self.groups += groups
+
+    def fail(self, lease: Lease, reason: str) -> None:
+        self.failed.append((lease.sequence_number, reason))
+
+
+class Inlet:
+    """Offers the versions that a test puts there."""
+
+    def __init__(self) -> None:
+        self.offered: list[int] = []
+
+    def poll(self) -> int | None:
+        return self.offered[0] if self.offered else None
+
+    def receive(self) -> Inlet:
+        self.version = self.offered.pop(0)
+        return self
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter([])
+
+
+class Lengths:
+    """Prompt n asks for a response of n + 1 tokens."""
+
+    def __getitem__(self, sequence_number: int) -> Prompt:
+        return Prompt(str(sequence_number), np.array([sequence_number + 1], dtype=np.int32), sequence_number)
+
+
+def rollouter_of(
+    desk: Desk, *, reward: Reward | None = None, inlet: Inlet | None = None, partial: bool = True
+) -> Rollouter:
+    return Rollouter(
+        CountingEngine(),
+        ledger=desk,
+        prompts=Lengths(),
+        reward=reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1)),
+        decode=lambda token_ids: " ".join(map(str, token_ids)),
+        sampling=Sampling(10),
+        group_size=2,
+        weights=inlet or Inlet(),
+        partial_rollout=partial,
+    )
+
+
+def turns(rollouter: Rollouter, count: int) -> None:
+    for _ in range(count):
+        rollouter.turn()
+
+
+def test_each_prompt_comes_back_as_one_judged_group() -> None:
+    desk = Desk([3, 0])
+    turns(rollouter_of(desk), 6)
+    assert [(group.sequence_number, group.lease_id, group.size) for group in desk.groups] == [(0, 100, 2), (3, 103, 2)]
+    assert [group.rewards.tolist() for group in desk.groups] == [[1.0, 1.0]] * 2
+    assert desk.groups[1].token_ids.tolist() == [1, 2, 3, 4] * 2
+
+
+def test_partial_rollout_takes_weights_between_two_tokens() -> None:
+    desk, inlet = Desk([3]), Inlet()
+    rollouter = rollouter_of(desk, inlet=inlet)
+    turns(rollouter, 2)
+    inlet.offered = [7]
+    turns(rollouter, 2)
+    assert desk.groups[0].versions.tolist() == [0, 0, 7, 7] * 2
+
+
+def test_without_partial_rollout_running_prompts_finish_first_and_no_new_one_begins() -> None:
+    desk, inlet = Desk([3, 3, 3, 3, 1]), Inlet()
+    rollouter = rollouter_of(desk, inlet=inlet, partial=False)
+    turns(rollouter, 2)
+    inlet.offered = [7]
+    turns(rollouter, 2)
+    assert len(desk.groups) == 4
+    assert desk.numbers == [1], "the fifth prompt waits for the update"
+    turns(rollouter, 3)
+    assert [sorted(set(group.versions.tolist())) for group in desk.groups] == [[0]] * 4 + [[7]]
+
+
+def test_a_reward_that_raises_is_retried_then_the_prompt_has_failed_with_the_reason() -> None:
+    calls: list[str] = []
+
+    def flaky(prompt: str, response: str, answer: object) -> float:
+        calls.append(prompt)
+        if prompt == "1" or len(calls) == 1:
+            raise ZeroDivisionError("no luck")
+        return 1.0
+
+    desk = Desk([0, 1])
+    rollouter = rollouter_of(desk, reward=flaky)
+    turns(rollouter, 3)
+    assert [group.sequence_number for group in desk.groups] == [0]
+    assert desk.failed[0][0] == 1
+    assert "no luck" in desk.failed[0][1]
+    assert rollouter.stats()["reward_errors"] == 4
+
+
+def test_an_evaluation_uses_one_version_and_training_goes_on_beside_it() -> None:
+    desk, inlet = Desk([5]), Inlet()
+    rollouter = rollouter_of(desk, inlet=inlet)
+    turns(rollouter, 1)
+    answer = rollouter.evaluate([Lengths()[2], Lengths()[1]])
+    inlet.offered = [4]
+    turns(rollouter, 3)
+    assert answer.result(timeout=0).version == 4
+    assert answer.result(timeout=0).figures == {"reward": 1.0}
+    assert len(desk.groups) == 1
+
+
+def test_an_evaluation_that_cannot_be_judged_says_so() -> None:
+    def broken(prompt: str, response: str, answer: object) -> float:
+        raise ValueError("broken")
+
+    rollouter = rollouter_of(Desk([]), reward=broken)
+    answer = rollouter.evaluate([Lengths()[0]])
+    rollouter.turn()
+    with pytest.raises(DataError, match="1 of 1 evaluation prompts"):
+        answer.result(timeout=0)
+
+
+def test_the_seconds_of_all_activities_add_up() -> None:
+    rollouter = rollouter_of(Desk([3]))
+    turns(rollouter, 5)
+    stats = rollouter.stats()
+    assert stats["tokens"] == 8
+    assert stats["generate_s"] > 0
+    assert {"idle_s", "generate_s", "reward_s"} <= stats.keys()
