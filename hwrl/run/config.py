@@ -22,7 +22,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A part of the configuration; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -31,14 +31,18 @@ class ModelConfig(Section):
     path: Path
     """A directory that ``AutoModelForCausalLM`` and ``AutoTokenizer`` can load."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights, in training and rollout."""
 
 
 class DataConfig(Section):
     """Prompts: rows with ``prompt`` (text) and ``answer`` (anything), as .jsonl or .parquet."""
 
     train: Path
+    """Prompts to train on."""
     eval: Path | None = None
+    """Held-out prompts; without them nothing is evaluated."""
     max_prompt_tokens: Positive = 1024
+    """A longer prompt is an error."""
 
 
 class RewardConfig(Section):
@@ -47,25 +51,32 @@ class RewardConfig(Section):
     function: str
     """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
     attempts: Positive = 3
+    """How often a function that raises is called before the prompt has failed."""
 
 
 class RolloutConfig(Section):
     """Generation."""
 
     engine: str = "embedded"
+    """``embedded``: a transformers model in the replica's process."""
     replicas: Positive = 1
+    """Rollout processes, each with a model of its own."""
     n: Annotated[int, Field(ge=1)] = 8
     """Responses to each prompt."""
     max_new_tokens: Positive = 256
+    """A longer response is cut off and counts as truncated."""
     temperature: PositiveReal = 1.0
+    """Of sampling, and of the policy that is trained."""
     max_running: Positive = 128
     """Responses that one replica generates at a time."""
     group_timeout_s: PositiveReal = 600.0
     """How long a replica may take for a prompt before another gets it."""
     max_attempts: Positive = 3
+    """How often a prompt may fail before the run ends with an error."""
     max_restarts: NotNegative = 3
     """How many replicas may die in a run; each is replaced."""
     threads: Positive = 1
+    """Host threads of a replica."""
 
     @model_validator(mode="after")
     def _a_group_fits(self) -> RolloutConfig:
@@ -80,39 +91,59 @@ class OptimizerConfig(Section):
     """AdamW and its schedule: linear warm-up, then linear decay."""
 
     learning_rate: PositiveReal = 1e-6
+    """The highest one."""
     warmup_steps: NotNegative = 0
+    """Optimizer steps until the highest learning rate."""
     min_learning_rate_ratio: Share = 1.0
+    """The last learning rate, as a share of the highest; 1 is no decay."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the moments."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's."""
     max_grad_norm: PositiveReal = 1.0
+    """Gradients are scaled down to this norm."""
 
 
 class TrainConfig(Section):
     """The training side."""
 
     engine: str = "fsdp"
+    """``fsdp``: FSDP2, any ``AutoModelForCausalLM`` directory."""
     ranks: Positive = 1
+    """Training processes that share the model."""
     steps: Positive = 100
+    """Batches to train on."""
     batch_groups: Positive = 32
     """Prompts trained on in a step, of all ranks together."""
     micro_batch_tokens: Positive = 16384
+    """Padded tokens in one forward pass, at most (a longer response goes alone)."""
     param_offload: bool = False
+    """Keep the parameters in host memory between steps."""
     optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory between steps."""
     max_restarts: NotNegative = 3
     """How often dead trainers are started again from the last complete checkpoint."""
     threads: Positive = 1
+    """Host threads of a rank."""
 
 
 class AlgorithmConfig(Section):
     """Advantages and loss; see :mod:`hwrl.train.losses`."""
 
     advantage: AdvantageName = "grpo"
+    """``grpo``, ``dr_grpo`` or ``rloo``."""
     loss: LossName = "ppo_clip"
+    """``ppo_clip``, ``tis`` or ``decoupled``."""
     clip_ratio_low: PositiveReal = 0.2
+    """How far the ratio may fall below 1."""
     clip_ratio_high: PositiveReal = 0.28
+    """How far the ratio may rise above 1."""
     rollout_is_threshold: PositiveReal = 2.0
+    """Importance weights of off-policy tokens are truncated here (``tis`` and ``decoupled``)."""
     ppo_epochs: Positive = 1
+    """Passes over each batch."""
     mini_batches: Positive = 1
+    """Optimizer steps in a pass."""
 
 
 class AsyncConfig(Section):
@@ -132,7 +163,9 @@ class WeightsConfig(Section):
     bypass_cpu: bool = True
     """Device to device; otherwise through a versioned store in host memory, and the trainer does not wait."""
     update_weights_bucket_megabytes: Positive = 64
+    """Size of a slab of the broadcast buffer, MiB."""
     timeout_s: PositiveReal = 60.0
+    """A replica that does not take part in a transfer for so long is left out, and must join again."""
 
 
 class CheckpointConfig(Section):
@@ -141,7 +174,9 @@ class CheckpointConfig(Section):
     save_every_steps: NotNegative = 0
     """0: only at the end and when interrupted."""
     async_save: bool = False
+    """Write in the background, from a copy in host memory."""
     max_ckpt_to_keep: Positive = 2
+    """Older ones are deleted, after the newest is complete."""
 
 
 class EvalConfig(Section):
@@ -150,6 +185,7 @@ class EvalConfig(Section):
     every_steps: NotNegative = 0
     """0: only at the end."""
     prompts: Positive = 256
+    """At most so many, the first of the file."""
 
 
 class Config(Section):
@@ -158,6 +194,7 @@ class Config(Section):
     dir: Path
     """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
     seed: int = 0
+    """Of the order of the prompts and of sampling."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
     goals: dict[str, float] = {}

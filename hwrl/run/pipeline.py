@@ -199,7 +199,8 @@ class Pipeline:
         """Block until ``reference`` is there, replacing replicas that die meanwhile and serving those that join."""
         while True:
             runs = {replica.run: name for name, replica in self._replicas.items()}
-            ready, _ = ray.wait([reference, *runs, *self._joining], num_returns=1, timeout=POLL_S)
+            watched = dict.fromkeys([reference, *runs, *self._joining])
+            ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
             if reference in ready:
                 return
             for other in ready:
