@@ -178,7 +178,7 @@ def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float
 
 
 class Pending:
-    """An operation under way. Keep its tensors unchanged until ``wait`` returned."""
+    """An operation under way, or done unless ``async_op`` was asked for. Keep its tensors unchanged until ``wait``."""
 
     def __init__(self, group: Group, op: str, work: Any) -> None:
         self._group, self._op, self._work = group, op, work
@@ -230,12 +230,12 @@ class Group:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending | None:
-        """Overwrite ``tensor`` with rank ``src``'s. Any dtype; contiguous. With ``async_op`` return a Pending."""
+    def broadcast(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending:
+        """Overwrite ``tensor`` with rank ``src``'s. Any dtype; contiguous. Done on return unless ``async_op``."""
         raw = _carried(tensor, "broadcast")
         return self._run("broadcast", lambda group: group.broadcast(raw, src), raw, async_op=async_op)
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Pending | None:
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Fill ``output`` with every rank's ``input``, in rank order. Any dtype; contiguous; size × input's length."""
         _check_lengths("all_gather", whole=output, part=input, size=self.size)
         out, mine = _carried(output, "all_gather"), _carried(input, "all_gather")
@@ -243,7 +243,7 @@ class Group:
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False
-    ) -> Pending | None:
+    ) -> Pending:
         """Reduce every rank's ``input`` and leave this rank's part in ``output``; contiguous."""
         _check_lengths("reduce_scatter", whole=input, part=output, size=self.size)
         options = dist.ReduceScatterOptions()
@@ -251,17 +251,17 @@ class Group:
         call = lambda group: group._reduce_scatter_base(output, input, options)  # noqa: E731 - one of a family
         return self._run("reduce_scatter", call, output, async_op=async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False) -> Pending | None:
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp = "sum", async_op: bool = False) -> Pending:
         """Overwrite ``tensor`` on every rank with the reduction of all; contiguous; a dtype that libraries add up."""
         reduction = _reduction(tensor, "all_reduce", op)
         return self._run("all_reduce", lambda group: group.allreduce(tensor, reduction), tensor, async_op=async_op)
 
-    def send(self, tensor: torch.Tensor, *, dst: int, async_op: bool = False) -> Pending | None:
+    def send(self, tensor: torch.Tensor, *, dst: int, async_op: bool = False) -> Pending:
         """Send ``tensor`` to rank ``dst``, which must ``recv`` it. Any dtype; contiguous."""
         raw = _carried(tensor, "send")
         return self._run(f"send to rank {dst}", lambda group: group.send([raw], dst, 0), raw, async_op=async_op)
 
-    def recv(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending | None:
+    def recv(self, tensor: torch.Tensor, *, src: int, async_op: bool = False) -> Pending:
         """Overwrite ``tensor`` with what rank ``src`` sends. Any dtype; contiguous."""
         raw = _carried(tensor, "recv")
         return self._run(f"recv from rank {src}", lambda group: group.recv([raw], src, 0), raw, async_op=async_op)
@@ -332,7 +332,7 @@ class Group:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _run(self, op: str, call: Callable[[Any], Any], moved: torch.Tensor, *, async_op: bool) -> Pending | None:
+    def _run(self, op: str, call: Callable[[Any], Any], moved: torch.Tensor, *, async_op: bool) -> Pending:
         if self._ended is not None:
             raise self._failure(None, op)
         try:
@@ -340,10 +340,9 @@ class Group:
         except RuntimeError as exc:
             raise self._failure(exc, op) from exc
         pending = Pending(self, op, work)
-        if async_op:
-            return pending
-        pending.wait()
-        return None
+        if not async_op:
+            pending.wait()
+        return pending
 
     def _meet(self, key: str, ranks: Collection[int], what: str, timeout_s: float) -> None:
         self.store.set(f"{key}/{self.rank}", "here")
@@ -369,7 +368,8 @@ def _carried(tensor: torch.Tensor, op: str) -> torch.Tensor:
         raise CommError(
             f"{op} needs a contiguous tensor", why=f"its strides are {tensor.stride()}", fix=".contiguous()"
         )
-    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.int8)
+    flat = tensor.view(-1)  # a 0-d tensor, too, is then a vector, as the libraries want
+    return flat if tensor.dtype in _CARRIED else flat.view(torch.int8)
 
 
 def _reduction(tensor: torch.Tensor, op: str, name: ReduceOp) -> Any:

@@ -54,7 +54,6 @@ def _every_operation(rank: int, address: str) -> bool:
         group.broadcast(scalar, src=1)
         group.broadcast(torch.empty(0), src=0)
         pending = group.broadcast(scalar, src=0, async_op=True)
-        assert pending is not None
         pending.wait()
         group.barrier()
         return scalar.item() == 1.0 and not dist.is_initialized()

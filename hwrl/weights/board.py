@@ -1,0 +1,189 @@
+"""What sender and receivers tell each other: small typed notes in a store, each with one writer. No pickles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from hwrl.comm import await_keys
+from hwrl.errors import TransferFailedError
+from hwrl.weights.layout import WeightLayout
+
+Metadata = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version that the sender offers. ``number`` grows with every offer of every sender of the link.
+
+    ``to`` are the receivers (their join numbers) of a device transfer, in rank order from 1; ``group`` its group's
+    name. ``directory``, ``slot`` and ``checksums`` say where a host version lies.
+    """
+
+    number: int
+    epoch: int
+    version: int
+    transport: str
+    layout: str
+    to: list[int] = field(default_factory=list)
+    group: str = ""
+    directory: str = ""
+    slot: int = 0
+    checksums: list[int] = field(default_factory=list)
+    metadata: dict[str, str | int | float] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, text: bytes) -> Offer:
+        """Read what the board wrote; raises TransferFailedError for anything else."""
+        try:
+            offer = cls(**json.loads(text))
+            good = all(isinstance(getattr(offer, name), type(value)) for name, value in asdict(_SAMPLE).items())
+            good = good and all(isinstance(number, int) for number in [*offer.to, *offer.checksums])
+        except (ValueError, TypeError, RecursionError) as exc:
+            raise _unreadable("an offer", text) from exc
+        if not good or not _is_metadata(offer.metadata):
+            raise _unreadable("an offer", text)
+        return offer
+
+
+_SAMPLE = Offer(number=0, epoch=0, version=0, transport="", layout="")
+
+
+class Board:
+    """The notes of the link ``name`` in ``store``."""
+
+    def __init__(self, store: Store, *, name: str) -> None:
+        self.store: Store = PrefixStore(f"weights/{name}", store)
+        self.name = name
+
+    # -- the sender writes --------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> int:
+        """Count one more sender of this link and return its number; the earlier ones are thereby deposed."""
+        return self.store.add("epochs", 1)
+
+    def epoch(self) -> int:
+        """Return the newest sender's number, 0 before there was one."""
+        return self.store.add("epochs", 0)
+
+    def put_layout(self, layout: WeightLayout) -> None:
+        """Make ``layout`` known under its hash."""
+        self.store.set(f"layout/{layout.hash}", layout.to_json())
+
+    def put_offer(self, offer: Offer) -> None:
+        """Publish ``offer``; receivers see all of it or nothing."""
+        self.store.set(f"offer/{offer.number}", json.dumps(asdict(offer)))
+        self.store.add("offers", 1)
+
+    def say_go(self, offer: Offer, *, go: bool) -> None:
+        """Tell the receivers that all are here, or that the offer is withdrawn."""
+        self.store.set(f"go/{offer.number}", "go" if go else "withdrawn")
+
+    def put_verdict(self, offer: Offer, *, committed: bool) -> None:
+        """Tell the receivers how the transfer ended; if it did not commit, another offer follows."""
+        self.store.set(f"verdict/{offer.number}", "committed" if committed else "again")
+
+    def exclude(self, member: int, why: str) -> None:
+        """Strike a receiver off; it reads ``why``."""
+        self.store.set(f"excluded/{member}", why)
+        self.store.delete_key(f"join/{member}")
+
+    def absent(self, offer: Offer, members: Collection[int], *, note: str, timeout_s: float) -> list[int]:
+        """Wait for each member's ``note`` ("here" or "vote") and return those which did not write it in time."""
+        keys = {f"{note}/{offer.number}/{member}": member for member in members}
+        return [keys[key] for key in await_keys(self.store, keys, timeout_s=timeout_s)]
+
+    def vote(self, offer: Offer, member: int) -> str:
+        """Return what a member that is not absent voted."""
+        return self.store.get(f"vote/{offer.number}/{member}").decode()
+
+    def join_counts(self) -> tuple[int, int]:
+        """Return how many requests to join are complete, and the newest number that was given out."""
+        return self.store.add("joins", 0), self.store.add("numbers", 0)
+
+    def replica(self, member: int) -> str | None:
+        """Return the replica's name under which a receiver joined, or None if it has not or no longer wants to."""
+        found = self._get(f"join/{member}")
+        return None if found is None else found.decode()
+
+    def forget(self, offer: Offer) -> None:
+        """Delete the notes of an offer that no receiver waits for any more."""
+        notes = [f"{note}/{offer.number}/{member}" for note in ("here", "vote") for member in offer.to]
+        for key in [*notes, f"go/{offer.number}", f"verdict/{offer.number}", f"offer/{offer.number}"]:
+            self.store.delete_key(key)
+
+    # -- the receivers write ------------------------------------------------------------------------------------
+
+    def join(self, replica: str) -> int:
+        """Ask to be sent versions; return the number under which this receiver is known from now on."""
+        number = self.store.add("numbers", 1)
+        self.store.set(f"join/{number}", replica)
+        self.store.add("joins", 1)
+        return number
+
+    def leave(self, member: int) -> None:
+        """Take the request to join back."""
+        self.store.delete_key(f"join/{member}")
+
+    def say(self, offer: Offer, member: int, *, note: str, text: str) -> None:
+        """Write this receiver's ``note`` ("here" or "vote") on an offer."""
+        self.store.set(f"{note}/{offer.number}/{member}", text)
+
+    # -- both read ----------------------------------------------------------------------------------------------
+
+    def newest(self) -> int:
+        """Return the newest offer's number, 0 before there was one. One short round trip."""
+        return self.store.add("offers", 0)
+
+    def offer(self, number: int) -> Offer | None:
+        """Return offer ``number``, or None if it was forgotten."""
+        text = self._get(f"offer/{number}")
+        return None if text is None else Offer.read(text)
+
+    def await_offer(self, number: int, *, timeout_s: float) -> None:
+        """Block until offer ``number`` is there or ``timeout_s`` passed."""
+        await_keys(self.store, [f"offer/{number}"], timeout_s=timeout_s)
+
+    def await_note(self, offer: Offer, note: str, *, timeout_s: float) -> bytes | None:
+        """Block until the sender's ``note`` ("go" or "verdict") on ``offer`` is there; None after ``timeout_s``."""
+        missing = await_keys(self.store, [f"{note}/{offer.number}"], timeout_s=timeout_s)
+        return None if missing else self.store.get(f"{note}/{offer.number}")
+
+    def excluded(self, member: int) -> str | None:
+        """Return why a receiver was excluded, or None if it was not."""
+        found = self._get(f"excluded/{member}")
+        return None if found is None else found.decode()
+
+    def layout(self, offer: Offer) -> WeightLayout:
+        """Return the layout that ``offer`` follows; raises LayoutMismatchError if it is malformed or another one."""
+        layout = WeightLayout.from_json(self.store.get(f"layout/{offer.layout}"))
+        if layout.hash != offer.layout:
+            raise _unreadable("a layout", layout.hash.encode())
+        return layout
+
+    def _get(self, key: str) -> bytes | None:
+        return self.store.get(key) if self.store.check([key]) else None
+
+
+def checked_metadata(metadata: Metadata | None) -> dict[str, str | int | float]:
+    """Return a copy of ``metadata``; raises TransferFailedError unless it maps text to text and numbers."""
+    found = dict(metadata or {})
+    if not _is_metadata(found):
+        raise TransferFailedError(
+            "metadata cannot be sent", why=f"{found!r} holds more than text and numbers", fix="send text and numbers"
+        )
+    return found
+
+
+def _is_metadata(found: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) and isinstance(value, str | int | float) for key, value in found.items())
+
+
+def _unreadable(what: str, text: bytes) -> TransferFailedError:
+    return TransferFailedError(
+        f"{what} cannot be read", why=f"the store holds {text[:80]!r}", fix="use the same hwrl on both sides"
+    )

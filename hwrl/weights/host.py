@@ -1,0 +1,233 @@
+"""The host transport: whole versions in memory-mapped files of this host, which receivers pull when they are ready."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hwrl.backend import Backend
+from hwrl.errors import TransferFailedError, WeightsError
+from hwrl.weights.board import Board, Offer
+from hwrl.weights.buffer import Checksums, Staging
+from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
+from hwrl.weights.report import StageClock
+
+_PREFIX = "hwrl-weights-"
+_HOST = torch.device("cpu")
+
+
+class HostSender:
+    """The writer of a ring of versions: the newest stays, and a place is written only when no receiver reads it.
+
+    Receivers claim a place by a shared lock on its file, which the system takes back from a receiver that is killed.
+    The directory is deleted on ``close``; what a killed sender left behind is deleted by the next one.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        layout: WeightLayout,
+        *,
+        backend: Backend,
+        directory: Path | None,
+        versions: int,
+        timeout_s: float,
+    ) -> None:
+        self._board, self._layout, self._backend, self._timeout_s = board, layout, backend, timeout_s
+        base = directory or _memory_directory()
+        _sweep(base)
+        self.directory, self._owner = _new_directory(base)
+        self._places: list[_Place | None] = [None] * versions
+        self._sums = Checksums(layout, device=_HOST)
+        self._newest: Offer | None = None
+
+    def publish(self, base: Offer, tensors: Sequence[torch.Tensor], clock: StageClock) -> None:
+        """Copy ``tensors`` into a free place and offer it; does not wait for receivers, only for a free place."""
+        with clock("claim"):
+            number = self._free_place()
+            place = self._places[number]
+            assert place is not None, "just claimed"
+        with clock("copy"):
+            place.write(tensors)
+            self._backend.current_stream().synchronize()
+            for index, raw in enumerate(place.staging.slabs):
+                self._sums.add(index, raw)
+        place.unlock()
+        offer = replace(
+            base,
+            number=self._board.newest() + 1,
+            directory=str(self.directory),
+            slot=number,
+            checksums=self._sums.values.tolist(),
+        )
+        self._board.put_offer(offer)
+        if self._newest is not None:
+            self._board.forget(self._newest)
+        self._newest = offer
+
+    def close(self) -> None:
+        """Delete the files. A receiver that is reading one finishes undisturbed."""
+        for place in self._places:
+            if place is not None:
+                place.close()
+        self._places = []
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._owner)
+
+    def _free_place(self) -> int:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            for number in range(len(self._places)):
+                if (self._newest is None or number != self._newest.slot) and self._place(number).lock():
+                    return number
+            if time.monotonic() > deadline:
+                raise TransferFailedError(
+                    "there is no free place for a new version",
+                    why=f"receivers have been reading all {len(self._places) - 1} older ones for {self._timeout_s:g} s",
+                    fix="end receivers that hang, or give the WeightSender more versions",
+                )
+            time.sleep(0.001)
+
+    def _place(self, number: int) -> _Place:
+        place = self._places[number]
+        if place is None:
+            place = self._places[number] = _Place(self.directory / str(number), self._layout)
+        return place
+
+
+class _Place:
+    """One version's file, as the writer holds it."""
+
+    def __init__(self, path: Path, layout: WeightLayout) -> None:
+        self._layout = layout
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        nbytes = _file_nbytes(layout)
+        try:
+            os.posix_fallocate(self._file, 0, nbytes)  # a sparse file would kill the process when the memory runs out
+        except OSError as exc:
+            os.close(self._file)
+            raise WeightsError(
+                f"cannot keep another version of {nbytes:,} bytes in {path.parent}",
+                why=str(exc),
+                fix="free memory there",
+            ) from exc
+        self._memory = mmap.mmap(self._file, nbytes)
+        self.staging = Staging(layout, flat=torch.frombuffer(self._memory, dtype=torch.uint8))
+
+    def lock(self) -> bool:
+        """Take the place for writing, unless a receiver reads it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        """Let receivers read."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy all tensors in, tied ones once."""
+        entries = self._layout.entries
+        own = [index for index, entry in enumerate(entries) if entry.alias_of is None]
+        views = [self.staging.tensors[entries[index].name] for index in own]
+        if own:
+            torch._foreach_copy_(views, [tensors[index] for index in own])
+
+    def close(self) -> None:
+        """Unmap and close; views of the memory must not be used after."""
+        os.close(self._file)
+
+
+class HostReceiver:
+    """The reader of a ring of versions."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def receive(self, offer: Offer, layout: WeightLayout, staging: Staging, sums: Checksums) -> bool:
+        """Copy the offered version into ``staging``; return False if a newer one has replaced it.
+
+        Raises TransferFailedError if the files are not there or hold other bytes than were written.
+        """
+        with self.claim(offer) as file:
+            if file is None:
+                return False
+            with mmap.mmap(file, _file_nbytes(layout)) as memory:
+                source = Staging(layout, flat=torch.frombuffer(memory, dtype=torch.uint8))
+                for index, raw in enumerate(source.slabs):
+                    staging.slabs[index].copy_(raw)
+                    sums.add(index, staging.slabs[index])
+                wrong = sums.differing(torch.tensor(offer.checksums, dtype=torch.int64, device=sums.values.device))
+                del source, raw
+        if wrong:
+            raise TransferFailedError(
+                f"version {offer.version} was not received",
+                why=f"slabs {wrong[:8]} of {len(layout.slabs)} hold other bytes than were written",
+                fix="publish it again; this receiver goes on with the version that it has",
+            )
+        return True
+
+    @contextlib.contextmanager
+    def claim(self, offer: Offer) -> Iterator[int | None]:
+        """Keep the offered version from being overwritten; yield its file, or None if a newer one has replaced it."""
+        try:
+            file = os.open(Path(offer.directory) / str(offer.slot), os.O_RDWR)
+        except FileNotFoundError as exc:
+            raise TransferFailedError(
+                f"version {offer.version} is not on this host",
+                why=f"{exc.filename} is missing: its sender has closed it, or runs on another host",
+                fix="use transport='device' between hosts",
+            ) from exc
+        try:
+            yield file if self._is_held(file, offer) else None
+        finally:
+            os.close(file)  # and with it the lock
+
+    def _is_held(self, file: int, offer: Offer) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # it is being overwritten, so it is not the newest
+            return False
+        return self._board.newest() == offer.number
+
+
+def _file_nbytes(layout: WeightLayout) -> int:
+    return max(ALIGNMENT_NBYTES, layout.nbytes + -layout.nbytes % ALIGNMENT_NBYTES)
+
+
+def _memory_directory() -> Path:
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _new_directory(base: Path) -> tuple[Path, int]:
+    # Locked before it gets the name that _sweep looks for.
+    made = Path(tempfile.mkdtemp(prefix=".hwrl-new-", dir=base))
+    owner = os.open(made / "owner", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    final = base / (_PREFIX + made.name.removeprefix(".hwrl-new-"))
+    made.rename(final)
+    return final, owner
+
+
+def _sweep(base: Path) -> None:
+    """Delete the directories whose sender is gone: a sender holds a lock on its directory as long as it lives."""
+    for left in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            owner = os.open(left / "owner", os.O_RDWR)
+            try:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+            finally:
+                os.close(owner)

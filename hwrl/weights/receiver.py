@@ -1,0 +1,204 @@
+"""A rollout replica's end of a weight link: :class:`WeightReceiver`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from hwrl.backend import Backend
+from hwrl.comm import Comm
+from hwrl.errors import CommTimeoutError, QuarantinedError, TransferFailedError
+from hwrl.weights.board import Board, Offer
+from hwrl.weights.buffer import Checksums, Staging
+from hwrl.weights.device import DeviceReceiver
+from hwrl.weights.host import HostReceiver
+from hwrl.weights.layout import WeightLayout
+from hwrl.weights.report import StageClock
+
+_WATCH_S = 0.2
+
+
+class Received(Mapping[str, torch.Tensor]):
+    """A whole, verified version: names → tensors on this process's device, in the sender's order.
+
+    The tensors are the receiver's memory. They stay valid and unchanged until the next ``receive`` returns, and after
+    that until the one after it begins to write: copy what must live longer.
+    """
+
+    def __init__(
+        self, offer: Offer, tensors: Mapping[str, torch.Tensor], nbytes: int, seconds: Mapping[str, float]
+    ) -> None:
+        self.version, self.metadata, self.nbytes, self.seconds = offer.version, offer.metadata, nbytes, seconds
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+class WeightReceiver:
+    """A rollout replica's end of the link ``name``; joins when made, and uses whichever transport the sender offers.
+
+    Holds room for two versions, so that the old one serves until the new one is whole. One thread. A restarted replica
+    takes its namesake's place. A context manager.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str = "policy",
+        replica: str,
+        backend: Backend | None = None,
+        slabs: int = 2,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._backend = Comm(backend).backend
+        self._board = Board(store, name=name)
+        self.replica, self._timeout_s = replica, timeout_s
+        self.version: int | None = None
+        self._done = 0  # offers up to this number are taken, withdrawn or failed
+        self._rooms: _Rooms | None = None
+        self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs, timeout_s=timeout_s)
+        self._host = HostReceiver(self._board)
+        self.join()
+
+    def __enter__(self) -> WeightReceiver:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def join(self) -> None:
+        """Ask to be sent versions, again after QuarantinedError."""
+        self._device.close()
+        self._member = self._board.join(self.replica)
+
+    def poll(self) -> int | None:
+        """Return the version that is offered and that this receiver has not got, or None; never blocks.
+
+        Costs two short store round trips. Raises QuarantinedError if this receiver was excluded.
+        """
+        self._check_standing()
+        offer = self._offered()
+        return None if offer is None else offer.version
+
+    def receive(self, *, timeout_s: float = 60.0) -> Received:
+        """Block until the newest offered version is committed here, and return it.
+
+        Raises CommTimeoutError if none is offered within ``timeout_s``, TransferFailedError if one did not commit
+        (the old version stays valid), QuarantinedError if this receiver was excluded (``join`` again).
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            clock = StageClock()
+            with clock("wait"):
+                offer = self._await_offer(deadline, timeout_s)
+            rooms = self._rooms_for(offer)
+            self._done = offer.number
+            if self._take(offer, rooms, deadline, clock):
+                self.version = offer.version
+                tensors = rooms.flip()
+                return Received(offer, tensors, rooms.layout.payload_nbytes, clock.seconds)
+
+    def close(self) -> None:
+        """Leave the link and free the memory; tensors that were received must not be used after."""
+        self._board.leave(self._member)
+        self._device.close()
+        self._rooms = None
+
+    def _offered(self) -> Offer | None:
+        newest = self._board.newest()
+        if newest <= self._done:
+            return None
+        offer = self._board.offer(newest)
+        if offer is None or (offer.transport == "device" and self._member not in offer.to):
+            return None
+        return offer
+
+    def _await_offer(self, deadline: float, timeout_s: float) -> Offer:
+        while True:
+            self._check_standing()
+            offer = self._offered()
+            if offer is not None:
+                return offer
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise CommTimeoutError(
+                    f"no new version of {self._board.name!r} was offered to {self.replica!r} within {timeout_s:g} s",
+                    why=f"the newest that it has is {self.version}",
+                    fix="is the sender alive? poll() tells without waiting whether there is one",
+                )
+            self._board.await_offer(self._board.newest() + 1, timeout_s=min(_WATCH_S, left_s))
+
+    def _take(self, offer: Offer, rooms: _Rooms, deadline: float, clock: StageClock) -> bool:
+        if offer.transport == "host":
+            with clock("copy"):
+                return self._host.receive(offer, rooms.layout, rooms.spare(), rooms.sums)
+        self._board.say(offer, self._member, note="here", text="here")
+        with clock("rendezvous"):
+            if self._await_note(offer, "go", deadline) != b"go":
+                return False
+        with clock("wire"):
+            vote = self._device.receive(offer, self._member, rooms.spare(), rooms.sums)
+        with clock("vote"):
+            self._board.say(offer, self._member, note="vote", text=vote)
+            return self._await_note(offer, "verdict", deadline) == b"committed"
+
+    def _await_note(self, offer: Offer, note: str, deadline: float) -> bytes | None:
+        """Wait for the sender's note on ``offer``; None if another offer came instead."""
+        while True:
+            left_s = deadline - time.monotonic()
+            found = self._board.await_note(offer, note, timeout_s=min(_WATCH_S, max(0.0, left_s)))
+            self._check_standing()
+            if found is not None or self._board.newest() != offer.number:
+                return found
+            if left_s <= 0:
+                raise TransferFailedError(
+                    f"version {offer.version} did not commit in {self.replica!r}",
+                    why=f"the sender's {note!r} did not come in time",
+                    fix="is the sender alive? this receiver goes on with the version that it has",
+                )
+
+    def _check_standing(self) -> None:
+        why = self._board.excluded(self._member)
+        if why is not None:
+            raise QuarantinedError(
+                f"receiver {self.replica!r} was excluded from {self._board.name!r}",
+                why=why,
+                fix="call join() to be sent the next version",
+            )
+
+    def _rooms_for(self, offer: Offer) -> _Rooms:
+        if self._rooms is None or self._rooms.layout.hash != offer.layout:
+            self._rooms = _Rooms(self._board.layout(offer), device=self._backend.device())
+        return self._rooms
+
+
+class _Rooms:
+    """Two stagings: one holds the version that serves, the other receives."""
+
+    def __init__(self, layout: WeightLayout, *, device: torch.device) -> None:
+        self.layout, self._device = layout, device
+        self.sums = Checksums(layout, device=device)
+        self._pair: list[Staging | None] = [None, None]
+
+    def spare(self) -> Staging:
+        """Return the one to receive into."""
+        room = self._pair[0] or Staging.on(self._device, self.layout)
+        self._pair[0] = room
+        return room
+
+    def flip(self) -> Mapping[str, torch.Tensor]:
+        """Let the version that was just received serve; return its tensors."""
+        tensors = self.spare().tensors
+        self._pair.reverse()
+        return tensors
