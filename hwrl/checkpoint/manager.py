@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +116,11 @@ class CheckpointManager:
         self._agreement = _agreement(group, timeout_s)
         self._fs = fs or DurableFS()
         self._home: CheckpointHome | None = None
-        self._agreement.decide(self._open_home, lambda parts: None)
+        try:
+            self._agreement.decide(self._open_home, lambda parts: None)
+        except Exception:
+            self._close_home()
+            raise
         self._saver = Saver(self.directory, self._agreement, self._fs, self._home, max_ckpt_to_keep)
 
     def _open_home(self) -> None:
@@ -175,15 +179,23 @@ class CheckpointManager:
         finally:
             self._thread.shutdown()
             self._pool.close()
-            if self._home is not None:
-                self._home.close()
-            self._home = None
+            self._close_home()
+
+    def _close_home(self) -> None:
+        home, self._home = self._home, None
+        if home is not None:
+            home.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        try:
+            self.close()
+        except CheckpointSaveError:
+            if kind is None:
+                raise
+            _log.exception("the last save failed too")  # what ended the block is raised, and says more
 
     # -- finding and loading ------------------------------------------------------------------------------------
 
@@ -285,7 +297,10 @@ def _load_into(info: CheckpointInfo, state: dict[str, Any]) -> None:
         _require_in_memory(name, value)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    reader.read_data(plan, planner).wait()
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as exc:  # torch raises whatever forged bytes lead to
+        raise corrupt(info.path, f"its data cannot be read: {exc}") from exc
 
 
 def _require_in_memory(name: str, value: object) -> None:
@@ -305,18 +320,19 @@ def _json(value: Mapping[str, Any] | None) -> dict[str, Any]:
         copy: dict[str, Any] = json.loads(json.dumps(value))
     except (TypeError, ValueError) as exc:
         raise _not_json(str(exc)) from exc
-    if (key := _first_other_key(value)) is not None:
-        raise _not_json(f"the key {key!r} is no string and would come back as one")
+    for key in _keys_in(value):
+        if not isinstance(key, str):
+            raise _not_json(f"the key {key!r} is no string and would come back as one")
     return copy
 
 
-def _first_other_key(value: object) -> object | None:
+def _keys_in(value: object) -> Iterator[object]:
     if isinstance(value, dict):
-        inner = (_first_other_key(one) for one in value.values())
-        return next((key for key in (*value, *inner) if key is not None and not isinstance(key, str)), None)
+        yield from value
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return next((key for key in map(_first_other_key, value) if key is not None), None)
-    return None
+        for one in value:
+            yield from _keys_in(one)
 
 
 def _not_json(why: str) -> CheckpointSaveError:

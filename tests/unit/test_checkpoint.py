@@ -1,0 +1,373 @@
+"""The promises of CheckpointManager on one rank: what is saved, kept, found and loaded."""
+
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
+from hwrl.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, ConfigError, MemoryStateError
+from hwrl.memory import Offloader
+from hwrl_cpu import INFO, CpuBackend
+
+BACKEND = CpuBackend(INFO)
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def manager(directory: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(directory, backend=BACKEND, **options)
+
+
+def trained(*, steps: int = 2, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        train_step(model, optimizer)
+    return model, optimizer
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = model(torch.arange(24.0).reshape(4, 6).sin()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names, values = get_state_dict(model, optimizer)
+    return {"model": names, "optimizer": values}
+
+
+def load_into(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def small(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((3,), float(value)), "count": int(value)}
+
+
+def loaded_value(directory: Path) -> float:
+    state = small(-1)
+    with manager(directory) as opened:
+        assert opened.resume(state) is not None
+    assert state["weight"].tolist() == [state["count"]] * 3, "a mix of two steps"
+    return float(state["count"])
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_training_goes_on_bit_equal_after_a_resume(tmp_path: Path, async_save: bool) -> None:
+    model, optimizer = trained()
+    with manager(tmp_path, async_save=async_save) as opened:
+        opened.save(2, state_of(model, optimizer), weight_version=7, extra={"position": 11}, rank_extra={"seed": 3})
+        losses = [train_step(model, optimizer) for _ in range(3)]
+    other, its_optimizer = trained(steps=0, seed=1)
+    with manager(tmp_path) as opened:
+        state = state_of(other, its_optimizer)
+        resumed = opened.resume(state)
+        assert resumed is not None
+        load_into(other, its_optimizer, state)
+    assert (resumed.step, resumed.info.weight_version, resumed.skipped) == (2, 7, [])
+    assert (resumed.extra, resumed.rank_extras) == ({"position": 11}, [{"seed": 3}])
+    assert [train_step(other, its_optimizer) for _ in range(3)] == losses
+
+
+def test_awkward_tensors_come_back_bit_equal(tmp_path: Path) -> None:
+    base = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    tied = torch.arange(5.0)
+    state: dict[str, Any] = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "turned": base.t(),
+        "strided": base[::2, 1:4],
+        "half": base.bfloat16(),
+        "flags": base > 0,
+        "tied": [tied, tied],
+        "plain": {"none": None, "text": "x", "pair": (1, 2.5), "nothing": {}},
+    }
+    with manager(tmp_path, async_save=True) as opened:
+        opened.save(1, state)
+    blank = {name: _blank(value) for name, value in state.items()}
+    with manager(tmp_path) as opened:
+        opened.resume(blank)
+    assert blank["plain"] == state["plain"]
+    assert torch.equal(blank["tied"][1], tied)
+    for name in ("scalar", "empty", "turned", "strided", "half", "flags"):
+        assert torch.equal(blank[name], state[name]), name
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, dict):
+        return {name: _blank(one) if one != {} else {} for name, one in value.items()}
+    return [_blank(one) for one in value] if isinstance(value, list) else None
+
+
+def test_sync_and_async_write_the_same_files(tmp_path: Path) -> None:
+    kinds: list[set[tuple[str, int]]] = []
+    for async_save in (False, True):
+        home = tmp_path / str(async_save)
+        with manager(home, async_save=async_save, max_ckpt_to_keep=2) as opened:
+            for step in (1, 2, 3):
+                opened.save(step, small(step), export=lambda hf: (hf / "config.json").write_text("{}"))
+        kinds.append({(str(path.relative_to(home)), path.is_dir()) for path in home.rglob("*")})
+    assert kinds[0] == kinds[1]
+    assert {"global_step_2", "global_step_3", "global_step_3/hf/config.json", TRACKER} <= {name for name, _ in kinds[0]}
+    assert "global_step_1" not in {name for name, _ in kinds[0]}
+
+
+def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
+    with manager(tmp_path) as opened:
+        opened.save(4, small(4), weight_version=9, export=lambda hf: (hf / "a.txt").write_text("hello"))
+        info = opened.latest()
+    assert info is not None
+    manifest = info.manifest
+    assert (manifest.step, manifest.world_size, manifest.weight_version) == (4, 1, 9)
+    assert set(manifest.versions) == {"hwrl", "python", "torch"}
+    files = {str(path.relative_to(info.path)) for path in info.path.rglob("*") if path.is_file()}
+    assert files == {"MANIFEST.json", *manifest.files}
+    assert manifest.files["hf/a.txt"].nbytes == 5
+    assert info.nbytes == sum((info.path / name).stat().st_size for name in manifest.files)
+    assert (tmp_path / TRACKER).read_text() == "4"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_the_checkpoint_without_hwrl(tmp_path: Path) -> None:
+    with manager(tmp_path) as opened:
+        opened.save(1, small(5))
+    state = {"weight": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=str(tmp_path / "global_step_1"), no_dist=True)
+    assert state["weight"].tolist() == [5.0] * 3
+
+
+def test_the_newest_are_kept_across_restarts(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        with manager(tmp_path, max_ckpt_to_keep=2) as opened:
+            opened.save(step, small(step))
+    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [3, 4]
+    assert not list(tmp_path.glob(".tmp*")) and not list(tmp_path.glob(".trash*"))
+
+
+class Watching(DurableFS):
+    """Notes which checkpoints were complete whenever something was removed."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+        self.seen: list[list[int]] = []
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "rename" and path.name.startswith("global_step"):
+            self.seen.append([info.step for info in find_checkpoints(self.directory)[0]])
+
+
+def test_the_previous_checkpoint_outlives_the_writing_of_the_next(tmp_path: Path) -> None:
+    fs = Watching(tmp_path)
+    with manager(tmp_path, max_ckpt_to_keep=1, fs=fs) as opened:
+        opened.save(1, small(1))
+        opened.save(2, small(2))
+    assert fs.seen == [[1, 2]]
+
+
+def test_an_empty_directory_has_nothing_to_resume(tmp_path: Path) -> None:
+    with manager(tmp_path / "new" / "home") as opened:
+        assert opened.resume(small(0)) is None
+        assert opened.latest() is None
+
+
+def test_a_chosen_step_is_loaded_or_refused(tmp_path: Path) -> None:
+    state = small(-1)
+    with manager(tmp_path) as opened:
+        for step in (1, 2):
+            opened.save(step, small(step))
+        resumed = opened.resume(state, step=1)
+        assert resumed is not None and state["count"] == 1
+        with pytest.raises(CheckpointNotFoundError, match=r"(?s)step 3.*\[1, 2\]"):
+            opened.resume(state, step=3)
+
+
+@pytest.mark.parametrize("step", [2, 1])
+def test_a_step_that_is_not_newer_is_refused(tmp_path: Path, step: int) -> None:
+    with manager(tmp_path) as opened:
+        opened.save(2, small(2))
+        with pytest.raises(CheckpointSaveError, match="already holds step 2"):
+            opened.save(step, small(9))
+        opened.save(3, small(3))
+    assert loaded_value(tmp_path) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ({"weight": torch.zeros(3)}, "1 more entries, among them 'count'"),
+        ({**small(0), "bias": torch.zeros(1)}, "lacks 1 entries, among them 'bias'"),
+        ({**small(0), "weight": torch.zeros(4)}, r"float32 \[3\] in the checkpoint and torch.float32 \[4\] here"),
+        ({**small(0), "weight": torch.zeros(3).double()}, "float64"),
+        ({**small(0), "weight": 3}, "no tensor here"),
+    ],
+)
+def test_another_model_is_refused_and_not_half_loaded(tmp_path: Path, template: dict[str, Any], why: str) -> None:
+    with manager(tmp_path) as opened:
+        opened.save(1, small(1))
+        with pytest.raises(CheckpointError, match=f"(?s)does not fit.*{why}"):
+            opened.resume(template)
+    assert all(not value.any() for value in template.values() if isinstance(value, torch.Tensor))
+
+
+class Custom:
+    """Something that only a pickle could bring back."""
+
+
+def test_state_that_only_a_pickle_could_hold_is_refused(tmp_path: Path) -> None:
+    with manager(tmp_path) as opened:
+        with pytest.raises(CheckpointSaveError, match=r"'odd.thing'.*(?s:.*)Custom"):
+            opened.save(1, {"odd": {"thing": Custom()}})
+        assert [path.name for path in tmp_path.iterdir()] == [".hwrl.lock"]
+
+
+@pytest.mark.parametrize("extra", [{"a": {3: "x"}}, {"a": object()}, {"a": [{None: 1}]}])
+def test_extra_that_json_would_alter_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
+    with manager(tmp_path) as opened, pytest.raises(CheckpointSaveError, match="extra state"):
+        opened.save(1, small(1), extra=extra)
+
+
+def test_offloaded_state_is_refused_instead_of_read(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = state_of(model, optimizer)
+    with manager(tmp_path) as opened, Offloader(model, optimizer, backend=BACKEND) as offloader:
+        offloader.offload()
+        with pytest.raises(MemoryStateError, match="has no memory"):
+            opened.save(1, state)
+        with offloader.loaded():
+            opened.save(1, state)
+        with pytest.raises(MemoryStateError, match="has no memory"):
+            opened.resume(state)
+
+
+def test_keeping_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_ckpt_to_keep=0"):
+        manager(tmp_path, max_ckpt_to_keep=0)
+
+
+def test_a_second_writer_is_refused_with_the_owner_named(tmp_path: Path) -> None:
+    with manager(tmp_path), pytest.raises(CheckpointError, match=rf"(?s)already has a writer.*\"pid\": {os.getpid()}"):
+        manager(tmp_path)
+    with manager(tmp_path):
+        pass
+
+
+def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot keep checkpoints"):
+        manager(tmp_path / "file" / "home")
+
+
+# -- in the background ------------------------------------------------------------------------------------------
+
+
+class Gated(DurableFS):
+    """Holds every save at its first file until the gate is opened; may then fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived, self.gate = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "create" and path.suffix == ".distcp":
+            self.arrived.set()
+            assert self.gate.wait(30)
+            if self.error is not None:
+                raise self.error
+
+
+def test_the_trainer_may_change_the_state_while_it_is_written(tmp_path: Path) -> None:
+    fs, state = Gated(), small(1)
+    with manager(tmp_path, async_save=True, fs=fs) as opened:
+        report = opened.save(1, state)
+        assert fs.arrived.wait(30)
+        state["weight"].fill_(99)
+        assert not (tmp_path / TRACKER).exists(), "only a complete save is announced"
+        fs.gate.set()
+        opened.wait()
+        assert (tmp_path / TRACKER).read_text() == "1"
+    assert report.staged_nbytes == 12
+    assert loaded_value(tmp_path) == 1
+
+
+def test_a_save_waits_for_the_one_before_and_says_how_long(tmp_path: Path) -> None:
+    fs = Gated()
+    with manager(tmp_path, async_save=True, fs=fs) as opened:
+        first = opened.save(1, small(1))
+        assert fs.arrived.wait(30)
+        threading.Timer(0.2, fs.gate.set).start()
+        second = opened.save(2, small(2))
+        assert first.waited_s < 0.1 < second.waited_s
+    assert loaded_value(tmp_path) == 2
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close"])
+def test_a_failed_background_save_is_raised_once_by_the_next_call(tmp_path: Path, call: str) -> None:
+    fs = Gated()
+    fs.gate.set()
+    opened = manager(tmp_path, async_save=True, fs=fs)
+    opened.save(1, small(1))
+    opened.wait()
+    fs.error = OSError(28, "No space left on device", "somewhere")
+    opened.save(2, small(2))
+    with pytest.raises(CheckpointSaveError, match=r"(?s)step 2 was not saved.*No space left"):
+        opened.save(3, small(3)) if call == "save" else getattr(opened, call)()
+    fs.error = None
+    if call != "close":
+        opened.save(4, small(4))
+    opened.close()
+    assert loaded_value(tmp_path) == (1 if call == "close" else 4)
+
+
+def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fs = Gated()
+    fs.gate.set()
+    fs.error = OSError(28, "No space left on device", "somewhere")
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(ZeroDivisionError),
+        manager(tmp_path, async_save=True, fs=fs) as opened,
+    ):
+        opened.save(1, small(1))
+        raise ZeroDivisionError
+    assert "step 1 was not saved" in caplog.text
+
+
+class Counting(CpuBackend):
+    """Notes what pinned memory was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self.asked_nbytes: list[int] = []
+
+    def pinned_empty(self, nbytes: int) -> torch.Tensor:
+        self.asked_nbytes.append(nbytes)
+        return super().pinned_empty(nbytes)
+
+
+def test_host_memory_for_staging_is_allocated_once(tmp_path: Path) -> None:
+    backend = Counting()
+    with CheckpointManager(tmp_path, async_save=True, max_ckpt_to_keep=1, backend=backend) as opened:
+        for step in range(1, 5):
+            opened.save(step, {"weight": torch.ones(1 << 10)})
+    assert backend.asked_nbytes == [4096]
+
+
+def test_the_lock_names_the_owner_in_json(tmp_path: Path) -> None:
+    with manager(tmp_path):
+        assert json.loads((tmp_path / ".hwrl.lock").read_text())["pid"] == os.getpid()

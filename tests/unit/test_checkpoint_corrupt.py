@@ -1,0 +1,231 @@
+"""A checkpoint that was damaged or forged is recognised, named, and passed over; nothing in it is executed."""
+
+import hashlib
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.checkpoint import CheckpointManager, Manifest
+from hwrl.checkpoint.manifest import inspect_checkpoint
+from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
+from hwrl_cpu import INFO, CpuBackend
+
+BACKEND = CpuBackend(INFO)
+
+
+def _saved(directory: Path) -> None:
+    with CheckpointManager(directory, backend=BACKEND) as manager:
+        for step in (1, 2):
+            manager.save(step, {"weight": torch.full((64,), float(step)), "count": step}, extra={"step": step})
+
+
+def _flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def _forge(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest as someone would who can compute its hash."""
+    body = json.loads((directory / "MANIFEST.json").read_text())
+    del body["manifest_sha256"]
+    change(body)
+    body["manifest_sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (directory / "MANIFEST.json").write_text(json.dumps(body))
+
+
+def _truncate(step: Path) -> None:
+    with (step / "__0_0.distcp").open("r+b") as file:
+        file.truncate(100)
+
+
+def _flip_tensor(step: Path) -> None:
+    _flip(step / "__0_0.distcp", -200)
+
+
+def _flip_extra(step: Path) -> None:
+    _flip(step / "extra.json", 10)
+
+
+def _flip_manifest(step: Path) -> None:
+    text = (step / "MANIFEST.json").read_text()
+    (step / "MANIFEST.json").write_text(text.replace('"weight_version": 0', '"weight_version": 1'))
+
+
+def _remove_manifest(step: Path) -> None:
+    (step / "MANIFEST.json").unlink()
+
+
+def _empty_manifest(step: Path) -> None:
+    (step / "MANIFEST.json").write_bytes(b"")
+
+
+def _list_manifest(step: Path) -> None:
+    (step / "MANIFEST.json").write_text("[1]")
+
+
+def _remove_file(step: Path) -> None:
+    (step / "layout.json").unlink()
+
+
+def _link_file(step: Path) -> None:
+    outside = step.parent / "outside"
+    shutil.move(step / "__0_0.distcp", outside)
+    (step / "__0_0.distcp").symlink_to(outside)
+
+
+def _link_directory(step: Path) -> None:
+    outside = step.parent / "outside"
+    shutil.move(step, outside)
+    step.symlink_to(outside)
+
+
+def _leave(step: Path) -> None:
+    outside = step.parent / "outside"
+    outside.write_bytes(b"secret")
+    record = {"nbytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    _forge(step, lambda body: body["files"].update({"../outside": record}))
+
+
+def _absolute(step: Path) -> None:
+    _forge(step, lambda body: body["files"].update({"/etc/hostname": {"nbytes": 1, "sha256": ""}}))
+
+
+def _other_step(step: Path) -> None:
+    _forge(step, lambda body: body.update(step=7))
+
+
+def _other_schema(step: Path) -> None:
+    _forge(step, lambda body: body.update(schema=99))
+
+
+def _bad_field(step: Path) -> None:
+    _forge(step, lambda body: body.update(surprise=1))
+
+
+DAMAGES = [
+    (_truncate, "has 100 bytes and the manifest says"),
+    (_flip_tensor, "content of __0_0.distcp does not match"),
+    (_flip_extra, "content of extra.json does not match"),
+    (_flip_manifest, "does not match its own hash"),
+    (_remove_manifest, "MANIFEST.json is missing"),
+    (_empty_manifest, "MANIFEST.json cannot be read"),
+    (_list_manifest, "MANIFEST.json cannot be read"),
+    (_remove_file, "layout.json is missing"),
+    (_link_file, "__0_0.distcp is a symbolic link"),
+    (_link_directory, "it is a symbolic link"),
+    (_leave, "'../outside', which is no path inside it"),
+    (_absolute, "'/etc/hostname', which is no path inside it"),
+    (_other_step, "its manifest is of step 7"),
+    (_other_schema, "its schema is not 1"),
+    (_bad_field, "MANIFEST.json cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_named(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    _saved(tmp_path)
+    damage(tmp_path / "global_step_2")
+    state = {"weight": torch.zeros(64), "count": 0}
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        resumed = manager.resume(state)
+        assert resumed is not None and (resumed.step, state["count"], resumed.extra) == (1, 1, {"step": 1})
+        assert [one.path.name for one in resumed.skipped] == ["global_step_2"]
+        assert reason in resumed.skipped[0].reason
+        damage(tmp_path / "global_step_1") if damage is not _link_directory else shutil.rmtree(tmp_path / "outside")
+        if damage is not _link_directory:
+            with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+                manager.resume(state)
+
+
+def test_the_step_can_be_saved_again_over_a_damaged_one(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    _remove_manifest(tmp_path / "global_step_2")
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        manager.save(2, {"weight": torch.full((64,), 5.0), "count": 5})
+    state = {"weight": torch.zeros(64), "count": 0}
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        resumed = manager.resume(state)
+    assert resumed is not None and (resumed.step, state["count"], resumed.skipped) == (2, 5, [])
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def _plant(step: Path, name: str, payload: bytes) -> None:
+    """Overwrite a file and make the manifest agree."""
+    (step / name).write_bytes(payload)
+    record = {"nbytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
+    _forge(step, lambda body: body["files"].update({name: record}))
+
+
+def test_no_pickle_in_torchs_metadata_is_executed(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    bomb, state = tmp_path / "exploded", {"weight": torch.zeros(64), "count": 0}
+    _plant(tmp_path / "global_step_2", ".metadata", pickle.dumps(_Bomb(bomb)))
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        assert manager.resume(state) is not None
+    assert state["count"] == 2 and not bomb.exists()
+
+
+def test_no_pickle_in_the_data_is_executed(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    step, bomb = tmp_path / "global_step_2", tmp_path / "exploded"
+    torch.save(_Bomb(bomb), step / "bomb")
+    payload = (step / "bomb").read_bytes()
+    (step / "bomb").unlink()
+    entries = json.loads((step / "layout.json").read_text())
+    for entry in entries:
+        entry.update(start=0, nbytes=len(payload))
+    _plant(step, "__0_0.distcp", payload)
+    _plant(step, "layout.json", json.dumps(entries).encode())
+    with (
+        CheckpointManager(tmp_path, backend=BACKEND) as manager,
+        pytest.raises(CheckpointCorruptError, match="global_step_2"),
+    ):
+        manager.resume({"weight": torch.zeros(64), "count": 0})
+    assert not bomb.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"file": "../outside"}, "names '../outside'"),
+        ({"start": -1}, "lies outside"),
+        ({"nbytes": 1 << 40}, "lies outside"),
+        ({"dtype": "load"}, "no dtype"),
+        ({"kind": "ODD"}, "cannot be read"),
+        ({"offsets": "x"}, "cannot be read"),
+    ],
+)
+def test_a_layout_that_lies_is_recognised(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    _saved(tmp_path)
+    step = tmp_path / "global_step_2"
+    entries = json.loads((step / "layout.json").read_text())
+    for entry in entries:
+        entry.update({key: value for key, value in change.items() if key in entry})
+    _plant(step, "layout.json", json.dumps(entries).encode())
+    with (
+        CheckpointManager(tmp_path, backend=BACKEND) as manager,
+        pytest.raises(CheckpointCorruptError, match=reason),
+    ):
+        manager.resume({"weight": torch.zeros(64), "count": 0})
+
+
+def test_a_manifest_survives_its_own_format(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    info = inspect_checkpoint(tmp_path / "global_step_2")
+    assert Manifest.from_bytes(info.manifest.to_bytes()) == info.manifest

@@ -1,0 +1,270 @@
+"""The promises of Offloader on plain modules. The CPU backend counts the C heap; pinned memory is not on it."""
+
+import functools
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hwrl.errors import MemoryStateError
+from hwrl.memory import Offloader
+from hwrl.testing.processes import run_processes
+from hwrl_cpu import INFO, CpuBackend
+
+BACKEND = CpuBackend(INFO)
+WIDTH = 512  # one weight is 1 MiB
+TOLERANCE_NBYTES = 256 * 1024
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, and two parameters that are views of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        both = torch.full((2, WIDTH), 0.5)
+        self.scale, self.shift = nn.Parameter(both[0]), nn.Parameter(both[1])
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.norm(self.first(value))) * self.scale + self.shift
+        return out
+
+
+def _net(*, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    return net, optimizer(net.parameters(), lr=0.01)
+
+
+def _step(net: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    data = torch.arange(4 * WIDTH, dtype=torch.float32).reshape(4, WIDTH).sin()
+    loss = net(data).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def _state_nbytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    tensors = [*net.parameters(), *net.buffers()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def _used_nbytes() -> int:
+    return BACKEND.memory_info().allocated_nbytes
+
+
+def test_device_memory_is_freed_and_comes_back() -> None:
+    net, optimizer = _net()
+    _step(net, optimizer)
+    nbytes = _state_nbytes(net, optimizer)
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        offloader.offload()  # allocates what is allocated once
+        offloader.load()
+        before = _used_nbytes()
+        offloader.offload()
+        assert before - _used_nbytes() == pytest.approx(nbytes, abs=TOLERANCE_NBYTES)
+        offloader.load()
+        assert _used_nbytes() == pytest.approx(before, abs=TOLERANCE_NBYTES)
+
+
+def test_parameters_and_optimizer_move_apart() -> None:
+    net, optimizer = _net()
+    _step(net, optimizer)
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        assert offloader.offload(params=False).nbytes > 2 * WIDTH * WIDTH * 4
+        assert (offloader.params_offloaded, offloader.optimizer_offloaded) == (False, True)
+        net(torch.ones(2, WIDTH))
+        offloader.load()
+        assert offloader.offload(optimizer=False).nbytes < 2 * WIDTH * WIDTH * 4
+        assert (offloader.params_offloaded, offloader.optimizer_offloaded) == (True, False)
+
+
+def test_objects_views_and_values_survive() -> None:
+    net, optimizer = _net()
+    _step(net, optimizer)
+    names = {name: value.clone() for name, value in net.state_dict().items()}
+    parameters, storage = list(net.parameters()), net.scale.untyped_storage()
+    view = net.first.weight.detach()[3]
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        offloader.offload()
+        assert storage.nbytes() == 0
+        offloader.load()
+        assert all(one is other for one, other in zip(parameters, net.parameters(), strict=True))
+        assert net.last.weight is net.first.weight
+        assert net.shift.untyped_storage().data_ptr() == storage.data_ptr()
+        for name, value in net.state_dict().items():
+            assert torch.equal(value, names[name]), name
+        assert torch.equal(view, names["first.weight"][3])
+
+
+@pytest.mark.parametrize("choice", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_training_with_offload_between_steps_is_bit_equal(choice: dict[str, bool]) -> None:
+    make = functools.partial(torch.optim.AdamW, **choice)
+    plain, moved = _net(optimizer=make), _net(optimizer=make)
+    with Offloader(*moved, backend=BACKEND) as offloader:
+        offloader.offload()  # before the optimizer has any state
+        for _ in range(4):
+            with offloader.loaded():
+                loss = _step(*moved)
+            assert loss == _step(*plain)
+    for one, other in zip(plain[0].parameters(), moved[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_twenty_cycles_allocate_host_memory_once() -> None:
+    net, optimizer = _net()
+    _step(net, optimizer)
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        offloader.offload()
+        held, used = offloader.pool_nbytes, _used_nbytes()
+        for _ in range(20):
+            with offloader.loaded():
+                _step(net, optimizer)
+            assert offloader.pool_nbytes == held
+        assert _used_nbytes() == pytest.approx(used, abs=TOLERANCE_NBYTES)
+
+
+def test_what_is_done_already_moves_nothing_and_takes_no_time() -> None:
+    net, optimizer = _net()
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        assert (offloader.load().nbytes, offloader.load().seconds) == (0, 0.0)
+        first = offloader.offload()
+        assert first.nbytes > 0 and first.seconds > 0.0
+        again = offloader.offload()
+        assert (again.nbytes, again.seconds) == (0, 0.0)
+        back = offloader.load()
+        assert back.nbytes == first.nbytes and back.seconds > 0.0
+
+
+def test_what_the_host_holds_already_is_not_copied_again() -> None:
+    net, optimizer = _net()
+    _step(net, optimizer)
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        offloader.offload()
+        with offloader.loaded() as brought:
+            net.eval()(torch.ones(2, WIDTH))  # reads only
+        assert brought.nbytes > 0
+        offloader.load()
+        unchanged = offloader.offload()
+        assert (unchanged.nbytes, unchanged.seconds) == (0, 0.0)
+        offloader.load()
+        with torch.no_grad():
+            net.scale.add_(1)
+        assert offloader.offload().nbytes == 2 * WIDTH * 4
+
+
+def _through_data(net: Net) -> None:
+    net.first.weight.data.mul_(1.5)
+
+
+def _through_a_fused_kernel(net: Net) -> None:
+    weight, zeros = net.first.weight.detach(), torch.zeros(WIDTH, WIDTH)
+    grads, step = torch.ones(WIDTH, WIDTH), torch.tensor(1.0)
+    settings: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    lists = ([weight], [grads], [zeros], [zeros.clone()], [], [step])
+    torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **settings)
+
+
+@pytest.mark.parametrize("write", [_through_data, _through_a_fused_kernel])
+def test_writes_that_no_version_counter_sees_are_copied(write: Callable[[Net], None]) -> None:
+    net, _ = _net()
+    with Offloader(net, backend=BACKEND) as offloader:
+        offloader.offload()
+        offloader.load()
+        version = net.first.weight._version
+        write(net)
+        assert net.first.weight._version == version, "the case that this test is about"
+        expected = net.first.weight.detach().clone()
+        assert offloader.offload().nbytes == WIDTH * WIDTH * 4
+        offloader.load()
+        assert torch.equal(net.first.weight, expected)
+
+
+def test_loaded_restores_the_state_it_found_on_errors_too() -> None:
+    net, optimizer = _net()
+    _step(net, optimizer)
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        offloader.offload(optimizer=False)
+        with pytest.raises(ZeroDivisionError), offloader.loaded():
+            assert not offloader.params_offloaded
+            raise ZeroDivisionError
+        assert (offloader.params_offloaded, offloader.optimizer_offloaded) == (True, False)
+        offloader.load()
+        with offloader.loaded():
+            offloader.offload()
+        assert (offloader.params_offloaded, offloader.optimizer_offloaded) == (False, False)
+
+
+def test_using_what_is_offloaded_raises_and_works_again_after_load() -> None:
+    net, optimizer = _net()
+    _step(net, optimizer)
+    saved = net.state_dict()
+    uses: list[Callable[[], Any]] = [
+        lambda: net(torch.ones(2, WIDTH)),
+        lambda: net.first(torch.ones(2, WIDTH)),
+        lambda: net.state_dict(),
+        lambda: net.load_state_dict(saved),
+        lambda: optimizer.step(),
+        lambda: optimizer.state_dict(),
+        lambda: optimizer.load_state_dict({}),
+    ]
+    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+        offloader.offload()
+        for number, use in enumerate(uses):
+            with pytest.raises(MemoryStateError, match="cannot be used"):
+                use()
+                pytest.fail(f"use {number} was not refused")
+        offloader.load()
+        for use in uses[:-1]:
+            use()
+
+
+def test_memory_that_cannot_be_given_back_is_refused_and_nothing_changes() -> None:
+    net = nn.Linear(4, 4)
+    net.bias = nn.Parameter(torch.frombuffer(bytearray(16), dtype=torch.float32))
+    with Offloader(net, backend=BACKEND) as offloader:
+        with pytest.raises(MemoryStateError, match="cannot be offloaded") as caught:
+            offloader.offload()
+        assert "parameter.data.clone()" in caught.value.fix
+        assert not offloader.params_offloaded
+        net(torch.ones(1, 4))
+        net.bias.data = net.bias.data.clone()  # what the fix says
+        assert offloader.offload().nbytes > 0
+
+
+def _run_out_of_memory(rank: int) -> list[object]:
+    net = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])  # 128 MiB
+    before = [float(one.detach().sum()) for one in net.parameters()]
+    offloader = Offloader(net, backend=BACKEND)
+    offloader.offload()
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 64 * 2**20, resource.RLIM_INFINITY))
+    with pytest.raises(MemoryStateError, match="cannot be loaded"):
+        offloader.load()
+    away = offloader.params_offloaded
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    offloader.load()
+    return [away, before == [float(one.detach().sum()) for one in net.parameters()]]
+
+
+def test_a_device_without_room_leaves_the_part_offloaded() -> None:
+    assert run_processes(_run_out_of_memory, 1) == [[True, True]]
+
+
+def test_close_brings_everything_back() -> None:
+    net, optimizer = _net()
+    offloader = Offloader(net, optimizer, backend=BACKEND)
+    offloader.offload()
+    offloader.close()
+    offloader.close()
+    assert offloader.pool_nbytes == 0
+    _step(net, optimizer)
