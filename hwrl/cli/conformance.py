@@ -1,0 +1,28 @@
+"""``hwrl conformance NAME``: check that a backend keeps every promise that hwrl builds on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+
+from hwrl.errors import ConfigError
+
+HELP = "check that a backend keeps every promise that hwrl builds on"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("backend", help="the backend's name")
+    parser.add_argument("-k", dest="keyword", default="", help="run only the checks that match this pytest expression")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the conformance kit on the named backend and print each result; return 0 only if every check passed."""
+    if importlib.util.find_spec("pytest") is None:
+        raise ConfigError("cannot run the kit", why="pytest is not installed", fix="pip install 'hwrl[testing]'")
+    from hwrl.registry import get_backend, set_backend
+    from hwrl.testing.conformance import run_kit
+
+    set_backend(args.backend)
+    status, _ = run_kit(get_backend(), keyword=args.keyword)
+    return status

@@ -1,0 +1,176 @@
+"""What a backend promises about process groups, in two real processes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import hwrl
+from hwrl.backend import Backend, Capability
+from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.errors import CommAbortedError, CommTimeoutError, UnsupportedError
+from hwrl.testing.processes import run_processes
+
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_ABORT_S = 5.0
+
+
+class CommContract:
+    """Groups of two processes that share nothing but a store: right results, named absentees, an honest abort."""
+
+    @pytest.fixture(autouse=True)
+    def _only_where_two_ranks_fit(self, backend: Backend) -> None:
+        support = backend.supports(Capability.SHARED_DEVICE_GROUPS)
+        if backend.device_count() < 2 and not support.usable:
+            pytest.skip(f"needs two devices: {support.reason}")
+
+    @pytest.fixture
+    def address(self) -> Any:
+        """The address of a store that lives as long as the test."""
+        store = serve_store()
+        return _Address(store)
+
+    def test_collectives_are_right(self, backend: Backend, address: _Address) -> None:
+        """Every operation on every usual dtype, 0-d and odd sizes too, bit for bit."""
+        assert run_processes(_collect, 2, backend.info.name, str(address)) == [[], []]
+
+    def test_the_default_group_is_torchs(self, backend: Backend, address: _Address) -> None:
+        """What torch itself builds on the default group (DeviceMesh, FSDP2) runs on the backend's library."""
+        assert run_processes(_reduce_in_default_group, 2, backend.info.name, str(address)) == [3.0, 3.0]
+
+    def test_an_absent_peer_is_named(self, backend: Backend, address: _Address) -> None:
+        """A group that cannot be complete fails in time, and says who is missing."""
+        store = connect_store(str(address))
+        with pytest.raises(CommTimeoutError, match=r"did not come within 0\.2 s: 1"):
+            Comm(backend).standalone_group(store, rank=0, size=2, name="lonely", timeout_s=0.2)
+
+    def test_abort_ends_what_is_blocked_or_is_refused(self, backend: Backend, address: _Address) -> None:
+        """A receive whose sender never sends ends at once; a backend that cannot do it says so instead."""
+        able = backend.supports(Capability.COMM_ABORT).usable
+        wanted = [CommAbortedError.__name__ if able else UnsupportedError.__name__, ""]
+        assert run_processes(_abort_blocked_receive, 2, backend.info.name, str(address)) == wanted
+
+
+class _Address:
+    def __init__(self, store: Any) -> None:
+        self._store = store  # served while this object lives
+
+    def __str__(self) -> str:
+        return store_address(self._store)
+
+
+def _place(rank: int, name: str) -> Backend:
+    hwrl.set_backend(name)
+    backend = hwrl.get_backend()
+    backend.set_device(rank % backend.device_count())
+    return backend
+
+
+def _group(rank: int, name: str, address: str) -> Group:
+    store = connect_store(address)
+    return Comm(_place(rank, name)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
+
+
+def _collect(rank: int, name: str, address: str) -> list[str]:
+    """Return what went wrong, one line each."""
+    with _group(rank, name, address) as group:
+        wrong = [line for shape in ((), (1,), (4097,)) for dtype in _DTYPES for line in _moved(group, shape, dtype)]
+        return wrong + _reduced(group)
+
+
+def _moved(group: Group, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    first, second = (_numbers(group.backend, shape, dtype, seed=seed) for seed in (1, 2))
+    mine = (first, second)[group.rank].clone()
+    gathered = torch.stack([torch.zeros_like(mine), torch.zeros_like(mine)])
+    group.all_gather(gathered, mine)
+    group.broadcast(mine, src=1)
+    received = torch.zeros_like(first)
+    if group.rank == 0:
+        group.send(first, dst=1)
+        group.recv(received, src=1)
+    else:
+        group.recv(received, src=0)
+        group.send(first, dst=0)
+    checks = {
+        "all_gather": torch.equal(gathered, torch.stack([first, second])),
+        "broadcast": torch.equal(mine, second),
+        "send and recv": torch.equal(received, first),
+    }
+    return [f"{op} of {dtype} {shape} is wrong on rank {group.rank}" for op, good in checks.items() if not good]
+
+
+def _numbers(backend: Backend, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype).to(backend.device())
+
+
+def _reduced(group: Group) -> list[str]:
+    device = group.backend.device()
+    total = torch.full((5,), float(group.rank + 1), device=device)
+    group.all_reduce(total)
+    largest = torch.tensor([group.rank], dtype=torch.int64, device=device)
+    group.all_reduce(largest, op="max")
+    part = torch.empty(3, device=device)
+    group.reduce_scatter(part, torch.arange(6.0, device=device))
+    group.barrier()
+    checks = {
+        "all_reduce sum": total.tolist() == [3.0] * 5,
+        "all_reduce max": largest.tolist() == [1],
+        "reduce_scatter": part.tolist() == ([0.0, 2.0, 4.0], [6.0, 8.0, 10.0])[group.rank],
+    }
+    return [f"{op} is wrong on rank {group.rank}" for op, good in checks.items() if not good]
+
+
+def _reduce_in_default_group(rank: int, name: str, address: str) -> float:
+    backend = _place(rank, name)
+    with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=30.0):
+        total = torch.tensor(float(rank + 1), device=backend.device())
+        torch.distributed.all_reduce(total)
+        return float(total)
+
+
+def _abort_blocked_receive(rank: int, name: str, address: str) -> str:
+    """Return the name of the error that ends the receive, or that refuses the abort; rank 1 only stays until then."""
+    group, store = _group(rank, name, address), connect_store(address)
+    group.barrier()
+    if rank == 1:
+        store.wait(["tried"])
+        return ""
+    try:
+        return _end_of_receive(group)
+    finally:
+        store.set("tried", "yes")
+
+
+def _end_of_receive(group: Group) -> str:
+    ended: list[str] = []
+
+    def receive() -> None:
+        try:
+            buffer = torch.zeros(4, device=group.backend.device())
+            group.recv(buffer, src=1)
+            group.backend.synchronize()
+        except hwrl.HwrlError as error:
+            ended.append(type(error).__name__)
+
+    blocked = threading.Thread(target=receive, daemon=True)  # a receive that cannot be ended must not keep the process
+    blocked.start()
+    blocked.join(0.5)
+    try:
+        group.abort("the test ends it")
+    except UnsupportedError as error:
+        return type(error).__name__
+    blocked.join(_ABORT_S)
+    return ended[0] if ended else f"the receive is still blocked {_ABORT_S:g} s after abort"

@@ -1,0 +1,157 @@
+"""What a backend promises about its device, streams, events, random numbers, capabilities and device numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.backend import Backend, Capability
+from hwrl.errors import ConfigError, UnsupportedError
+
+_MANY = 1 << 20
+
+
+class DeviceContract:
+    """Work on the device is done, in order, and can be waited for and repeated."""
+
+    def test_it_sees_a_device(self, backend: Backend) -> None:
+        """The kit needs one; ``device`` and ``set_device`` agree about which."""
+        assert backend.device_count() >= 1
+        for index in range(backend.device_count()):
+            backend.set_device(index)
+            assert backend.current_index() == index
+            assert backend.device() == backend.device(index)
+        backend.set_device(0)
+
+    def test_its_device_is_of_the_type_that_it_names(self, backend: Backend) -> None:
+        """``info.device_type`` is torch's word for the device."""
+        assert backend.device().type == backend.info.device_type
+        assert torch.ones(1, device=backend.device()).device.type == backend.info.device_type
+
+    def test_work_is_done_after_synchronize(self, backend: Backend) -> None:
+        """A host copy that was queued holds the result."""
+        ones = torch.ones(_MANY, device=backend.device())
+        there = torch.empty(_MANY)
+        there.copy_(ones * 3, non_blocking=True)
+        backend.synchronize()
+        assert bool((there == 3).all())
+
+    def test_streams_keep_order(self, backend: Backend) -> None:
+        """``wait_stream`` and ``wait_event`` order work on two streams, whether or not they run at once."""
+        main, side = backend.current_stream(), backend.stream()
+        value = torch.ones(_MANY, device=backend.device())
+        for _ in range(10):
+            side.wait_stream(main)
+            with side:
+                value.mul_(2)
+            main.wait_event(side.record_event())
+            value.add_(1)
+        main.synchronize()
+        assert main.query()
+        assert side.query()
+        assert bool((value == 2047).all())  # x -> 2x + 1, ten times, from 1
+
+    def test_events_mark_time(self, backend: Backend) -> None:
+        """A recorded event is reached after ``synchronize``, and later events are not earlier."""
+        begin, end = backend.event(timing=True), backend.event(timing=True)
+        begin.record()
+        torch.ones(_MANY, device=backend.device()).mul_(2)
+        end.record()
+        end.synchronize()
+        assert begin.query()
+        assert end.query()
+        assert begin.elapsed_time(end) >= 0.0
+
+    def test_random_numbers_repeat(self, backend: Backend) -> None:
+        """A restored state gives the same numbers; a state that was read does not change afterwards."""
+        state = backend.rng_state()
+        assert state.dtype == torch.uint8
+        assert state.device.type == "cpu"
+        kept = state.clone()
+        first = self._draw(backend)
+        assert torch.equal(state, kept), "rng_state must return a copy"
+        assert not torch.equal(first, self._draw(backend))
+        backend.set_rng_state(state)
+        assert torch.equal(first, self._draw(backend))
+
+    def _draw(self, backend: Backend) -> torch.Tensor:
+        return torch.rand(100, device=backend.device()).cpu()
+
+    def test_a_profiler_range_is_a_context(self, backend: Backend) -> None:
+        """It lets exceptions through and can be nested."""
+        with pytest.raises(KeyError), backend.range("outer"), backend.range("inner"):
+            raise KeyError
+
+
+class CapabilityContract:
+    """A backend says what it can do, and refuses what it cannot."""
+
+    @pytest.mark.parametrize("capability", Capability)
+    def test_each_has_an_answer_with_a_reason(self, backend: Backend, capability: Capability) -> None:
+        """Also for a capability that is newer than the backend."""
+        support = backend.supports(capability)
+        assert support.state in ("supported", "unsupported", "unverified")
+        assert support.reason
+
+    @pytest.mark.parametrize("capability", Capability)
+    def test_require_agrees(self, backend: Backend, capability: Capability) -> None:
+        """``require`` raises exactly for what is unsupported."""
+        if backend.supports(capability).usable:
+            backend.require(capability, needed_for="test it")
+        else:
+            with pytest.raises(UnsupportedError, match="test it"):
+                backend.require(capability, needed_for="test it")
+
+    @pytest.mark.parametrize("capability", [Capability.PINNED_MEMORY, Capability.COMM_ABORT])
+    def test_what_is_unsupported_raises(self, backend: Backend, capability: Capability) -> None:
+        """A call that needs it is refused; it never does nothing instead."""
+        calls: dict[Capability, Callable[[], Any]] = {
+            Capability.PINNED_MEMORY: lambda: backend.pinned_empty(16),
+            Capability.COMM_ABORT: lambda: backend.abort_process_group(_NoGroup()),  # type: ignore[arg-type] # refused unseen
+        }
+        if not backend.supports(capability).usable:
+            with pytest.raises(UnsupportedError):
+                calls[capability]()
+
+
+class _NoGroup:
+    def abort(self) -> None:
+        """Do nothing, as several libraries do."""
+
+
+class DeviceMapContract:
+    """Which devices a process sees is read from an environment, and written to one."""
+
+    @pytest.mark.parametrize("ids", [(0,), (0, 1), (1, 3, 6)])
+    def test_what_is_rendered_is_visible(self, backend: Backend, ids: tuple[int, ...]) -> None:
+        """``render`` and ``visible`` are each other's inverse for ascending numbers."""
+        env = backend.devices.render(ids)
+        if backend.devices.visible_variable is None:
+            assert env == {}
+            assert backend.devices.visible(env) is None
+        else:
+            assert backend.devices.visible(env) == ids
+            assert [backend.devices.to_physical(index, env) for index in range(len(ids))] == list(ids)
+
+    def test_without_the_variable_nothing_is_narrowed(self, backend: Backend) -> None:
+        """Numbers are then the machine's."""
+        assert backend.devices.visible({}) is None
+        assert backend.devices.to_physical(2, {}) == 2
+
+    @pytest.mark.parametrize("text", ["0,0", "first", "0,,1"])
+    def test_an_unreadable_list_is_an_error(self, backend: Backend, text: str) -> None:
+        """A runtime that drops what it cannot read shows fewer devices without a word."""
+        variable = backend.devices.visible_variable
+        if variable is not None:
+            with pytest.raises(ConfigError, match=variable):
+                backend.devices.visible({variable: text})
+
+    def test_devices_can_be_reserved(self, backend: Backend) -> None:
+        """A scheduler is told how many devices an actor takes."""
+        assert 2 in [
+            *backend.devices.ray_options(2).values(),
+            *backend.devices.ray_options(2).get("resources", {}).values(),
+        ]

@@ -1,0 +1,173 @@
+"""What a backend promises about device memory, pinned host memory, and moving a model between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hwrl.backend import Backend, Capability
+from hwrl.errors import MemoryStateError
+from hwrl.memory import Offloader
+
+MIB = 1 << 20
+_SLACK_NBYTES = 2 * MIB
+
+
+class PinnedMemoryContract:
+    """Page-locked host memory is host memory of its own, and copies through it are exact."""
+
+    @pytest.fixture(autouse=True)
+    def _only_where_usable(self, backend: Backend) -> None:
+        support = backend.supports(Capability.PINNED_MEMORY)
+        if not support.usable:
+            pytest.skip(f"{backend.info.name} has no pinned memory: {support.reason}")
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4097, 3 * MIB])
+    def test_it_is_bytes_on_the_host(self, backend: Backend, nbytes: int) -> None:
+        """A 1-d uint8 tensor of the size that was asked for, which the host can write and read."""
+        pinned = backend.pinned_empty(nbytes)
+        assert (pinned.device.type, pinned.dtype, tuple(pinned.shape)) == ("cpu", torch.uint8, (nbytes,))
+        pinned.fill_(7)
+        assert int(pinned.sum()) == 7 * nbytes
+
+    def test_it_is_page_locked(self, backend: Backend) -> None:
+        """Where the device is not the host itself, torch knows the memory as pinned."""
+        assert backend.device().type == "cpu" or backend.pinned_empty(MIB).is_pinned()
+
+    def test_two_pieces_do_not_overlap(self, backend: Backend) -> None:
+        """Each call returns memory of its own."""
+        first, second = backend.pinned_empty(MIB), backend.pinned_empty(MIB)
+        first.fill_(1)
+        second.fill_(2)
+        assert int(first.max()) == 1
+
+    def test_it_is_aligned_for_every_dtype(self, backend: Backend) -> None:
+        """A slab is cut into tensors of any dtype, so it begins at a multiple of 64 bytes."""
+        assert backend.pinned_empty(MIB).data_ptr() % 64 == 0
+
+    def test_it_is_no_device_memory(self, backend: Backend) -> None:
+        """What is offloaded to it must not count on the device; else nothing was freed."""
+        _need_memory_stats(backend)
+        before = backend.memory_info().allocated_nbytes
+        pinned = backend.pinned_empty(64 * MIB)
+        grown = backend.memory_info().allocated_nbytes - before
+        assert grown < pinned.numel() // 2
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+    def test_copies_there_and_back_are_exact(self, backend: Backend, dtype: torch.dtype) -> None:
+        """Asynchronous in both directions; ready when the stream is."""
+        source = torch.randint(0, 100, (100_003,)).to(dtype)
+        pinned = backend.pinned_empty(source.nbytes).view(dtype)
+        pinned.copy_(source.to(backend.device()), non_blocking=True)
+        backend.current_stream().synchronize()
+        back = pinned.to(backend.device(), non_blocking=True)
+        assert torch.equal(back.cpu(), source)
+
+
+class DeviceMemoryContract:
+    """Device memory is counted truly, and what is freed is really free."""
+
+    @pytest.fixture(autouse=True)
+    def _only_where_usable(self, backend: Backend) -> None:
+        _need_memory_stats(backend)
+
+    def test_the_numbers_fit_each_other(self, backend: Backend) -> None:
+        """Nothing is negative, nothing exceeds the whole."""
+        held = torch.ones(16 * MIB, dtype=torch.uint8, device=backend.device())
+        info = backend.memory_info()
+        assert 0 <= info.free_nbytes <= info.total_nbytes
+        assert held.nbytes <= info.allocated_nbytes <= info.reserved_nbytes <= info.total_nbytes
+        assert info.peak_nbytes >= held.nbytes
+
+    def test_what_tensors_hold_is_counted(self, backend: Backend) -> None:
+        """The count grows by a new tensor's size, and shrinks again when it goes."""
+        before = backend.memory_info().allocated_nbytes
+        held = torch.ones(64 * MIB, dtype=torch.uint8, device=backend.device())
+        assert abs(backend.memory_info().allocated_nbytes - before - held.nbytes) <= _SLACK_NBYTES
+        del held
+        assert abs(backend.memory_info().allocated_nbytes - before) <= _SLACK_NBYTES
+
+    def test_freed_memory_is_given_back(self, backend: Backend) -> None:
+        """After ``empty_cache`` another process can have what no tensor holds."""
+        backend.empty_cache()
+        before = backend.memory_info().reserved_nbytes
+        held = torch.ones(256 * MIB, dtype=torch.uint8, device=backend.device())
+        assert backend.memory_info().reserved_nbytes - before >= held.nbytes // 2
+        del held
+        backend.empty_cache()
+        assert backend.memory_info().reserved_nbytes - before <= 16 * MIB
+
+    def test_no_memory_leaks(self, backend: Backend) -> None:
+        """Pinned and device memory go as they came, twenty times."""
+        self._come_and_go(backend)
+        before = backend.memory_info().allocated_nbytes
+        for _ in range(20):
+            self._come_and_go(backend)
+        assert backend.memory_info().allocated_nbytes - before <= _SLACK_NBYTES
+
+    def _come_and_go(self, backend: Backend) -> None:
+        pinned = backend.pinned_empty(4 * MIB)
+        pinned.copy_(torch.ones(4 * MIB, dtype=torch.uint8, device=backend.device()))
+
+
+class OffloadContract:
+    """A model that went to the host and came back is the same, and its device memory was free meanwhile."""
+
+    def test_a_model_survives_the_way(self, backend: Backend) -> None:
+        """Bit for bit, parameters and optimizer state, and training goes on as if nothing had been."""
+        moved, stayed = _trained(backend), _trained(backend)
+        with Offloader(*moved, backend=backend) as offloader:
+            offloader.offload()
+            offloader.load()
+            for model, optimizer in (moved, stayed):
+                _step(model, optimizer, backend)
+            pairs = zip(moved[0].parameters(), stayed[0].parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+    def test_its_device_memory_is_free(self, backend: Backend) -> None:
+        """The count of device memory falls by what the parameters and the optimizer's state held."""
+        _need_memory_stats(backend)
+        model, optimizer = _trained(backend)
+        optimizer.zero_grad()
+        held = 3 * sum(parameter.nbytes for parameter in model.parameters())  # with the two moments of Adam
+        with Offloader(model, optimizer, backend=backend) as offloader:
+            before = backend.memory_info().allocated_nbytes
+            offloader.offload()
+            assert before - backend.memory_info().allocated_nbytes >= 0.9 * held
+
+    def test_offloaded_memory_cannot_be_used(self, backend: Backend) -> None:
+        """A forward pass is refused, and ``loaded`` restores the state that it found, also after an error."""
+        model, _ = _trained(backend)
+        with Offloader(model, backend=backend) as offloader:
+            offloader.offload()
+            with pytest.raises(KeyError), offloader.loaded():
+                model(_batch(backend))
+                raise KeyError
+            with pytest.raises(MemoryStateError):
+                model(_batch(backend))
+
+
+def _need_memory_stats(backend: Backend) -> None:
+    support = backend.supports(Capability.MEMORY_STATS)
+    if not support.usable:
+        pytest.skip(f"{backend.info.name} does not count device memory: {support.reason}")
+
+
+def _batch(backend: Backend) -> torch.Tensor:
+    return torch.linspace(-1, 1, 8 * 1024, device=backend.device()).view(8, 1024)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
+    optimizer.zero_grad()
+    model(_batch(backend)).square().sum().backward()
+    optimizer.step()
+
+
+def _trained(backend: Backend) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 256)).to(backend.device())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    _step(model, optimizer, backend)
+    return model, optimizer

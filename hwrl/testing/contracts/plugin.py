@@ -1,0 +1,82 @@
+"""What a backend's plugin promises before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hwrl.backend import Backend, ProbeContext
+from hwrl.loading import Plugin
+from hwrl.registry import Probed, Registry
+
+MAX_PROBE_MS = 50.0
+
+_PROBE_ALONE = """
+import json, os, sys
+from hwrl.registry import Registry
+before = dict(os.environ)
+Registry(env=os.environ | {"HWRL_BACKEND": sys.argv[1]}).choose()
+print(json.dumps({"torch": "torch" in sys.modules, "env": before == dict(os.environ)}))
+"""
+
+
+class PluginContract:
+    """The plugin is found, is who it says, and its probe is quick, pure and never raises."""
+
+    def test_it_is_found_by_its_name(self, backend: Backend) -> None:
+        """An installed entry point has the backend's name, and its info is the backend's."""
+        assert _plugin(backend).info == backend.info
+
+    def test_its_info_is_complete(self, backend: Backend) -> None:
+        """The name can stand in an environment variable, and a person is told what it is."""
+        assert backend.info.name == backend.info.name.strip().lower() != ""
+        assert backend.info.description
+        assert backend.info.device_type
+
+    def test_it_is_probed_without_torch(self, backend: Backend) -> None:
+        """Importing the plugin and probing imports no torch and leaves the environment alone."""
+        found = _run_alone(_PROBE_ALONE, backend.info.name)
+        assert not found["torch"], "the plugin's module or its probe imports torch"
+        assert found["env"], "the plugin's module or its probe changes the environment"
+
+    def test_its_probe_says_yes_where_it_runs(self, backend: Backend) -> None:
+        """This test runs on the backend, so the probe must not deny it here; and it gives a reason."""
+        result = _probe(backend).result
+        assert result.answer != "no"
+        assert result.reason
+
+    def test_its_probe_is_quick(self, backend: Backend) -> None:
+        """Detection asks every probe in every process."""
+        assert min(_probe(backend).duration_ms for _ in range(3)) < MAX_PROBE_MS
+
+    def test_its_probe_denies_an_empty_machine(self, backend: Backend, tmp_path: Path) -> None:
+        """Without device files, variables and modules, not even torch, nothing can run; the probe does not raise."""
+        bare = ProbeContext(env={}, find_spec=lambda name: None, root=tmp_path)
+        result = _plugin(backend).manager.hook.hwrl_probe(context=bare)
+        assert result.answer == "no"
+        assert result.reason
+        assert result.evidence == ()
+
+
+def _probe(backend: Backend) -> Probed:
+    for probed in Registry(env={}).survey().probed:
+        if probed.plugin.info.name == backend.info.name:
+            return probed
+    raise AssertionError(f"no installed entry point gives backend {backend.info.name!r}: is its package installed?")
+
+
+def _plugin(backend: Backend) -> Plugin:
+    return _probe(backend).plugin
+
+
+def _run_alone(code: str, *args: str) -> Any:
+    """Run ``code`` in a fresh interpreter that finds the same packages; return the JSON that it prints."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-c", code, *args]
+    ended = subprocess.run(command, env=env, text=True, capture_output=True, check=False, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])

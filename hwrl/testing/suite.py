@@ -1,0 +1,37 @@
+"""The test module that ``hwrl conformance NAME`` runs; ``run_kit`` gives it the fixture ``backend``."""
+
+from __future__ import annotations
+
+from hwrl.testing import conformance
+
+
+class TestPlugin(conformance.PluginContract):
+    """What must hold before torch is imported."""
+
+
+class TestDeviceMap(conformance.DeviceMapContract):
+    """Device numbers."""
+
+
+class TestCapability(conformance.CapabilityContract):
+    """Honesty."""
+
+
+class TestDevice(conformance.DeviceContract):
+    """Work on the device."""
+
+
+class TestPinnedMemory(conformance.PinnedMemoryContract):
+    """Host memory."""
+
+
+class TestDeviceMemory(conformance.DeviceMemoryContract):
+    """Device memory."""
+
+
+class TestOffload(conformance.OffloadContract):
+    """A model on the way to the host and back."""
+
+
+class TestComm(conformance.CommContract):
+    """Two processes."""

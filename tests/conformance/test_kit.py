@@ -1,0 +1,91 @@
+"""The kit passes on the reference backend, and catches every fault of a backend that is faulty on purpose."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hwrl.backend import Backend
+from hwrl.registry import Registry
+from hwrl.testing.conformance import run_kit
+
+FAULTS = {
+    "module imports torch": "test_it_is_probed_without_torch",
+    "info is another": "test_it_is_found_by_its_name",
+    "probe imports torch": "test_it_is_probed_without_torch",
+    "probe is slow": "test_its_probe_is_quick",
+    "probe changes the environment": "test_it_is_probed_without_torch",
+    "probe raises": "test_its_probe_denies_an_empty_machine",
+    "probe gives no reason": "test_its_probe_says_yes_where_it_runs",
+    "probe says yes to nothing": "test_its_probe_denies_an_empty_machine",
+    "devices are dropped": "test_what_is_rendered_is_visible",
+    "nothing is reserved": "test_devices_can_be_reserved",
+    "no reason for a capability": "test_each_has_an_answer_with_a_reason",
+    "require never raises": "test_require_agrees",
+    "an unsupported abort does nothing": "test_what_is_unsupported_raises",
+    "no device": "test_it_sees_a_device",
+    "time runs backwards": "test_events_mark_time",
+    "a stream never ends": "test_streams_keep_order",
+    "random state is not bytes": "test_random_numbers_repeat",
+    "random state is not restored": "test_random_numbers_repeat",
+    "pinned memory is not host memory": "test_it_is_bytes_on_the_host",
+    "pinned memory is device memory": "test_it_is_no_device_memory",
+    "pinned memory is too small": "test_it_is_bytes_on_the_host",
+    "pinned memory is not aligned": "test_it_is_aligned_for_every_dtype",
+    "pinned memory is handed out twice": "test_two_pieces_do_not_overlap",
+    "freed memory is not freed": "test_its_device_memory_is_free",
+    "cached memory is not given back": "test_freed_memory_is_given_back",
+    "more is free than there is": "test_the_numbers_fit_each_other",
+    "a broadcast does nothing": "test_collectives_are_right",
+    "abort does nothing": "test_abort_ends_what_is_blocked_or_is_refused",
+}
+"""Each fault, and the check that must fail because of it."""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """The faulty backend, as a distribution of its own that child processes find too."""
+    shutil.copy(Path(__file__).with_name("faulty_backend.py"), tmp_path)
+    metadata = tmp_path / "faulty-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[hwrl.backends]\nfaulty = faulty_backend\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Registry(env={"HWRL_BACKEND": "faulty"}).get_backend()
+    sys.modules.pop("faulty_backend")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_kit_catches(name: str, faulty: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HWRL_FAULT", name)
+    status, failed = run_kit(faulty, keyword=FAULTS[name])
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert failed
+
+
+def test_the_checks_that_catch_faults_pass_without_them(faulty: Backend) -> None:
+    cheap = " or ".join(set(FAULTS.values()))
+    assert run_kit(faulty, keyword=f"not TestComm and ({cheap})") == (pytest.ExitCode.OK, [])
+
+
+def test_the_reference_backend_conforms() -> None:
+    assert run_kit(Registry(env={"HWRL_BACKEND": "cpu"}).get_backend()) == (pytest.ExitCode.OK, [])
+
+
+def test_the_command_checks_a_backend_by_name(tmp_path: Path) -> None:
+    hwrl = str(Path(sysconfig.get_path("scripts")) / "hwrl")
+    (tmp_path / "conftest.py").write_text("raise AssertionError('the kit must not read the conftest of this folder')")
+    command = [hwrl, "conformance", "cpu", "-k", "TestDeviceMap or TestCapability"]
+    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert " passed" in ended.stdout
+    command = [hwrl, "conformance", "cup"]
+    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "did you mean 'cpu'?" in ended.stderr
