@@ -99,6 +99,16 @@ def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tupl
     return tuple(missing)
 
 
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous ``tensor`` as a 1-d uint8 view of its memory.
+
+    >>> raw_bytes(torch.tensor(1.0)).tolist()
+    [0, 0, 128, 63]
+    """
+    # as_strided, because a tensor of one element is contiguous with any stride, and view() then refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 class Comm:
     """Makes groups on one backend (the chosen one if None)."""
 
@@ -368,8 +378,8 @@ def _carried(tensor: torch.Tensor, op: str) -> torch.Tensor:
         raise CommError(
             f"{op} needs a contiguous tensor", why=f"its strides are {tensor.stride()}", fix=".contiguous()"
         )
-    flat = tensor.view(-1)  # a 0-d tensor, too, is then a vector, as the libraries want
-    return flat if tensor.dtype in _CARRIED else flat.view(torch.int8)
+    # A 0-d tensor, too, becomes a vector, as the libraries want.
+    return tensor.view(-1) if tensor.dtype in _CARRIED else raw_bytes(tensor).view(torch.int8)
 
 
 def _reduction(tensor: torch.Tensor, op: str, name: ReduceOp) -> Any:

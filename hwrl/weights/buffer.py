@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hwrl.backend import Backend
-from hwrl.comm import Pending
+from hwrl.comm import Pending, raw_bytes
 from hwrl.errors import WeightsError
 from hwrl.weights.checksum import checksum, row_weights
 from hwrl.weights.layout import Slab, WeightLayout, view_bytes
@@ -77,7 +77,7 @@ class BroadcastBuffer:
         tensor = tensors[slab.pieces[0].entry]
         if len(slab.pieces) > 1 or not tensor.is_contiguous() or tensor.device != self._backend.device():
             return None
-        raw = tensor.view(-1).view(torch.uint8)
+        raw = raw_bytes(tensor)
         if raw.storage_offset() % 8:  # the checksum reads 64-bit words
             return None
         return raw.narrow(0, slab.pieces[0].start, slab.nbytes)
@@ -100,7 +100,7 @@ class BroadcastBuffer:
         whole = all(piece.nbytes == entries[piece.entry].nbytes for piece in slab.pieces)
         if not whole:
             (piece,) = slab.pieces
-            raw = tensors[piece.entry].contiguous().view(-1).view(torch.uint8)
+            raw = raw_bytes(tensors[piece.entry].contiguous())
             slot.memory[: piece.nbytes].copy_(raw[piece.start : piece.start + piece.nbytes])
             return
         if index not in slot.views:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -197,6 +197,8 @@ class _Planner:
             self._entries[name] = self._alias(name, dtype, shape, alias_of)
             return
         entry = Entry(name, dtype, shape, self._end + -self._end % ALIGNMENT_NBYTES)
+        if entry.nbytes == 0:
+            entry = replace(entry, offset=0)  # the end may be beyond the buffer, and not aligned there
         self._place(entry, len(self._entries))
         self._entries[name] = entry
 

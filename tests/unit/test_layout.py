@@ -1,0 +1,226 @@
+"""The promises of WeightLayout."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hwrl.comm import Pending, raw_bytes
+from hwrl.errors import LayoutMismatchError, WeightsError
+from hwrl.weights import BroadcastBuffer, WeightLayout
+from hwrl.weights.buffer import Checksums, Staging
+from hwrl_cpu import INFO, CpuBackend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
+SLAB_NBYTES = 2048
+CPU = CpuBackend(INFO)
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], how: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randint(0, 2, (*shape, 2), dtype=torch.uint8, generator=generator).to(dtype)
+    if how == "strided":
+        return wide[..., 0]
+    whole = wide[..., 1].contiguous()
+    return whole.transpose(0, -1) if how == "transposed" and len(shape) > 1 else whole
+
+
+@st.composite
+def _models(draw: st.DrawFn) -> Named:
+    named: Named = []
+    for number in range(draw(st.integers(0, 8))):
+        if named and draw(st.integers(0, 4)) == 0:
+            named.append((f"t{number}", draw(st.sampled_from(named))[1]))
+            continue
+        dtype, how = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(["plain", "strided", "transposed"]))
+        shape = tuple(draw(st.lists(st.sampled_from([0, 1, 3, 7, 33, 130]), max_size=2)))
+        named.append((f"t{number}", _tensor(dtype, shape, how, number)))
+    return named
+
+
+def _sent(layout: WeightLayout, named: Named) -> Staging:
+    """Carry every slab as a transport would, and check its checksum on both sides."""
+    buffer = BroadcastBuffer(layout, backend=CPU)
+    staging = Staging.on(torch.device("cpu"), layout)
+    ours, theirs = Checksums(layout, device=torch.device("cpu")), Checksums(layout, device=torch.device("cpu"))
+    for index in range(len(layout.slabs)):
+        lease = buffer.lease(index, [tensor for _, tensor in named])
+        ours.add(index, lease.memory)
+        staging.slabs[index].copy_(lease.memory)
+        theirs.add(index, staging.slabs[index])
+    assert theirs.differing(ours.values) == []
+    return staging
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(raw_bytes(tensor.contiguous()).numpy())
+
+
+@given(_models())
+@settings(deadline=None, max_examples=150)
+def test_every_model_arrives_bit_for_bit(named: Named) -> None:
+    layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
+    received = _sent(layout, named).tensors
+    assert list(received) == [name for name, _ in named]
+    for name, tensor in named:
+        assert received[name].dtype == tensor.dtype and received[name].shape == tensor.shape
+        assert _bits(received[name]) == _bits(tensor), name
+
+
+@given(_models())
+@settings(deadline=None, max_examples=60)
+def test_slabs_and_offsets_keep_their_bounds(named: Named) -> None:
+    layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
+    assert all(slab.nbytes <= SLAB_NBYTES and slab.offset % 512 == 0 for slab in layout.slabs)
+    assert all(entry.offset % 512 == 0 for entry in layout.entries)
+    carried = sum(piece.nbytes for slab in layout.slabs for piece in slab.pieces)
+    assert carried == layout.payload_nbytes
+    ends = [slab.offset + slab.nbytes for slab in layout.slabs]
+    assert all(end <= slab.offset for end, slab in zip(ends, layout.slabs[1:], strict=False))
+
+
+@given(_models())
+@settings(deadline=None, max_examples=60)
+def test_json_gives_the_same_layout_and_hash(named: Named) -> None:
+    layout = WeightLayout.plan(named, slab_nbytes=SLAB_NBYTES)
+    again = WeightLayout.from_json(layout.to_json())
+    assert again == layout and again.hash == layout.hash
+    other = WeightLayout.plan([*named, ("one more", torch.zeros(1))], slab_nbytes=SLAB_NBYTES)
+    assert other.hash != layout.hash
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+_ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b"]) | _JSON,
+        st.sampled_from(["float32", "bool"]) | _JSON,
+        st.lists(st.integers(-1, 1 << 60), max_size=3) | _JSON,
+        st.none() | st.sampled_from(["a", "b"]) | _JSON,
+    ),
+    max_size=3,
+)
+
+
+@given(_JSON | st.fixed_dictionaries({"format": st.just(1), "slab_nbytes": st.just(512) | _JSON, "tensors": _ROWS}))
+@settings(deadline=None, max_examples=150)
+def test_hostile_json_is_refused_or_is_a_layout(found: object) -> None:
+    try:
+        layout = WeightLayout.from_json(json.dumps(found))
+    except LayoutMismatchError:
+        return
+    assert layout.nbytes <= len(layout.slabs) * layout.slab_nbytes + 512 * len(layout.entries)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[" * 100_000, b"\xff\xfe", '{"format":2,"slab_nbytes":512,"tensors":[]}', "1" * 5000, "NaN"],
+    ids=["empty", "cut", "deep", "binary", "newer", "long", "nan"],
+)
+def test_malformed_text_is_refused(text: str | bytes) -> None:
+    with pytest.raises(LayoutMismatchError, match="no weight layout"):
+        WeightLayout.from_json(text)
+
+
+def _tied() -> Named:
+    weight = torch.arange(6.0)
+    return [("embed", weight), ("other", torch.zeros(6)), ("head", weight)]
+
+
+def test_tied_tensors_travel_once() -> None:
+    layout = WeightLayout.plan(_tied())
+    assert [entry.alias_of for entry in layout.entries] == [None, None, "embed"]
+    assert layout.payload_nbytes == 48
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    assert views["head"].data_ptr() == views["embed"].data_ptr()
+
+
+def test_a_part_of_a_storage_is_no_tie() -> None:
+    weight = torch.arange(6.0)
+    layout = WeightLayout.plan([("all", weight), ("half", weight[:3]), ("turned", weight.view(2, 3))])
+    assert [entry.alias_of for entry in layout.entries] == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (lambda named: named[:2], "3 tensors were planned and 2 came"),
+        (lambda named: [named[1], *named[1:]], "'embed' was planned here and 'other' came"),
+        (lambda named: [("embed", torch.zeros(7)), *named[1:]], r"planned as torch.float32 \[6\] and came as"),
+        (lambda named: [*named[:2], ("head", torch.zeros(6))], "was tied to 'embed' and no longer is"),
+    ],
+    ids=["fewer", "name", "shape", "untied"],
+)
+def test_other_tensors_than_planned_are_named(change: Callable[[Named], Named], difference: str) -> None:
+    named = _tied()
+    layout = WeightLayout.plan(named)
+    layout.check(named)
+    with pytest.raises(LayoutMismatchError, match=difference):
+        layout.check(change(named))
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(LayoutMismatchError, match="two tensors are called 'a'"):
+        WeightLayout.plan([("a", torch.zeros(1)), ("a", torch.zeros(2))])
+
+
+@given(st.integers(1, 200_000), st.integers(0, 10**9), st.integers(1, 255))
+@settings(deadline=None, max_examples=50)
+def test_the_checksum_finds_every_changed_byte(nbytes: int, place: int, change: int) -> None:
+    layout = WeightLayout.plan([("a", torch.zeros(nbytes, dtype=torch.uint8))], slab_nbytes=1 << 18)
+    staging = Staging.on(torch.device("cpu"), layout)
+    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    staging.slabs[0].copy_(raw)
+    before, after = Checksums(layout, device=raw.device), Checksums(layout, device=raw.device)
+    before.add(0, staging.slabs[0])
+    staging.slabs[0][place % nbytes] ^= change
+    after.add(0, staging.slabs[0])
+    assert after.differing(before.values) == [0]
+
+
+def test_large_contiguous_tensors_are_lent_as_they_lie() -> None:
+    big, turned = torch.randn(64, 64), torch.randn(64, 64).T
+    layout = WeightLayout.plan([("big", big), ("turned", turned)], slab_nbytes=8192)
+    buffer = BroadcastBuffer(layout, backend=CPU)
+    leases = [buffer.lease(index, [big, turned]) for index in range(len(layout.slabs))]
+    assert [lease.copied for lease in leases] == [False, False, True, True]
+    assert leases[0].memory.data_ptr() == big.data_ptr()
+
+
+class _Done(Pending):
+    """An operation that says when it was waited for."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_a_slot_is_packed_again_only_after_its_broadcast() -> None:
+    named = [(f"t{number}", torch.full((200,), number, dtype=torch.uint8)) for number in range(12)]
+    layout = WeightLayout.plan(named, slab_nbytes=1024)
+    buffer, tensors = BroadcastBuffer(layout, backend=CPU, slabs=2), [tensor for _, tensor in named]
+    first, broadcast = buffer.lease(0, tensors), _Done()
+    first.in_use_until(broadcast)
+    buffer.lease(1, tensors)
+    assert not broadcast.waited
+    buffer.lease(2, tensors)
+    assert broadcast.waited
+    with pytest.raises(WeightsError, match="slab 0 is no longer in the broadcast buffer"):
+        first.in_use_until(broadcast)
+
+
+def test_packing_again_allocates_no_slab() -> None:
+    named = [(f"t{number}", torch.zeros(3, 5).T) for number in range(200)]
+    layout = WeightLayout.plan(named, slab_nbytes=1 << 16)
+    buffer, tensors = BroadcastBuffer(layout, backend=CPU), [tensor for _, tensor in named]
+    places = [[buffer.lease(index, tensors).memory.data_ptr() for index in range(len(layout.slabs))] for _ in range(3)]
+    assert places[0] == places[1] == places[2] and len(set(places[0])) <= 2
