@@ -137,7 +137,7 @@ class CheckpointManager:
         weight_version: int = 0,
         extra: Mapping[str, Any] | None = None,
         rank_extra: Mapping[str, Any] | None = None,
-        export: Callable[[Path], None] | None = None,
+        export: Callable[[Path], object] | None = None,
     ) -> SaveReport:
         """Save ``state`` as ``step``, which must be later than every complete step in the directory.
 
@@ -215,7 +215,9 @@ class CheckpointManager:
         checkpoint that fails is passed over, logged and reported in ``skipped``. No pickle is executed.
 
         Raises :class:`~hwrl.errors.CheckpointNotFoundError` if there are checkpoints but none is whole (training
-        never starts afresh silently), :class:`~hwrl.errors.CheckpointError` if the checkpoint does not fit ``state``.
+        never starts afresh silently), :class:`~hwrl.errors.CheckpointError` if the checkpoint does not fit ``state``,
+        :class:`~hwrl.errors.CheckpointCorruptError` if ``step`` is not whole, or if files that match their hashes
+        cannot be read all the same; ``state`` may be partly overwritten in that last case only.
         """
         self.wait()
         found = self._agreement.decide(lambda: None, lambda parts: self._candidates(step))
@@ -229,6 +231,8 @@ class CheckpointManager:
             skipped.append(Skipped(path, reason))
         if not skipped:
             return None
+        if step is not None:
+            raise corrupt(skipped[0].path, skipped[0].reason)
         raise CheckpointNotFoundError(
             f"no checkpoint in {self.directory} is whole",
             why="; ".join(f"{one.path.name}: {one.reason}" for one in skipped),

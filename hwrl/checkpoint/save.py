@@ -39,7 +39,7 @@ class SaveJob:
     source: DefaultSavePlanner
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
-    export: Callable[[Path], None] | None
+    export: Callable[[Path], object] | None
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Saver:
         writer.fs = self.fs
         return writer
 
-    def _export(self, export: Callable[[Path], None], directory: Path) -> None:
+    def _export(self, export: Callable[[Path], object], directory: Path) -> None:
         self.fs.mkdir(directory)
         export(directory)
         for path in sorted(directory.rglob("*")):

@@ -176,12 +176,11 @@ def test_ranks_at_different_steps_and_a_missing_rank_are_named(tmp_path: Path) -
 
 
 def _resume_damaged(rank: int, address: str, directory: Path) -> str:
-    with _group(rank, address) as group:
-        with CheckpointManager(directory, group=group, backend=BACKEND) as manager:
-            try:
-                manager.resume(Training(group, seed=0).state())
-            except CheckpointError as exc:
-                return f"{type(exc).__name__}: {exc}"
+    with _group(rank, address) as group, CheckpointManager(directory, group=group, backend=BACKEND) as manager:
+        try:
+            manager.resume(Training(group, seed=0).state())
+        except CheckpointError as exc:
+            return f"{type(exc).__name__}: {exc}"
     return "resumed"
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
 from hwrl.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, ConfigError, MemoryStateError
@@ -146,7 +146,7 @@ def test_torch_reads_the_checkpoint_without_hwrl(tmp_path: Path) -> None:
     with manager(tmp_path) as opened:
         opened.save(1, small(5))
     state = {"weight": torch.zeros(3)}
-    dcp.load(state, checkpoint_id=str(tmp_path / "global_step_1"), no_dist=True)
+    load(state, checkpoint_id=str(tmp_path / "global_step_1"), no_dist=True)
     assert state["weight"].tolist() == [5.0] * 3
 
 

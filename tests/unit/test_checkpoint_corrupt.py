@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -140,10 +141,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
         assert resumed is not None and (resumed.step, state["count"], resumed.extra) == (1, 1, {"step": 1})
         assert [one.path.name for one in resumed.skipped] == ["global_step_2"]
         assert reason in resumed.skipped[0].reason
-        damage(tmp_path / "global_step_1") if damage is not _link_directory else shutil.rmtree(tmp_path / "outside")
-        if damage is not _link_directory:
-            with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
-                manager.resume(state)
+        with pytest.raises(CheckpointCorruptError, match=re.escape(reason)):
+            manager.resume(state, step=2)
+        shutil.rmtree(tmp_path / "outside", ignore_errors=True)
+        damage(tmp_path / "global_step_1")
+        with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
+            manager.resume(state)
 
 
 def test_the_step_can_be_saved_again_over_a_damaged_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A saving process is killed, or its disk fails, at each change of the disk: the newest complete checkpoint is found."""
+"""A saving process is killed, or its disk fails, at each kind of change of the disk: a whole checkpoint is there."""
 
 import errno
 import os

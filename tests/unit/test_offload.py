@@ -106,7 +106,7 @@ def test_objects_views_and_values_survive() -> None:
 
 
 @pytest.mark.parametrize("choice", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_training_with_offload_between_steps_is_bit_equal(choice: dict[str, bool]) -> None:
+def test_training_with_offload_between_steps_is_bit_equal(choice: dict[str, Any]) -> None:
     make = functools.partial(torch.optim.AdamW, **choice)
     plain, moved = _net(optimizer=make), _net(optimizer=make)
     with Offloader(*moved, backend=BACKEND) as offloader:
@@ -169,7 +169,7 @@ def _through_a_fused_kernel(net: Net) -> None:
     weight, zeros = net.first.weight.detach(), torch.zeros(WIDTH, WIDTH)
     grads, step = torch.ones(WIDTH, WIDTH), torch.tensor(1.0)
     settings: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
-    lists = ([weight], [grads], [zeros], [zeros.clone()], [], [step])
+    lists: tuple[list[torch.Tensor], ...] = ([weight], [grads], [zeros], [zeros.clone()], [], [step])
     torch._fused_adamw_(*lists, amsgrad=False, maximize=False, **settings)
 
 
