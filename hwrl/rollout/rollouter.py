@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -37,12 +37,12 @@ class LedgerClient(Protocol):
 
 
 class Weights(Protocol):
-    """A received set of weights; the part of :mod:`hwrl.weights` that the rollouter uses."""
+    """A received set of weights; the part of :class:`hwrl.weights.Received` that the rollouter uses."""
 
     version: int
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over names and tensors, valid until the next receive."""
+    def items(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return names and tensors, valid until the next receive."""
         ...
 
 
@@ -53,8 +53,8 @@ class WeightsInlet(Protocol):
         """Return the version that is offered and not yet received, or None. Does not block."""
         ...
 
-    def receive(self) -> Weights:
-        """Receive what is offered. Blocks until it is whole."""
+    def receive(self) -> Weights | None:
+        """Receive what is offered. Blocks until it is whole; None if it could not be had, and the old one goes on."""
         ...
 
 
@@ -172,6 +172,8 @@ class Rollouter:
     def _take_weights(self) -> None:
         with self._clock.during("update"):
             weights = self._weights.receive()
+            if weights is None:
+                return
             self.engine.load_weights(weights.items(), version=weights.version)
         self._totals["updates"] += 1
 

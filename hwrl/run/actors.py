@@ -180,6 +180,10 @@ class TrainActor:
         """Publish the current weights, again or for the first time."""
         return self._parts.publish()
 
+    def joiners(self) -> tuple[str, ...]:
+        """Return the replicas that have joined and wait for weights; rank 0 knows them."""
+        return self._parts.joiners()
+
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Train on ``groups``; publish if it is time."""
         return self._parts.step(groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
-from hwrl.errors import ConfigError
+from hwrl.errors import CommError, ConfigError, QuarantinedError, TransferFailedError
 from hwrl.models import build_model, load_tokenizer
 from hwrl.registry import get_backend, set_backend
 from hwrl.rollout.data import Prompt, PromptStream, load_prompts
@@ -23,7 +24,9 @@ from hwrl.train.engine import TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.trainer import Algorithm, AsyncTrainer
-from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights import Received, WeightReceiver, WeightSender
+
+_log = logging.getLogger(__name__)
 
 POLICY = "policy"
 """The name under which the policy's weights travel."""
@@ -47,7 +50,6 @@ def evaluation_prompts(config: Config) -> list[Prompt]:
 def build_rollouter(config: Config, *, replica: str, store_address: str, ledger: LedgerClient) -> Rollouter:
     """Return a rollouter that waits for its first weights; it never reads the training model's weights."""
     tokenizer = load_tokenizer(config.model.path)
-    receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica)
     return Rollouter(
         _build_rollout_engine(config, tokenizer, replica=replica),
         ledger=ledger,
@@ -56,10 +58,37 @@ def build_rollouter(config: Config, *, replica: str, store_address: str, ledger:
         decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
         group_size=config.rollout.n,
-        weights=receiver,
+        weights=_Inlet(WeightReceiver(connect_store(store_address), name=POLICY, replica=replica)),
         partial_rollout=config.async_training.partial_rollout,
         reward_attempts=config.reward.attempts,
     )
+
+
+class _Inlet:
+    """The receiver as the rollouter wants it: a transfer that failed leaves the old weights, and is tried again."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self._receiver = receiver
+
+    def poll(self) -> int | None:
+        try:
+            return self._receiver.poll()
+        except QuarantinedError as exc:
+            self._join_again(exc)
+            return None
+
+    def receive(self) -> Received | None:
+        try:
+            return self._receiver.receive()
+        except QuarantinedError as exc:
+            self._join_again(exc)
+        except (TransferFailedError, CommError) as exc:
+            _log.warning("keeping version %s: %s", self._receiver.version, exc)
+        return None
+
+    def _join_again(self, exc: QuarantinedError) -> None:
+        _log.warning("joining again: %s", exc)
+        self._receiver.join()
 
 
 def _prompts(config: Config, path: Path) -> list[Prompt]:
@@ -129,18 +158,24 @@ class TrainerParts:
 
     def resume(self) -> dict[str, Any] | None:
         """Load the newest complete checkpoint; return its ``extra`` and what was skipped, or None."""
-        state = self._engine.state_dict()
-        resumed = self._checkpoints.resume(state)
-        if resumed is None:
-            return None
-        self._engine.load_state_dict(state)
+        with self._engine.on_device(optimizer=True):
+            state = self._engine.state_dict()
+            resumed = self._checkpoints.resume(state)
+            if resumed is None:
+                return None
+            self._engine.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
-        get_backend().set_rng_state(torch.tensor(resumed.rank_extras[0]["rng"], dtype=torch.uint8))
+        own = resumed.rank_extras[self._rank % len(resumed.rank_extras)]
+        get_backend().set_rng_state(torch.tensor(own["rng"], dtype=torch.uint8))
         return {**resumed.extra, "step": resumed.step, "skipped": [str(skipped) for skipped in resumed.skipped]}
 
     def publish(self) -> dict[str, float]:
         """Publish the current weights."""
         return self._trainer.publish()
+
+    def joiners(self) -> tuple[str, ...]:
+        """Return the replicas that have joined and lack the newest weights."""
+        return () if self._sender is None else self._sender.joiners()
 
     def step(self, groups: Any) -> dict[str, float]:
         """Train one step."""
@@ -148,17 +183,20 @@ class TrainerParts:
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
         """Save this moment; return what it cost."""
-        report = self._checkpoints.save(
-            self._trainer.steps_done,
-            self._engine.state_dict(),
-            extra={"trainer": self._trainer.state_dict(), "ledger": ledger},
-            weight_version=self._trainer.version,
-        )
+        with self._engine.on_device(optimizer=True):
+            report = self._checkpoints.save(
+                self._trainer.steps_done,
+                self._engine.state_dict(),
+                extra={"trainer": self._trainer.state_dict(), "ledger": ledger},
+                rank_extra={"rng": get_backend().rng_state().tolist()},
+                weight_version=self._trainer.version,
+            )
         return {"checkpoint/blocked_s": report.blocked_s, "checkpoint/waited_s": report.waited_s}
 
     def export(self) -> None:
         """Write the trained model to the run directory, for transformers."""
-        self._engine.export(self._config.dir / "model")
+        with self._engine.on_device(optimizer=False):
+            self._engine.export(self._config.dir / "model")
 
     def close(self) -> None:
         """End the transfer and the checkpoints; raises if a save in the background failed."""
@@ -178,7 +216,7 @@ class TrainerParts:
         report = self._sender.publish(version, weights)
         return {
             "sync/nbytes": float(report.nbytes),
-            "sync/receivers": float(len(report.receivers)),
+            "sync/receivers": float(report.receivers),
             "sync/quarantined": float(len(report.quarantined)),
             **{f"sync/{stage}_s": value for stage, value in report.seconds.items()},
         }
@@ -196,6 +234,8 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         micro_batch_tokens=config.train.micro_batch_tokens,
         temperature=config.rollout.temperature,
         dtype=_dtype(config),
+        param_offload=config.train.param_offload,
+        optimizer_offload=config.train.optimizer_offload,
         **config.optimizer.model_dump(),
     )
 

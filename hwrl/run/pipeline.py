@@ -176,7 +176,7 @@ class Pipeline:
 
     def _advance(self) -> None:
         groups, note = self._ledger.take.options(num_returns=2).remote(self._config.train.batch_groups, self._version)
-        self._wait_for(note, republish=True)
+        self._wait_for(note, trainers_idle=True)
         taken: Taken = self._get(note)
         figures = self._on_trainers("step", groups)[0]
         self.step += 1
@@ -195,8 +195,11 @@ class Pipeline:
     def _version(self) -> int:
         return self.step // self._config.async_training.trigger_parameter_sync_step
 
-    def _wait_for(self, reference: Any, *, republish: bool = False) -> None:
-        """Block until ``reference`` is there, replacing replicas that die meanwhile and serving those that join."""
+    def _wait_for(self, reference: Any, *, trainers_idle: bool = False) -> None:
+        """Block until ``reference`` is there, replacing replicas that die meanwhile.
+
+        With ``trainers_idle``, replicas that join meanwhile get the newest weights.
+        """
         while True:
             runs = {replica.run: name for name, replica in self._replicas.items()}
             watched = dict.fromkeys([reference, *runs, *self._joining])
@@ -208,8 +211,8 @@ class Pipeline:
                     self._replace_replica(runs[other], other)
                 elif other in self._joining:
                     self._joined(other)
-                    if republish:
-                        self._publish()
+            if trainers_idle and self._get(self._trainers[0].joiners.remote()):
+                self._publish()
 
     def _on_trainers(self, method: str, *args: Any) -> list[Any]:
         references = [getattr(trainer, method).remote(*args) for trainer in self._trainers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ class TrainEngine(ABC):
 
     On several ranks every method is collective: all ranks call it, in the same order, each with its own rows.
     """
+
+    @abstractmethod
+    def on_device(self, *, optimizer: bool) -> AbstractContextManager[None]:
+        """Have parameters (and the ``optimizer``'s state) on the device inside; offload again what was, errors or not.
+
+        Nothing moves for an engine that offloads nothing, nor for what is there already.
+        """
 
     @abstractmethod
     def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:

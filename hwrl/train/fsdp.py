@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hwrl.backend import Backend
+from hwrl.memory import Offloader
 from hwrl.models import load_model, load_tokenizer
 from hwrl.train.batch import Batch
 from hwrl.train.engine import TrainEngine
@@ -32,6 +34,8 @@ class FsdpEngine(TrainEngine):
     ``group`` is the default process group of the training ranks (None: one rank; the model is then not wrapped).
     ``total_steps`` shapes the learning-rate schedule: linear warm-up over ``warmup_steps``, then linear decay to
     ``min_learning_rate_ratio``. A step is split into parts of at most ``micro_batch_tokens`` padded tokens.
+    With ``param_offload`` and ``optimizer_offload`` parameters and optimizer state live in host memory, but for
+    :meth:`on_device`.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class FsdpEngine(TrainEngine):
         micro_batch_tokens: int = 16384,
         temperature: float = 1.0,
         dtype: torch.dtype = torch.float32,
+        param_offload: bool = False,
+        optimizer_offload: bool = False,
     ) -> None:
         self._backend, self._group = backend, group
         self._max_grad_norm, self._micro_batch_tokens = max_grad_norm, micro_batch_tokens
@@ -67,6 +73,13 @@ class FsdpEngine(TrainEngine):
             return max(min_learning_rate_ratio, 1 - (1 - min_learning_rate_ratio) * (step - warmup_steps) / decay)
 
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, scale)
+        self._offloader = Offloader(self.model, self.optimizer, backend=backend)
+        self._offloader.offload(params=param_offload, optimizer=optimizer_offload)
+
+    @contextlib.contextmanager
+    def on_device(self, *, optimizer: bool) -> Iterator[None]:
+        with self._offloader.loaded(optimizer=optimizer):
+            yield
 
     # -- training -----------------------------------------------------------------------------------------------
 

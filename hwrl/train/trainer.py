@@ -66,16 +66,16 @@ class AsyncTrainer:
 
     def publish(self) -> dict[str, float]:
         """Publish the current weights as :attr:`version`; at the start and after a resume."""
-        with self._clock.during("sync"):
+        with self.engine.on_device(optimizer=False), self._clock.during("sync"):
             return dict(self._publish(self.version, self.engine.named_weights()))
 
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Train on ``groups`` and return the figures of the step; ``steps_done`` and perhaps ``version`` go up."""
         consumed = self._consumed_figures(groups)
-        with self._clock.during("train"):
+        with self._clock.during("train"), self.engine.on_device(optimizer=True):
             trained = self._train(groups[self._rank :: self._ranks])
-        self.steps_done += 1
-        synced = self.publish() if self.steps_done % self._trigger_parameter_sync_step == 0 else {}
+            self.steps_done += 1
+            synced = self.publish() if self.steps_done % self._trigger_parameter_sync_step == 0 else {}
         return {**consumed, **trained, **synced, **self._seconds_since_last(), "weights/version": float(self.version)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Inlet:
     def poll(self) -> int | None:
         return self.offered[0] if self.offered else None
 
-    def receive(self) -> Inlet:
+    def receive(self) -> Inlet | None:
         self.version = self.offered.pop(0)
         return self
 

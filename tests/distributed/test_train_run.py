@@ -1,0 +1,219 @@
+"""``hwrl train`` as a user runs it: real Ray, real processes, killed and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwrl.run.demo import write_demo
+from hwrl.run.report import read_metrics
+
+HWRL = str(Path(sys.executable).with_name("hwrl"))
+SMALL = [
+    "train.steps=24",
+    "train.batch_groups=4",
+    "rollout.n=4",
+    "rollout.max_running=16",
+    "checkpoint.save_every_steps=5",
+    "eval.every_steps=12",
+    "eval.prompts=32",
+    "goals={}",
+]
+
+
+class Run:
+    """One ``hwrl train`` process and everything that it starts, found again by a mark in the environment."""
+
+    def __init__(self, demo: Path, *words: str) -> None:
+        self.directory = demo / "run"
+        self._mark = f"HWRL_TEST_RUN={uuid.uuid4().hex}"
+        name, _, value = self._mark.partition("=")
+        self._log = (demo / "log").open("a+")
+        self.process = subprocess.Popen(
+            [HWRL, "train", str(demo / "config.yaml"), *SMALL, *words],
+            env={**os.environ, "HWRL_BACKEND": "cpu", name: value},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def output(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def wait(self, *, timeout_s: float = 120.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def metrics(self) -> list[dict[str, float]]:
+        return read_metrics(self.directory)
+
+    def await_step(self, step: int, *, timeout_s: float = 90.0) -> None:
+        """Return when ``step`` is in the metrics; fail if the run ends first."""
+        self._await(lambda: bool(self.metrics()) and self.metrics()[-1]["step"] >= step, timeout_s, f"step {step}")
+
+    def await_output(self, text: str, *, timeout_s: float = 60.0) -> None:
+        self._await(lambda: text in self.output(), timeout_s, repr(text))
+
+    def processes(self, title: str) -> list[int]:
+        """Return the run's processes whose command line begins with ``title``."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                ours = entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes()
+                if ours and (entry / "cmdline").read_bytes().startswith(title.encode()):
+                    found.append(int(entry.name))
+            except OSError:  # it ended while we looked
+                continue
+        return found
+
+    def kill(self, title: str = "") -> int:
+        """SIGKILL the run's processes with ``title`` (all of them by default); return how many."""
+        victims = self.processes(title)
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        return len(victims)
+
+    def close(self) -> None:
+        while self.kill():
+            time.sleep(0.05)  # the kernel needs a moment to take them out of /proc
+        self.process.wait(10)
+        self._log.close()
+
+    def _await(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline_s, f"no {what} in {timeout_s} s:\n{self.output()}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    write_demo(tmp_path, seed=1, prompts=600)
+    return tmp_path
+
+
+@pytest.fixture
+def start(demo: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*words: str) -> Run:
+        runs.append(Run(demo, *words))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def trained_prompts(run: Run) -> list[int]:
+    lines = (run.directory / "trained_prompts.jsonl").read_text().splitlines()
+    return [number for line in lines for number in json.loads(line)["sequence_numbers"]]
+
+
+def assert_whole(run: Run) -> None:
+    """All steps in order, every prompt exactly once."""
+    assert [line["step"] for line in run.metrics()] == list(range(1, 25))
+    assert sorted(trained_prompts(run)) == list(range(24 * 4))
+
+
+def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callable[..., Run]) -> None:
+    run = start("async_training.staleness_threshold=2", "goals={eval/exact: 1.01}")
+    assert run.wait() == 1, run.output()
+    assert "goal missed: eval/exact" in run.output()
+    assert_whole(run)
+    metrics = run.metrics()
+    keys = {"step", "time_s", "reward/mean", "staleness/mean", "weights/version", "actor/loss", "trainer/idle_ratio"}
+    assert all(keys <= line.keys() for line in metrics)
+    assert [line["weights/version"] for line in metrics] == list(range(1, 25))
+    assert max(line["staleness/max"] for line in metrics) == 2
+    assert all(0 <= line["trainer/idle_ratio"] <= 1 and 0 <= line["rollout/idle_ratio"] <= 1 for line in metrics)
+    assert metrics[-1]["eval/version"] == 24
+    for name in ("config.yaml", "reward.png", "model/config.json", "checkpoints/latest_checkpointed_iteration.txt"):
+        assert (run.directory / name).stat().st_size > 0
+    assert list((run.directory / "tensorboard").iterdir())
+    assert len(list((run.directory / "checkpoints").glob("global_step_*"))) == 2
+
+
+def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offload_work(
+    start: Callable[..., Run],
+) -> None:
+    run = start(
+        "async_training.staleness_threshold=0",
+        "weights.bypass_cpu=false",
+        "train.ranks=2",
+        "train.param_offload=true",
+        "train.optimizer_offload=true",
+        "checkpoint.async_save=true",
+        "rollout.replicas=2",
+        "algorithm.loss=decoupled",
+        "algorithm.mini_batches=2",
+    )
+    assert run.wait() == 0, run.output()
+    assert_whole(run)
+    assert all(line["staleness/max"] == 0 for line in run.metrics())
+    assert run.metrics()[-1]["rollout/replicas"] == 2
+
+
+def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(start: Callable[..., Run]) -> None:
+    run = start()
+    run.await_step(13)
+    assert run.kill() >= 4
+    run.wait()
+    last = run.metrics()[-1]["step"]
+    assert 13 <= last < 24
+    assert start().wait() == 1, "a directory that holds a run is not overwritten"
+    assert "already holds a run" in run.output()
+    again = start("resume=true")
+    assert again.wait() == 0, again.output()
+    assert "resumed after step 10" in again.output() or "resumed after step 15" in again.output()
+    assert_whole(again)
+
+
+def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoint(start: Callable[..., Run]) -> None:
+    run = start()
+    run.await_step(7)
+    assert run.kill("ray::RolloutActor") == 1
+    run.await_output("a new replica starts")
+    run.await_step(12)
+    assert run.kill("ray::TrainActor") == 1
+    run.await_output("a trainer died")
+    assert run.wait() == 0, run.output()
+    assert "resumed after step 10" in run.output()
+    assert_whole(run)
+
+
+def test_ctrl_c_ends_cleanly_with_a_checkpoint(start: Callable[..., Run]) -> None:
+    run = start("checkpoint.save_every_steps=0", "train.steps=2000")
+    run.await_step(3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.output()
+    assert "interrupted after step" in run.output()
+    last = run.metrics()[-1]["step"]
+    assert (run.directory / "checkpoints" / f"global_step_{int(last)}" / "MANIFEST.json").exists()
+    assert run.processes("ray::") == []
+
+
+def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[..., Run], demo: Path) -> None:
+    (demo / "bad.py").write_text("def reward(prompt, response, answer):\n    raise ValueError('no such unit')\n")
+    run = start(f"reward.function={demo / 'bad.py'}:reward")
+    assert run.wait() == 1
+    assert "no such unit" in run.output()
+    assert "Traceback" not in run.output()
+
+
+def test_a_resume_with_another_seed_is_refused(start: Callable[..., Run]) -> None:
+    run = start("train.steps=2", "eval.every_steps=0")
+    assert run.wait() == 0, run.output()
+    again: Any = start("train.steps=4", "resume=true", "seed=7")
+    assert again.wait() == 1
+    assert "with another seed" in again.output()
