@@ -15,18 +15,19 @@ from hwrl.backend import Backend
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
-from hwrl.testing.contracts.comm import CommContract  # noqa: E402 - after its asserts are registered for rewriting
-from hwrl.testing.contracts.device import (  # noqa: E402 - after its asserts are registered for rewriting
+from hwrl.testing.contracts.comm import CommContract  # noqa: E402 - after the line above
+from hwrl.testing.contracts.device import (  # noqa: E402 - after the line above
     CapabilityContract,
     DeviceContract,
     DeviceMapContract,
 )
-from hwrl.testing.contracts.memory import (  # noqa: E402 - after its asserts are registered for rewriting
+from hwrl.testing.contracts.memory import (  # noqa: E402 - after the line above
     DeviceMemoryContract,
     OffloadContract,
     PinnedMemoryContract,
 )
-from hwrl.testing.contracts.plugin import PluginContract  # noqa: E402 - after its asserts are registered for rewriting
+from hwrl.testing.contracts.plugin import PluginContract  # noqa: E402 - after the line above
+from hwrl.testing.contracts.weights import WeightsContract  # noqa: E402 - after the line above
 
 __all__ = [
     "CapabilityContract",
@@ -37,6 +38,7 @@ __all__ = [
     "OffloadContract",
     "PinnedMemoryContract",
     "PluginContract",
+    "WeightsContract",
     "run_kit",
 ]
 

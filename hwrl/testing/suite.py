@@ -35,3 +35,7 @@ class TestOffload(conformance.OffloadContract):
 
 class TestComm(conformance.CommContract):
     """Two processes."""
+
+
+class TestWeights(conformance.WeightsContract):
+    """Weights on the way from one process to another."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 
 import hwrl
 from hwrl.backend import Backend, Capability
-from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.comm import Comm, Group, connect_store
 from hwrl.errors import CommAbortedError, CommTimeoutError, UnsupportedError
+from hwrl.testing.contracts.pair import StoreAddress, need_two_ranks, place
 from hwrl.testing.processes import run_processes
 
 _DTYPES = (
@@ -32,55 +32,37 @@ class CommContract:
 
     @pytest.fixture(autouse=True)
     def _only_where_two_ranks_fit(self, backend: Backend) -> None:
-        support = backend.supports(Capability.SHARED_DEVICE_GROUPS)
-        if backend.device_count() < 2 and not support.usable:
-            pytest.skip(f"needs two devices: {support.reason}")
+        need_two_ranks(backend)
 
     @pytest.fixture
-    def address(self) -> Any:
-        """The address of a store that lives as long as the test."""
-        store = serve_store()
-        return _Address(store)
+    def address(self) -> StoreAddress:
+        """Where the two processes meet."""
+        return StoreAddress()
 
-    def test_collectives_are_right(self, backend: Backend, address: _Address) -> None:
+    def test_collectives_are_right(self, backend: Backend, address: StoreAddress) -> None:
         """Every operation on every usual dtype, 0-d and odd sizes too, bit for bit."""
         assert run_processes(_collect, 2, backend.info.name, str(address)) == [[], []]
 
-    def test_the_default_group_is_torchs(self, backend: Backend, address: _Address) -> None:
+    def test_the_default_group_is_torchs(self, backend: Backend, address: StoreAddress) -> None:
         """What torch itself builds on the default group (DeviceMesh, FSDP2) runs on the backend's library."""
         assert run_processes(_reduce_in_default_group, 2, backend.info.name, str(address)) == [3.0, 3.0]
 
-    def test_an_absent_peer_is_named(self, backend: Backend, address: _Address) -> None:
+    def test_an_absent_peer_is_named(self, backend: Backend, address: StoreAddress) -> None:
         """A group that cannot be complete fails in time, and says who is missing."""
         store = connect_store(str(address))
         with pytest.raises(CommTimeoutError, match=r"did not come within 0\.2 s: 1"):
             Comm(backend).standalone_group(store, rank=0, size=2, name="lonely", timeout_s=0.2)
 
-    def test_abort_ends_what_is_blocked_or_is_refused(self, backend: Backend, address: _Address) -> None:
+    def test_abort_ends_what_is_blocked_or_is_refused(self, backend: Backend, address: StoreAddress) -> None:
         """A receive whose sender never sends ends at once; a backend that cannot do it says so instead."""
         able = backend.supports(Capability.COMM_ABORT).usable
         wanted = [CommAbortedError.__name__ if able else UnsupportedError.__name__, ""]
         assert run_processes(_abort_blocked_receive, 2, backend.info.name, str(address)) == wanted
 
 
-class _Address:
-    def __init__(self, store: Any) -> None:
-        self._store = store  # served while this object lives
-
-    def __str__(self) -> str:
-        return store_address(self._store)
-
-
-def _place(rank: int, name: str) -> Backend:
-    hwrl.set_backend(name)
-    backend = hwrl.get_backend()
-    backend.set_device(rank % backend.device_count())
-    return backend
-
-
 def _group(rank: int, name: str, address: str) -> Group:
     store = connect_store(address)
-    return Comm(_place(rank, name)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
+    return Comm(place(rank, name)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
 
 
 def _collect(rank: int, name: str, address: str) -> list[str]:
@@ -134,7 +116,7 @@ def _reduced(group: Group) -> list[str]:
 
 
 def _reduce_in_default_group(rank: int, name: str, address: str) -> float:
-    backend = _place(rank, name)
+    backend = place(rank, name)
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=30.0):
         total = torch.tensor(float(rank + 1), device=backend.device())
         torch.distributed.all_reduce(total)

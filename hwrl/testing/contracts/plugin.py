@@ -63,7 +63,7 @@ class PluginContract:
 
 
 def _probe(backend: Backend) -> Probed:
-    for probed in Registry(env={}).survey().probed:
+    for probed in Registry(env=dict(os.environ)).survey().probed:
         if probed.plugin.info.name == backend.info.name:
             return probed
     raise AssertionError(f"no installed entry point gives backend {backend.info.name!r}: is its package installed?")
