@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -95,7 +96,14 @@ def _listeners() -> Iterator[tuple[str, int]]:
 def _sockets() -> Iterator[socket.socket]:
     """Yield a duplicate of each internet socket of this process, closed again after its turn."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as mine:
+        try:
+            copy = os.dup(int(name))
+        except OSError:  # closed meanwhile
+            continue
+        if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+            os.close(copy)
+            continue
+        with socket.socket(fileno=copy) as mine:
             if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.type == socket.SOCK_STREAM:
                 yield mine
 

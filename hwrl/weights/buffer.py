@@ -73,6 +73,12 @@ class BroadcastBuffer:
         self._pack(slot, index, tensors)
         return Lease(index, slot.memory[: slab.nbytes], copied=True, _slot=slot, _generation=slot.generation)
 
+    def free_all(self) -> None:
+        """Forget the operations that were under way: their group is closed, and waiting for them would only fail."""
+        for slot in self._slots:
+            if slot is not None:
+                slot.in_use = None
+
     def _as_it_lies(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         tensor = tensors[slab.pieces[0].entry]
         if len(slab.pieces) > 1 or not tensor.is_contiguous() or tensor.device != self._backend.device():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
 
+_log = logging.getLogger("hwrl.weights")
 _ATTEMPTS_WITHOUT_CULPRIT = 3
 _AFTER_FAILURE_S = 5.0  # a live receiver reports a lost transfer within milliseconds; the rest is for a busy machine
 _WATCH_S = 0.5
@@ -35,6 +37,7 @@ class DeviceSender:
         self._group: Group | None = None
         self._group_of: list[int] = []
         self._past: Offer | None = None
+        self._trouble = ""
 
     def publish(self, base: Offer, tensors: Sequence[torch.Tensor], clock: StageClock) -> tuple[int, dict[str, str]]:
         """Send ``tensors`` to each member that lacks the version; return how many have it now, and who was excluded."""
@@ -48,7 +51,7 @@ class DeviceSender:
             fruitless += len(excluded) == blamed
         raise TransferFailedError(
             f"version {base.version} could not be sent",
-            why=f"{fruitless} attempts failed although every receiver answered",
+            why=f"{fruitless} attempts failed although every receiver answered; the last: {self._trouble}",
             fix="look at the connection between the machines; receivers go on with the version that they have",
         )
 
@@ -57,6 +60,7 @@ class DeviceSender:
         if self._group is not None:
             self._group.close()
         self._group = None
+        self._buffer.free_all()
 
     def _offer(self, base: Offer, to: list[int]) -> Offer:
         number = self._board.newest() + 1
@@ -141,10 +145,12 @@ class DeviceSender:
             if vote.startswith("corrupt"):
                 excluded |= self._roster.exclude([member], f"it received other bytes than were sent ({vote})")
         whole = [member for member, vote in votes.items() if vote == "whole"]
-        torn = [member for member, vote in votes.items() if vote.startswith("torn")]
+        torn = {self._roster.members[member]: vote for member, vote in votes.items() if vote.startswith("torn")}
         committed = bool(whole) and not torn
         if not committed:
             self.close()
+            self._trouble = f"the sender's side: {failure}; the receivers' side: {torn}"
+            _log.warning("version %s is sent again; %s", offer.version, self._trouble)
         self._roster.served |= dict.fromkeys(whole if committed else [], offer.version)
         self._board.put_verdict(offer, committed=committed)
         return committed

@@ -1,5 +1,7 @@
 """The promises of hwrl.comm, with real processes."""
 
+import gc
+import os
 import signal
 import threading
 import time
@@ -225,3 +227,17 @@ def test_the_store_helpers_agree() -> None:
     other.set("key", "value")
     assert store.get("key") == b"value"
     assert await_keys(store, ["key", "absent"], timeout_s=0.05) == ("absent",)
+
+
+def test_groups_and_aborts_leave_no_open_files() -> None:
+    store, comm = serve_store(), Comm(CpuBackend(INFO))
+
+    def make_and_close(number: int) -> None:
+        comm.standalone_group(store, rank=0, size=1, name=f"alone {number}").close()
+
+    make_and_close(0)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(1, 6):
+        make_and_close(number)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2

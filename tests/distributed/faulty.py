@@ -1,0 +1,74 @@
+"""Backends that fail on purpose, for tests of what the weight link does then."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Store
+
+from hwrl_cpu import INFO, CpuBackend
+
+
+class FaultyBackend(CpuBackend):
+    """The CPU, whose broadcast number ``at`` (0-based, in each group) goes wrong; ``strikes`` groups are faulty."""
+
+    def __init__(self, *, at: int, strikes: int = 1) -> None:
+        super().__init__(INFO)
+        self.at, self.strikes = at, strikes
+
+    def create_process_group(
+        self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
+    ) -> ProcessGroup:
+        made = super().create_process_group(store, rank=rank, size=size, name=name, timeout=timeout)
+        if self.strikes == 0:
+            return made
+        self.strikes -= 1
+        return _FaultyGroup(self, made)  # type: ignore[return-value]  # it stands in for one
+
+    def abort_process_group(self, group: ProcessGroup) -> None:
+        super().abort_process_group(group.inner if isinstance(group, _FaultyGroup) else group)
+
+    def fail(self, received: torch.Tensor) -> None:
+        """Do the harm, once ``received`` has arrived."""
+        raise NotImplementedError
+
+
+class CorruptingBackend(FaultyBackend):
+    """Flips one bit of what was received."""
+
+    def fail(self, received: torch.Tensor) -> None:
+        received.view(-1).view(torch.uint8)[-1] ^= 4
+
+
+class DyingBackend(FaultyBackend):
+    """Kills its process, as ``kill -9`` would."""
+
+    def fail(self, received: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _FaultyGroup:
+    def __init__(self, backend: FaultyBackend, inner: ProcessGroup) -> None:
+        self.inner = inner
+        self._backend, self._broadcasts = backend, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        work = self.inner.broadcast(tensor, root)
+        self._broadcasts += 1
+        return _FaultyWork(self._backend, work, tensor) if self._broadcasts == self._backend.at + 1 else work
+
+
+class _FaultyWork:
+    def __init__(self, backend: FaultyBackend, work: Any, tensor: torch.Tensor) -> None:
+        self._backend, self._work, self._tensor = backend, work, tensor
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._backend.fail(self._tensor)
