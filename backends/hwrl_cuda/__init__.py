@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import hwrl
-from hwrl.backend import Backend, BackendInfo, DeviceMap, Finding, ProbeContext, ProbeResult
+from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, Finding, ProbeContext, ProbeResult, Support
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PROVEN = (Capability.STREAMS, Capability.PINNED_MEMORY, Capability.MEMORY_STATS)
 
 
 @hwrl.hookimpl
@@ -73,3 +74,8 @@ class CudaBackend(Backend):
     """torch's CUDA device, unchanged; only the way processes are given devices is its own."""
 
     devices = CudaDeviceMap(visible_variable=VISIBLE, ray_resource="GPU")
+
+    def supports(self, capability: Capability) -> Support:
+        if capability in _PROVEN:
+            return Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
+        return super().supports(capability)
