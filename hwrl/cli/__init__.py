@@ -13,6 +13,10 @@ from hwrl.errors import HwrlError
 COMMANDS = ("train", "doctor", "bench", "conformance")
 """Names of the subcommands, and of the modules in this package; a module is imported only when it is asked for."""
 
+_EXTRA_OF = dict.fromkeys(
+    ["matplotlib", "pyarrow", "pydantic", "ray", "rich", "safetensors", "tensorboard", "transformers", "yaml"], "train"
+) | {"pytest": "testing"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 2 wrong usage."""
@@ -22,6 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args)
     except HwrlError as error:
         print(f"hwrl: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA_OF:
+            raise
+        print(f"hwrl: this command needs {error.name}, which is not installed", file=sys.stderr)
+        print(f"  fix: pip install 'hwrl[{_EXTRA_OF[error.name]}]'", file=sys.stderr)
         return 1
     return status
 
