@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,13 @@ def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
 def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
     """Return the model in ``directory``, on the host; DataError if there is none that transformers can read."""
     try:
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as exc:
         raise _not_a_model(directory, exc) from exc
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if not tensor.untyped_storage().resizable():  # mapped from the file, which may change and cannot be offloaded
+            tensor.data = tensor.data.clone()
+    return model
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
@@ -136,7 +137,7 @@ class TrainerParts:
         ranks = config.train.ranks
         self._group: Group | None = None
         if ranks > 1:
-            place = torch.distributed.PrefixStore(f"train/{incarnation}", store)
+            place = PrefixStore(f"train/{incarnation}", store)
             self._group = Comm(backend).init_default(store=place, rank=rank, size=ranks)
         self._engine = _build_train_engine(config, group=self._group)
         self._sender = _build_sender(config, store) if rank == 0 else None

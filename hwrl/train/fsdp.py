@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -92,7 +92,7 @@ class FsdpEngine(TrainEngine):
                 totals[name] = totals.get(name, torch.zeros_like(value)) + value
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.optimizer.step()
-        learning_rate = self.scheduler.get_last_lr()[0]
+        learning_rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         figures = self._mean_over_ranks(totals, tokens)
         return {**figures, "grad_norm": _whole(norm).item(), "learning_rate": learning_rate}
@@ -199,7 +199,7 @@ class FsdpEngine(TrainEngine):
         sums = self._reduce([totals[name].item() for name in names], op="sum")
         return {name: value / tokens for name, value in zip(names, sums, strict=True)}
 
-    def _reduce(self, values: list[float], *, op: str) -> list[float]:
+    def _reduce(self, values: list[float], *, op: Literal["sum", "max"]) -> list[float]:
         if self._group is None:
             return values
         tensor = torch.tensor(values, dtype=torch.float32, device=self._backend.device())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hwrl.rollout.groups import PromptGroup
@@ -23,20 +24,24 @@ def group_advantages(groups: Sequence[PromptGroup], *, estimator: AdvantageName)
     return torch.from_numpy(np.concatenate(per_group).astype(np.float32))
 
 
-def _grpo(rewards: np.ndarray) -> np.ndarray:
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+_Doubles = npt.NDArray[np.float64]
 
 
-def _dr_grpo(rewards: np.ndarray) -> np.ndarray:
-    return rewards - rewards.mean()
+def _grpo(rewards: _Doubles) -> _Doubles:
+    return _dr_grpo(rewards) / (float(rewards.std()) + 1e-6)
 
 
-def _rloo(rewards: np.ndarray) -> np.ndarray:
+def _dr_grpo(rewards: _Doubles) -> _Doubles:
+    centred: _Doubles = rewards - rewards.mean()
+    return centred
+
+
+def _rloo(rewards: _Doubles) -> _Doubles:
     others = max(1, len(rewards) - 1)
-    return (rewards - rewards.mean()) * len(rewards) / others
+    return _dr_grpo(rewards) * (len(rewards) / others)
 
 
-_ESTIMATORS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo}
+_ESTIMATORS: dict[str, Callable[[_Doubles], _Doubles]] = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo}
 
 
 @dataclass(frozen=True)
