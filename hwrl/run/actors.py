@@ -133,12 +133,18 @@ class RemoteLedger:
 class RolloutActor:
     """One rollout replica. ``run`` occupies a thread of its own until ``stop``."""
 
-    def __init__(self, config: Config, *, backend: str, replica: str, store_address: str, ledger: Any) -> None:
+    def __init__(
+        self, config: Config, *, backend: str, replica: str, seed: int, store_address: str, ledger: Any
+    ) -> None:
         from hwrl.run.build import build_rollouter, evaluation_prompts, prepare_process
 
         prepare_process(backend, threads=config.rollout.threads)
         self._rollouter = build_rollouter(
-            config, replica=replica, store_address=store_address, ledger=RemoteLedger(ledger, replica=replica)
+            config,
+            replica=replica,
+            seed=seed,
+            store_address=store_address,
+            ledger=RemoteLedger(ledger, replica=replica),
         )
         self._evaluation_prompts = evaluation_prompts(config)
         self._stop = threading.Event()

@@ -48,11 +48,11 @@ def evaluation_prompts(config: Config) -> list[Prompt]:
     return _prompts(config, config.data.eval)[: config.eval.prompts]
 
 
-def build_rollouter(config: Config, *, replica: str, store_address: str, ledger: LedgerClient) -> Rollouter:
+def build_rollouter(config: Config, *, replica: str, seed: int, store_address: str, ledger: LedgerClient) -> Rollouter:
     """Return a rollouter that waits for its first weights; it never reads the training model's weights."""
     tokenizer = load_tokenizer(config.model.path)
     return Rollouter(
-        _build_rollout_engine(config, tokenizer, replica=replica),
+        _build_rollout_engine(config, tokenizer, seed=seed),
         ledger=ledger,
         prompts=PromptStream(_prompts(config, config.data.train), seed=config.seed),
         reward=load_reward(config.reward.function),
@@ -101,7 +101,7 @@ def _prompts(config: Config, path: Path) -> list[Prompt]:
     )
 
 
-def _build_rollout_engine(config: Config, tokenizer: Any, *, replica: str) -> RolloutEngine:
+def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
     if config.rollout.engine != "embedded":
         raise _no_engine("rollout.engine", config.rollout.engine, known="embedded")
     model = build_model(config.model.path, dtype=_dtype(config)).to(get_backend().device())
@@ -110,7 +110,7 @@ def _build_rollout_engine(config: Config, tokenizer: Any, *, replica: str) -> Ro
         eos_ids=_end_ids(model, tokenizer),
         max_running=config.rollout.max_running,
         max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        seed=config.seed * 1000 + sum(replica.encode()),
+        seed=seed,
     )
 
 

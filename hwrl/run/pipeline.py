@@ -105,8 +105,8 @@ class Pipeline:
         started_s = time.perf_counter()
         self._ledger = ray.remote(LedgerActor).options(num_cpus=0).remote(self._config)
         self._launch_trainers()
-        for _ in range(self._config.rollout.replicas):
-            self._launch_replica()
+        for index in range(self._config.rollout.replicas):
+            self._launch_replica(f"replica-{index}")
         self._restore(resume=self._config.resume)
         self._await_joining()
         self._publish()
@@ -131,9 +131,11 @@ class Pipeline:
             for rank in range(self._config.train.ranks)
         ]
 
-    def _launch_replica(self) -> None:
-        name = f"replica-{self._replica_starts}"
-        self._replica_starts += 1
+    def _launch_replica(self, name: str) -> None:
+        """Start the replica ``name``. One that takes a dead namesake's place also ends the wait for that one's part
+        in a weight transfer.
+        """
+        start, self._replica_starts = self._replica_starts, self._replica_starts + 1
         actor = (
             ray.remote(RolloutActor)
             .options(max_concurrency=4, **self._backend.devices.ray_options(1))
@@ -141,6 +143,7 @@ class Pipeline:
                 self._config,
                 backend=self._backend.info.name,
                 replica=name,
+                seed=self._config.seed * 1000 + start,
                 store_address=self._store_address,
                 ledger=self._ledger,
             )
@@ -269,7 +272,7 @@ class Pipeline:
         if self._evaluating is not None:
             self._evaluating = None
             self._view.say("an evaluation was lost with the replica")
-        self._launch_replica()
+        self._launch_replica(name)
 
     def _recover_trainers(self, cause: RayActorError) -> None:
         reason = str(cause).splitlines()[0]
