@@ -8,8 +8,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from hwrl import errors
 from hwrl.comm import await_keys
-from hwrl.errors import CheckpointSaveError, HwrlError
+from hwrl.errors import CheckpointError, HwrlError
 
 
 class Agreement:
@@ -27,8 +28,8 @@ class Agreement:
     def decide(self, part: Callable[[], Any], choose: Callable[[list[Any]], Any]) -> Any:
         """Run ``part`` on every rank, then ``choose`` on rank 0 with the results by rank; return what it returned.
 
-        An error of any rank, or of ``choose``, is raised on all: as it is where it happened, elsewhere as
-        :class:`~hwrl.errors.CheckpointSaveError` with its text.
+        An error of any rank, or of ``choose``, is raised on all: as it is where it happened, elsewhere with its class
+        and text if it is hwrl's, as :class:`~hwrl.errors.CheckpointError` if it is foreign.
         """
         if self._store is None:
             return choose([part()])
@@ -65,7 +66,7 @@ class Agreement:
         missing = await_keys(store, keys, timeout_s=timeout_s)
         if missing:
             ranks = ", ".join(key.removeprefix("part").replace("chosen", "0") for key in missing)
-            raise CheckpointSaveError(
+            raise CheckpointError(
                 f"no answer from rank {ranks} of {self.size}",
                 why=f"waited for {timeout_s:g} s",
                 fix="look at that rank's log; restart the run if it died",
@@ -88,8 +89,8 @@ class _Attempt:
         if error is None:
             return {"value": self.value}
         if isinstance(error, HwrlError):
-            return {"error": [error.what, error.why, error.fix]}
-        return {"error": [f"{type(error).__name__}: {error}", "", ""]}
+            return {"error": [type(error).__name__, error.what, error.why, error.fix]}
+        return {"error": ["CheckpointError", f"{type(error).__name__}: {error}", "", ""]}
 
 
 def _attempt(action: Callable[[], Any]) -> _Attempt:
@@ -102,6 +103,6 @@ def _attempt(action: Callable[[], Any]) -> _Attempt:
 def _value_of(message: dict[str, Any], *, of_rank: int | None = None) -> Any:
     if "error" not in message:
         return message["value"]
-    what, why, fix = message["error"]
-    where = "" if of_rank is None else f"rank {of_rank}: "
-    raise CheckpointSaveError(f"{where}{what}", why=why, fix=fix)
+    name, what, why, fix = message["error"]
+    kind: type[HwrlError] = getattr(errors, name, CheckpointError)
+    raise kind(what if of_rank is None else f"rank {of_rank}: {what}", why=why, fix=fix)

@@ -23,7 +23,7 @@ from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome
 from hwrl.checkpoint.layout import LAYOUT_NAME, decode_plan, decode_result, encode_entry, encode_plan
 from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hwrl.errors import CheckpointSaveError
+from hwrl.errors import CheckpointSaveError, HwrlError
 
 EXTRA_NAME = "extra.json"
 EXPORT_NAME = "hf"
@@ -63,12 +63,12 @@ class Saver:
             self.agreement.decide(
                 lambda: self._write(job, draft, chosen), lambda parts: self._commit(job, draft, parts)
             )
-        except OSError as exc:
-            self._clean_up()
-            raise _failed(job.step, f"{exc.strerror}: {exc.filename}") from exc
-        except Exception:
+        except CheckpointSaveError:
             self._clean_up()
             raise
+        except Exception as exc:  # the disk, a peer, the caller's export: whatever it was, this save did not commit
+            self._clean_up()
+            raise _failed(job.step, _reason(exc)) from exc
 
     def _open(self, job: SaveJob, offers: list[dict[str, Any]]) -> dict[str, Any]:
         assert self.home is not None, "rank 0 decides"
@@ -177,6 +177,10 @@ def _manifest(job: SaveJob, draft: Path, files: Mapping[str, FileRecord], *, wor
         versions={"hwrl": hwrl.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
         files=files,
     )
+
+
+def _reason(exc: Exception) -> str:
+    return f"{exc.what}; {exc.why}" if isinstance(exc, HwrlError) else f"{type(exc).__name__}: {exc}"
 
 
 def _failed(step: int, why: str) -> CheckpointSaveError:

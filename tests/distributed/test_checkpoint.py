@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
+from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
 
@@ -83,9 +83,7 @@ def _resume_and_train(group: Group | None, directory: Path) -> list[float]:
     return [training.step() for _ in range(3)]
 
 
-def _save_on_two(rank: int, address: str, directory: Path, async_save: bool) -> list[float]:
-    with _group(rank, address) as group:
-        return _train_and_save(group, directory, async_save=async_save)
+MODES = {"sync": False, "async": True}
 
 
 def _resume_on_two(rank: int, address: str, directory: Path) -> list[float]:
@@ -93,18 +91,28 @@ def _resume_on_two(rank: int, address: str, directory: Path) -> list[float]:
         return _resume_and_train(group, directory)
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_two_ranks_save_and_two_or_one_resume(tmp_path: Path, async_save: bool) -> None:
+def _save_and_resume_on_two(rank: int, address: str, directory: Path) -> dict[str, list[list[float]]]:
+    with _group(rank, address) as group:
+        return {
+            name: [
+                _train_and_save(group, directory / name, async_save=async_save),
+                _resume_and_train(group, directory / name),
+            ]
+            for name, async_save in MODES.items()
+        }
+
+
+def test_two_ranks_save_and_two_or_one_resume(tmp_path: Path) -> None:
     store = serve_store()
-    losses = run_processes(_save_on_two, 2, store_address(store), tmp_path, async_save)
-    assert losses[0] == losses[1]
-    info = find_checkpoints(tmp_path)[0][0]
-    assert info.manifest.world_size == 2
-    assert {"__0_0.distcp", "__1_0.distcp"} <= set(info.manifest.files)
-    assert (info.path / "hf" / "rank.txt").read_text() == "0"
-    store = serve_store()
-    assert run_processes(_resume_on_two, 2, store_address(store), tmp_path) == losses
-    assert _resume_and_train(None, tmp_path) == pytest.approx(losses[0], rel=1e-5)
+    here, there = run_processes(_save_and_resume_on_two, 2, store_address(store), tmp_path)
+    assert here == there
+    for name, (trained, resumed) in here.items():
+        assert resumed == trained
+        assert _resume_and_train(None, tmp_path / name) == pytest.approx(trained, rel=1e-5)
+        info = find_checkpoints(tmp_path / name)[0][0]
+        assert info.manifest.world_size == 2
+        assert {"__0_0.distcp", "__1_0.distcp"} <= set(info.manifest.files)
+        assert (info.path / "hf" / "rank.txt").read_text() == "0"
 
 
 def test_one_rank_saves_and_two_resume(tmp_path: Path) -> None:
@@ -126,28 +134,33 @@ class FullDisk(DurableFS):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def _fill_the_disk(rank: int, address: str, directory: Path, async_save: bool) -> list[str]:
+def _fill_the_disk(rank: int, address: str, directory: Path) -> dict[str, list[str]]:
     with _group(rank, address) as group:
-        manager = CheckpointManager(directory, async_save=async_save, group=group, backend=BACKEND, fs=FullDisk(1))
-        reasons: list[str] = []
         state = Training(group, seed=0).state()
+        return {name: _errors_of_three_saves(group, directory / name, state, mode) for name, mode in MODES.items()}
+
+
+def _errors_of_three_saves(group: Group, directory: Path, state: dict[str, Any], async_save: bool) -> list[str]:
+    reasons: list[str] = []
+    with CheckpointManager(directory, async_save=async_save, group=group, backend=BACKEND, fs=FullDisk(1)) as manager:
         for step in (1, 2, 3):
             try:
                 manager.save(step, state)
                 manager.wait()
             except CheckpointSaveError as exc:
-                reasons.append(f"{step}: {exc}")
-        manager.close()
-        return reasons
+                reasons.append(str(exc))
+    return reasons
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_path: Path, async_save: bool) -> None:
+def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_path: Path) -> None:
     store = serve_store()
-    for reasons in run_processes(_fill_the_disk, 2, store_address(store), tmp_path, async_save):
-        assert len(reasons) == 1 and reasons[0].startswith("2:") and "No space left" in reasons[0]
-    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [1, 3]
-    assert not list(tmp_path.glob(".tmp*"))
+    here, there = run_processes(_fill_the_disk, 2, store_address(store), tmp_path)
+    for name in MODES:
+        assert len(here[name]) == len(there[name]) == 1, "step 2 only"
+        assert "step 2 was not saved\n  why: rank 1: OSError: [Errno 28]" in here[name][0]
+        assert "step 2 was not saved\n  why: OSError: [Errno 28]" in there[name][0]
+        assert [info.step for info in find_checkpoints(tmp_path / name)[0]] == [1, 3]
+        assert not list((tmp_path / name).glob(".tmp*"))
 
 
 def _disagree(rank: int, address: str, directory: Path) -> list[str]:
@@ -159,7 +172,7 @@ def _disagree(rank: int, address: str, directory: Path) -> list[str]:
             try:
                 if step is not None:
                     manager.save(step, {"weight": torch.ones(2)})
-            except CheckpointError as exc:
+            except CheckpointSaveError as exc:
                 texts.append(str(exc))
         group.barrier()
         manager.close()
@@ -175,38 +188,35 @@ def test_ranks_at_different_steps_and_a_missing_rank_are_named(tmp_path: Path) -
     assert find_checkpoints(tmp_path) == ([], [])
 
 
-def _resume_damaged(rank: int, address: str, directory: Path) -> str:
-    with _group(rank, address) as group, CheckpointManager(directory, group=group, backend=BACKEND) as manager:
-        try:
-            manager.resume(Training(group, seed=0).state())
-        except CheckpointError as exc:
-            return f"{type(exc).__name__}: {exc}"
-    return "resumed"
+def _resume_refused(rank: int, address: str, directories: list[Path]) -> list[str]:
+    texts: list[str] = []
+    with _group(rank, address) as group:
+        state = Training(group, seed=0).state()
+        for directory in directories:
+            try:
+                with CheckpointManager(directory, group=group, backend=BACKEND) as manager:
+                    manager.resume(state)
+            except CheckpointError as exc:
+                texts.append(f"{type(exc).__name__}: {exc}")
+    return texts
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])  # the first and the second rank's share
-def test_a_damaged_file_is_found_whichever_rank_reads_it(tmp_path: Path, name: str) -> None:
-    _train_and_save(None, tmp_path, async_save=False)
-    path = tmp_path / "global_step_2" / name
+def _damage(directory: Path, name: str) -> Path:
+    _train_and_save(None, directory, async_save=False)
+    path = directory / "global_step_2" / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
+    return directory
+
+
+def test_all_ranks_raise_the_same_whichever_of_them_finds_the_reason(tmp_path: Path) -> None:
+    first, second = (_damage(tmp_path / name, name) for name in (".metadata", "__0_0.distcp"))  # of each rank's share
+    owned = tmp_path / "owned"
     store = serve_store()
-    for text in run_processes(_resume_damaged, 2, store_address(store), tmp_path):
-        assert CheckpointNotFoundError.__name__ in text and name in text
-
-
-def _open_second(rank: int, address: str, directory: Path) -> str:
-    with _group(rank, address) as group:
-        try:
-            CheckpointManager(directory, group=group, backend=BACKEND)
-        except CheckpointError as exc:
-            return str(exc)
-    return "opened"
-
-
-def test_all_ranks_hear_that_the_directory_has_a_writer(tmp_path: Path) -> None:
-    store = serve_store()
-    with CheckpointManager(tmp_path, backend=BACKEND):
-        for text in run_processes(_open_second, 2, store_address(store), tmp_path):
-            assert "already has a writer" in text and f'"pid": {os.getpid()}' in text
+    with CheckpointManager(owned, backend=BACKEND):
+        results = run_processes(_resume_refused, 2, store_address(store), [first, second, owned])
+    for texts in results:
+        assert texts[0].startswith("CheckpointNotFoundError") and ".metadata does not match" in texts[0]
+        assert texts[1].startswith("CheckpointNotFoundError") and "__0_0.distcp does not match" in texts[1]
+        assert texts[2].startswith("CheckpointError") and f'"pid": {os.getpid()}' in texts[2]

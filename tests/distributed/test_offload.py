@@ -21,9 +21,9 @@ def _model() -> nn.Sequential:
 
 def _sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
     model, mesh = _model(), init_device_mesh("cpu", (2,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)  # the last layer is the root's own
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

@@ -254,6 +254,20 @@ def test_offloaded_state_is_refused_instead_of_read(tmp_path: Path) -> None:
             opened.resume(state)
 
 
+def _export_badly(directory: Path) -> None:
+    (directory / "inner").mkdir()
+    (directory / "inner" / "link").symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize(("export", "why"), [(_export_badly, "symbolic link: link"), (lambda hf: 1 / 0, "ZeroDivis")])
+def test_an_export_that_fails_leaves_the_directory_as_it_was(tmp_path: Path, export: Any, why: str) -> None:
+    with manager(tmp_path) as opened:
+        with pytest.raises(CheckpointSaveError, match=why):
+            opened.save(1, small(1), export=export)
+        assert [path.name for path in tmp_path.iterdir()] == [".hwrl.lock"]
+        opened.save(1, small(1))
+
+
 def test_keeping_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_ckpt_to_keep=0"):
         manager(tmp_path, max_ckpt_to_keep=0)

@@ -184,16 +184,18 @@ def test_no_pickle_in_torchs_metadata_is_executed(tmp_path: Path) -> None:
     assert state["count"] == 2 and not bomb.exists()
 
 
-def test_no_pickle_in_the_data_is_executed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["weight", "count"])
+def test_no_pickle_in_the_data_is_executed(tmp_path: Path, name: str) -> None:
     _saved(tmp_path)
     step, bomb = tmp_path / "global_step_2", tmp_path / "exploded"
     torch.save(_Bomb(bomb), step / "bomb")
-    payload = (step / "bomb").read_bytes()
+    good, payload = (step / "__0_0.distcp").read_bytes(), (step / "bomb").read_bytes()
     (step / "bomb").unlink()
     entries = json.loads((step / "layout.json").read_text())
     for entry in entries:
-        entry.update(start=0, nbytes=len(payload))
-    _plant(step, "__0_0.distcp", payload)
+        if entry["name"] == name:
+            entry.update(start=len(good), nbytes=len(payload))
+    _plant(step, "__0_0.distcp", good + payload)
     _plant(step, "layout.json", json.dumps(entries).encode())
     with (
         CheckpointManager(tmp_path, backend=BACKEND) as manager,

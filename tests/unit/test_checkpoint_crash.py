@@ -113,4 +113,5 @@ def test_a_failing_disk_leaves_the_previous_one_and_the_next_save_works(tmp_path
         newest = manager.latest()
         assert newest is not None and newest.step == (2 if number >= COMMITTED_FROM else 1)
         assert not fs.armed
+        assert not list(home.glob(".tmp_global_step*")), "nothing is left to the next start"
     _check_recovery(home, oldest=1)
