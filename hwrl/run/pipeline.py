@@ -114,6 +114,8 @@ class Pipeline:
             f"hwrl on {self._backend.info.name}: {len(self._trainers)} trainer rank(s), {len(self._replicas)} rollout "
             f"replica(s), ready after {time.perf_counter() - started_s:.1f} s; run directory {self._config.dir}"
         )
+        assert self._report is not None  # _restore opened it
+        self._report.start_clock()
 
     def _launch_trainers(self) -> None:
         options = self._backend.devices.ray_options(1)

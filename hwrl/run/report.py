@@ -18,8 +18,8 @@ Figures = dict[str, float]
 class RunReport:
     """Writes the run directory's files, a line a step; with ``resume_step`` it first drops what came after that step.
 
-    ``metrics.jsonl`` has one JSON object a training step, with ``step``, ``time_s`` (seconds of running, resumes
-    added up) and the step's figures; ``trained_prompts.jsonl`` the sequence numbers that the step trained on.
+    ``metrics.jsonl`` has one JSON object a training step, with ``step``, ``time_s`` (seconds since everything was
+    up, resumes added up) and the step's figures; ``trained_prompts.jsonl`` the sequence numbers that the step trained on.
     """
 
     def __init__(self, directory: Path, *, resume_step: int = 0) -> None:
@@ -34,6 +34,10 @@ class RunReport:
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
         self._metrics = (directory / METRICS).open("a", encoding="utf-8")
         self._prompts = (directory / PROMPTS).open("a", encoding="utf-8")
+
+    def start_clock(self) -> None:
+        """Count ``time_s`` from now: everything is up, and what came before was not training."""
+        self._started_s = time.perf_counter()
 
     def add(self, step: int, figures: Mapping[str, float], *, prompts: list[int]) -> Figures:
         """Record a training step; return the line that was written."""
