@@ -1,6 +1,6 @@
 # Needs python3 (3.11 or newer) with venv and pip, and make. Everything is installed into .venv.
 PYTHON ?= python3
-PIP := .venv/bin/python -m pip --disable-pip-version-check --quiet
+PIP := .venv/bin/python -m pip --disable-pip-version-check -qq
 INSTALLED := .venv/installed
 
 .PHONY: help install check test clean
