@@ -36,6 +36,13 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> floa
     return float(loss.detach())
 
 
+def _held_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of this rank's shards, which are not what the model shows while it is gathered."""
+    with torch.no_grad():
+        shards = [one.to_local() for group in optimizer.param_groups for one in group["params"]]
+    return sum(shard.untyped_storage().nbytes() for shard in shards)
+
+
 def _train(rank: int, address: str) -> dict[str, object]:
     with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=2):
         plain, moved = _sharded(), _sharded()
@@ -48,12 +55,13 @@ def _train(rank: int, address: str) -> dict[str, object]:
                 before = BACKEND.memory_info().allocated_nbytes
                 offloader.offload()
                 freed = before - BACKEND.memory_info().allocated_nbytes
+                left = _held_nbytes(moved[1])
                 with offloader.loaded():
                     losses.append((_step(*moved, rank), _step(*plain, rank)))
             offloader.load()
             offloader.offload()
             offloader.load()
-            return {"losses": losses, "freed": freed, "unchanged": offloader.offload().nbytes}
+            return {"losses": losses, "freed": freed, "left": left, "unchanged": offloader.offload().nbytes}
 
 
 def test_fsdp2_trains_bit_equal_with_offload_between_steps() -> None:
@@ -61,5 +69,6 @@ def test_fsdp2_trains_bit_equal_with_offload_between_steps() -> None:
     nbytes = 3 * 4 * (WIDTH * WIDTH + WIDTH) * 3 // 2  # parameters and two moments, half on each rank
     for result in run_processes(_train, 2, store_address(store)):
         assert all(one == other for one, other in result["losses"])
+        assert result["left"] == 0
         assert result["freed"] > 0.95 * nbytes
         assert result["unchanged"] == 0
