@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -89,14 +89,33 @@ def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tupl
     Asks again and again, because ``Store.wait`` locks the client for other threads and logs each timeout.
     """
     begin = time.monotonic()
-    missing = [key for key in keys if not store.check([key])]
-    while missing:
-        passed_s = time.monotonic() - begin
-        if passed_s >= timeout_s:
-            break
-        time.sleep(_POLL_S[0] if passed_s < 0.05 else _POLL_S[1])
-        missing = [key for key in missing if not store.check([key])]
+    with store_failures():
+        missing = [key for key in keys if not store.check([key])]
+        while missing:
+            passed_s = time.monotonic() - begin
+            if passed_s >= timeout_s:
+                break
+            time.sleep(_POLL_S[0] if passed_s < 0.05 else _POLL_S[1])
+            missing = [key for key in missing if not store.check([key])]
     return tuple(missing)
+
+
+@contextlib.contextmanager
+def store_failures() -> Iterator[None]:
+    """Raise PeerLostError for what torch raises when a store cannot be reached."""
+    try:
+        yield
+    except dist.DistError as exc:
+        raise PeerLostError(
+            "the store cannot be reached", why=_first_line(exc), fix="is the process alive that serves it?"
+        ) from exc
+
+
+def clone_store(store: Store) -> Store:
+    """Return another connection to ``store``'s server."""
+    with store_failures():
+        cloned: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+    return cloned
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hwrl.comm import await_keys
+from hwrl.comm import await_keys, clone_store, store_failures
 from hwrl.errors import TransferFailedError
 from hwrl.weights.layout import WeightLayout
 
@@ -50,6 +50,7 @@ class Offer:
         return offer
 
 
+_ABSENT = "\x01"  # a value that is never written; compare_set returns it for a missing key, and writes nothing
 _SAMPLE = Offer(number=0, epoch=0, version=0, transport="", layout="")
 
 
@@ -57,40 +58,42 @@ class Board:
     """The notes of the link ``name`` in ``store``."""
 
     def __init__(self, store: Store, *, name: str) -> None:
-        self.store: Store = PrefixStore(f"weights/{name}", store)
+        # A connection of its own: a client that waits is locked for other threads, and making a group waits.
+        self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
+        self._notes = _Notes(self.store)
         self.name = name
 
     # -- the sender writes --------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> int:
         """Count one more sender of this link and return its number; the earlier ones are thereby deposed."""
-        return self.store.add("epochs", 1)
+        return self._notes.add("epochs", 1)
 
     def epoch(self) -> int:
         """Return the newest sender's number, 0 before there was one."""
-        return self.store.add("epochs", 0)
+        return self._notes.add("epochs", 0)
 
     def put_layout(self, layout: WeightLayout) -> None:
         """Make ``layout`` known under its hash."""
-        self.store.set(f"layout/{layout.hash}", layout.to_json())
+        self._notes.set(f"layout/{layout.hash}", layout.to_json())
 
     def put_offer(self, offer: Offer) -> None:
         """Publish ``offer``; receivers see all of it or nothing."""
-        self.store.set(f"offer/{offer.number}", json.dumps(asdict(offer)))
-        self.store.add("offers", 1)
+        self._notes.set(f"offer/{offer.number}", json.dumps(asdict(offer)))
+        self._notes.add("offers", 1)
 
     def say_go(self, offer: Offer, *, go: bool) -> None:
         """Tell the receivers that all are here, or that the offer is withdrawn."""
-        self.store.set(f"go/{offer.number}", "go" if go else "withdrawn")
+        self._notes.set(f"go/{offer.number}", "go" if go else "withdrawn")
 
     def put_verdict(self, offer: Offer, *, committed: bool) -> None:
         """Tell the receivers how the transfer ended; if it did not commit, another offer follows."""
-        self.store.set(f"verdict/{offer.number}", "committed" if committed else "again")
+        self._notes.set(f"verdict/{offer.number}", "committed" if committed else "again")
 
     def exclude(self, member: int, why: str) -> None:
         """Strike a receiver off; it reads ``why``."""
-        self.store.set(f"excluded/{member}", why)
-        self.store.delete_key(f"join/{member}")
+        self._notes.set(f"excluded/{member}", why)
+        self._notes.delete(f"join/{member}")
 
     def absent(self, offer: Offer, members: Collection[int], *, note: str, timeout_s: float) -> list[int]:
         """Wait for each member's ``note`` ("here" or "vote") and return those which did not write it in time."""
@@ -99,49 +102,49 @@ class Board:
 
     def vote(self, offer: Offer, member: int) -> str:
         """Return what a member that is not absent voted."""
-        return self.store.get(f"vote/{offer.number}/{member}").decode()
+        return (self._notes.get(f"vote/{offer.number}/{member}") or b"").decode()
 
     def join_counts(self) -> tuple[int, int]:
         """Return how many requests to join are complete, and the newest number that was given out."""
-        return self.store.add("joins", 0), self.store.add("numbers", 0)
+        return self._notes.add("joins", 0), self._notes.add("numbers", 0)
 
     def replica(self, member: int) -> str | None:
         """Return the replica's name under which a receiver joined, or None if it has not or no longer wants to."""
-        found = self._get(f"join/{member}")
+        found = self._notes.get(f"join/{member}")
         return None if found is None else found.decode()
 
     def forget(self, offer: Offer) -> None:
         """Delete the notes of an offer that no receiver waits for any more."""
         notes = [f"{note}/{offer.number}/{member}" for note in ("here", "vote") for member in offer.to]
         for key in [*notes, f"go/{offer.number}", f"verdict/{offer.number}", f"offer/{offer.number}"]:
-            self.store.delete_key(key)
+            self._notes.delete(key)
 
     # -- the receivers write ------------------------------------------------------------------------------------
 
     def join(self, replica: str) -> int:
         """Ask to be sent versions; return the number under which this receiver is known from now on."""
-        number = self.store.add("numbers", 1)
-        self.store.set(f"join/{number}", replica)
-        self.store.add("joins", 1)
+        number = self._notes.add("numbers", 1)
+        self._notes.set(f"join/{number}", replica)
+        self._notes.add("joins", 1)
         return number
 
     def leave(self, member: int) -> None:
         """Take the request to join back."""
-        self.store.delete_key(f"join/{member}")
+        self._notes.delete(f"join/{member}")
 
     def say(self, offer: Offer, member: int, *, note: str, text: str) -> None:
         """Write this receiver's ``note`` ("here" or "vote") on an offer."""
-        self.store.set(f"{note}/{offer.number}/{member}", text)
+        self._notes.set(f"{note}/{offer.number}/{member}", text)
 
     # -- both read ----------------------------------------------------------------------------------------------
 
     def newest(self) -> int:
         """Return the newest offer's number, 0 before there was one. One short round trip."""
-        return self.store.add("offers", 0)
+        return self._notes.add("offers", 0)
 
     def offer(self, number: int) -> Offer | None:
         """Return offer ``number``, or None if it was forgotten."""
-        text = self._get(f"offer/{number}")
+        text = self._notes.get(f"offer/{number}")
         return None if text is None else Offer.read(text)
 
     def await_offer(self, number: int, *, timeout_s: float) -> None:
@@ -150,23 +153,45 @@ class Board:
 
     def await_note(self, offer: Offer, note: str, *, timeout_s: float) -> bytes | None:
         """Block until the sender's ``note`` ("go" or "verdict") on ``offer`` is there; None after ``timeout_s``."""
-        missing = await_keys(self.store, [f"{note}/{offer.number}"], timeout_s=timeout_s)
-        return None if missing else self.store.get(f"{note}/{offer.number}")
+        await_keys(self.store, [f"{note}/{offer.number}"], timeout_s=timeout_s)
+        return self._notes.get(f"{note}/{offer.number}")
 
     def excluded(self, member: int) -> str | None:
         """Return why a receiver was excluded, or None if it was not."""
-        found = self._get(f"excluded/{member}")
+        found = self._notes.get(f"excluded/{member}")
         return None if found is None else found.decode()
 
     def layout(self, offer: Offer) -> WeightLayout:
         """Return the layout that ``offer`` follows; raises LayoutMismatchError if it is malformed or another one."""
-        layout = WeightLayout.from_json(self.store.get(f"layout/{offer.layout}"))
+        layout = WeightLayout.from_json(self._notes.get(f"layout/{offer.layout}") or b"")
         if layout.hash != offer.layout:
             raise _unreadable("a layout", layout.hash.encode())
         return layout
 
-    def _get(self, key: str) -> bytes | None:
-        return self.store.get(key) if self.store.check([key]) else None
+
+class _Notes:
+    """A store's keys, none of whose operations waits for a key; a lost store is a PeerLostError."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def add(self, key: str, number: int) -> int:
+        with store_failures():
+            return self._store.add(key, number)
+
+    def set(self, key: str, value: str) -> None:
+        with store_failures():
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value, or None if there is none. One round trip, and no wait if the key is deleted meanwhile."""
+        with store_failures():
+            found = self._store.compare_set(key, _ABSENT, _ABSENT)
+        return None if found == _ABSENT.encode() else found
+
+    def delete(self, key: str) -> None:
+        with store_failures():
+            self._store.delete_key(key)
 
 
 def checked_metadata(metadata: Metadata | None) -> dict[str, str | int | float]:
