@@ -14,6 +14,7 @@ from hwrl.errors import DataError
 
 def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
     """Return the model that ``directory`` describes, with random weights: reads its configuration and nothing else."""
+    _require_directory(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as exc:
@@ -23,6 +24,7 @@ def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
 
 def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
     """Return the model in ``directory``, on the host; DataError if there is none that transformers can read."""
+    _require_directory(directory)
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as exc:
@@ -35,6 +37,7 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
 
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer in ``directory``; DataError if there is none that transformers can read."""
+    _require_directory(directory)
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as exc:
@@ -43,6 +46,13 @@ def load_tokenizer(directory: Path) -> Any:
             why=str(exc).splitlines()[0],
             fix="put the model's tokenizer files into the directory",
         ) from exc
+
+
+def _require_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise DataError(
+            f"there is no directory {directory}", why="models are read from the disk only", fix="correct model.path"
+        )
 
 
 def _not_a_model(directory: Path, exc: Exception) -> DataError:

@@ -131,11 +131,13 @@ class RemoteLedger:
 
 
 class RolloutActor:
-    """One rollout replica. ``run`` occupies a thread of its own until ``stop``."""
+    """One rollout replica: ``set_up``, then ``run``, which occupies a thread of its own until ``stop``."""
 
-    def __init__(
-        self, config: Config, *, backend: str, replica: str, seed: int, store_address: str, ledger: Any
-    ) -> None:
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+
+    def set_up(self, config: Config, *, backend: str, replica: str, seed: int, store_address: str, ledger: Any) -> None:
+        """Build the replica, which then waits for weights. (Errors of an actor's ``__init__`` come out worse.)"""
         from hwrl.run.build import build_rollouter, evaluation_prompts, prepare_process
 
         prepare_process(backend, threads=config.rollout.threads)
@@ -147,10 +149,6 @@ class RolloutActor:
             ledger=RemoteLedger(ledger, replica=replica),
         )
         self._evaluation_prompts = evaluation_prompts(config)
-        self._stop = threading.Event()
-
-    def ready(self) -> None:
-        """Return when the replica is built and waits for weights."""
 
     def run(self) -> None:
         """Roll out until ``stop``."""
@@ -160,48 +158,21 @@ class RolloutActor:
         """Return an :class:`~hwrl.rollout.rollouter.Evaluation` with the weights that are there when it begins."""
         return self._rollouter.evaluate(self._evaluation_prompts).result()
 
-    def stats(self) -> dict[str, float]:
-        """Return the running totals."""
-        return self._rollouter.stats()
-
     def stop(self) -> None:
         """Make ``run`` return."""
         self._stop.set()
 
 
 class TrainActor:
-    """One rank of the trainer, with the sender of the weights on rank 0 and its share of the checkpoints."""
+    """One rank of the trainer: ``set_up``, then calls of :class:`~hwrl.run.build.TrainerParts`."""
 
-    def __init__(self, config: Config, *, backend: str, rank: int, store_address: str, incarnation: int) -> None:
+    def set_up(self, config: Config, *, backend: str, rank: int, store_address: str, incarnation: int) -> None:
+        """Build this rank; on several ranks, all must be set up at the same time."""
         from hwrl.run.build import TrainerParts, prepare_process
 
         prepare_process(backend, threads=config.train.threads)
         self._parts = TrainerParts(config, rank=rank, store_address=store_address, incarnation=incarnation)
 
-    def resume(self) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint; return what it says, or None if there is none."""
-        return self._parts.resume()
-
-    def publish(self) -> dict[str, float]:
-        """Publish the current weights, again or for the first time."""
-        return self._parts.publish()
-
-    def joiners(self) -> tuple[str, ...]:
-        """Return the replicas that have joined and wait for weights; rank 0 knows them."""
-        return self._parts.joiners()
-
-    def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
-        """Train on ``groups``; publish if it is time."""
-        return self._parts.step(groups)
-
-    def save(self, ledger: dict[str, Any]) -> dict[str, float]:
-        """Save a checkpoint of this moment, the ledger's state included."""
-        return self._parts.save(ledger)
-
-    def export(self) -> None:
-        """Write the trained model to the run directory's ``model/``, for transformers."""
-        self._parts.export()
-
-    def close(self) -> None:
-        """Wait for a save in the background, raise if it failed, and release everything."""
-        self._parts.close()
+    def call(self, method: str, *args: Any) -> Any:
+        """Call ``method`` of this rank's parts."""
+        return getattr(self._parts, method)(*args)

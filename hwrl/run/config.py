@@ -286,11 +286,17 @@ def _describe(error: Any) -> str:
     place = ".".join(str(part) for part in error["loc"])
     if error["type"] != "extra_forbidden":
         return f"{place or 'the whole'}: {error['msg']}"
-    close = difflib.get_close_matches(place, all_keys(), n=1) or difflib.get_close_matches(
-        place.rpartition(".")[2], {key.rpartition(".")[2] for key in all_keys()}, n=1
-    )
-    homes = [key for key in all_keys() if close and (key == close[0] or key.endswith("." + close[0]))]
-    return f"{place}: there is no such key" + (f", did you mean {' or '.join(homes)}?" if homes else "")
+    likely = _likely_keys(place)
+    return f"{place}: there is no such key" + (f", did you mean {' or '.join(likely)}?" if likely else "")
+
+
+def _likely_keys(place: str) -> list[str]:
+    """Return the key that is spelt most like ``place``; or the keys in other sections with such a last part."""
+    whole = difflib.get_close_matches(place, all_keys(), n=1)
+    if whole:
+        return whole
+    last = difflib.get_close_matches(place.rpartition(".")[2], {key.rpartition(".")[2] for key in all_keys()}, n=1)
+    return [key for key in all_keys() if last and key.rpartition(".")[2] == last[0]]
 
 
 def all_keys() -> list[str]:

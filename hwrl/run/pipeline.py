@@ -13,46 +13,19 @@ from types import FrameType
 from typing import Any
 
 import ray
-import yaml
 from ray.exceptions import RayActorError, RayTaskError
 
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError, EngineError, HwrlError
+from hwrl.errors import EngineError, HwrlError
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import LedgerActor, RolloutActor, Taken, TrainActor
-from hwrl.run.config import Config, dump_config
+from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
-from hwrl.run.report import METRICS, RunReport, View
+from hwrl.run.report import RunReport, View
+from hwrl.run.summary import Summary, claim_directory, missed_goals, summary_text
 
-CONFIG = "config.yaml"
 POLL_S = 1.0
-
-FIXED_KEYS = (
-    "seed",
-    "model.path",
-    "data.train",
-    "rollout.n",
-    "train.batch_groups",
-    "async_training.trigger_parameter_sync_step",
-)
-"""What a resumed run may not change: the accounts of prompts and versions rest on it."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """How a run ended. ``missed_goals`` says which goals were not reached, one sentence each."""
-
-    steps_done: int
-    finished: bool
-    last: dict[str, float]
-    missed_goals: list[str]
-    text: str
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether all steps were done and all goals reached."""
-        return self.finished and not self.missed_goals
 
 
 def run_training(config: Config, view: View) -> Summary:
@@ -61,7 +34,8 @@ def run_training(config: Config, view: View) -> Summary:
     Blocks until the steps are done, or until Ctrl-C, which ends the run cleanly after the current step, with a
     checkpoint. Raises an HwrlError for what cannot be mended by a restart.
     """
-    _claim_directory(config)
+    get_backend()  # before anything is started: it may say that nothing can run here
+    claim_directory(config)
     with _interruptible() as interrupted, _cluster(config):
         pipeline = Pipeline(config, view)
         try:
@@ -104,11 +78,14 @@ class Pipeline:
         """Bring everything up and publish the first weights."""
         started_s = time.perf_counter()
         self._ledger = ray.remote(LedgerActor).options(num_cpus=0).remote(self._config)
-        self._launch_trainers()
+        set_up = self._launch_trainers()
         for index in range(self._config.rollout.replicas):
             self._launch_replica(f"replica-{index}")
+        self._wait_for_all(set_up)
+        for reference in set_up:
+            self._get(reference)
         self._restore(resume=self._config.resume)
-        self._await_joining()
+        self._wait_for_all(list(self._joining))
         self._publish()
         self._view.say(
             f"hwrl on {self._backend.info.name}: {len(self._trainers)} trainer rank(s), {len(self._replicas)} rollout "
@@ -117,20 +94,20 @@ class Pipeline:
         assert self._report is not None  # _restore opened it
         self._report.start_clock()
 
-    def _launch_trainers(self) -> None:
+    def _launch_trainers(self) -> list[Any]:
+        """Make the trainer's ranks and begin to set them up; return what to wait for."""
         options = self._backend.devices.ray_options(1)
         incarnation, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
-        self._trainers = [
-            ray.remote(TrainActor)
-            .options(**options)
-            .remote(
+        self._trainers = [ray.remote(TrainActor).options(**options).remote() for _ in range(self._config.train.ranks)]
+        return [
+            trainer.set_up.remote(
                 self._config,
                 backend=self._backend.info.name,
                 rank=rank,
                 store_address=self._store_address,
                 incarnation=incarnation,
             )
-            for rank in range(self._config.train.ranks)
+            for rank, trainer in enumerate(self._trainers)
         ]
 
     def _launch_replica(self, name: str) -> None:
@@ -138,20 +115,18 @@ class Pipeline:
         in a weight transfer.
         """
         start, self._replica_starts = self._replica_starts, self._replica_starts + 1
-        actor = (
-            ray.remote(RolloutActor)
-            .options(max_concurrency=4, **self._backend.devices.ray_options(1))
-            .remote(
-                self._config,
-                backend=self._backend.info.name,
-                replica=name,
-                seed=self._config.seed * 1000 + start,
-                store_address=self._store_address,
-                ledger=self._ledger,
-            )
+        options = self._backend.devices.ray_options(1)
+        actor = ray.remote(RolloutActor).options(max_concurrency=4, **options).remote()
+        self._replicas[name] = _Replica(actor)
+        joining = actor.set_up.remote(
+            self._config,
+            backend=self._backend.info.name,
+            replica=name,
+            seed=self._config.seed * 1000 + start,
+            store_address=self._store_address,
+            ledger=self._ledger,
         )
-        self._replicas[name] = _Replica(actor, actor.run.remote())
-        self._joining[actor.ready.remote()] = name
+        self._joining[joining] = name
 
     def _restore(self, *, resume: bool) -> None:
         """Load the newest checkpoint into trainers and ledger if asked to; open the report from that step on."""
@@ -206,23 +181,26 @@ class Pipeline:
         With ``trainers_idle``, replicas that join meanwhile get the newest weights.
         """
         while True:
-            runs = {replica.run: name for name, replica in self._replicas.items()}
+            runs = {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
             watched = dict.fromkeys([reference, *runs, *self._joining])
             ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
-            if reference in ready:
-                return
             for other in ready:
                 if other in runs:
                     self._replace_replica(runs[other], other)
                 elif other in self._joining:
                     self._joined(other)
-            if trainers_idle and self._get(self._trainers[0].joiners.remote()):
+            if reference in ready:
+                return
+            if trainers_idle and self._get(self._trainers[0].call.remote("joiners")):
                 self._publish()
 
-    def _on_trainers(self, method: str, *args: Any) -> list[Any]:
-        references = [getattr(trainer, method).remote(*args) for trainer in self._trainers]
+    def _wait_for_all(self, references: list[Any]) -> None:
         for reference in references:
             self._wait_for(reference)
+
+    def _on_trainers(self, method: str, *args: Any) -> list[Any]:
+        references = [trainer.call.remote(method, *args) for trainer in self._trainers]
+        self._wait_for_all(references)
         return [self._get(reference) for reference in references]
 
     def _publish(self) -> None:
@@ -245,22 +223,20 @@ class Pipeline:
 
     # -- what dies ----------------------------------------------------------------------------------------------
 
-    def _joined(self, ready: Any) -> None:
-        name = self._joining.pop(ready)
-        if name in self._replicas:  # else it died while it joined, and its run has told so
-            self._get(ready)
+    def _joined(self, joining: Any) -> None:
+        """Let a replica run that is set up; one that died in setting up is replaced, one that cannot be is an error."""
+        name = self._joining.pop(joining)
+        try:
+            self._get(joining)
+        except RayActorError:
+            self._replace_replica(name, joining)
+            return
+        actor = self._replicas[name].actor
+        self._replicas[name] = _Replica(actor, actor.run.remote())
 
-    def _await_joining(self) -> None:
-        while self._joining:
-            first = next(iter(self._joining))
-            self._wait_for(first)
-            if first in self._joining:
-                self._joined(first)
-
-    def _replace_replica(self, name: str, run: Any) -> None:
+    def _replace_replica(self, name: str, ended: Any) -> None:
         replica = self._replicas.pop(name)
-        self._joining = {ready: other for ready, other in self._joining.items() if other != name}
-        reason = _why_ended(run)
+        reason = _why_ended(ended)
         ray.kill(replica.actor)
         lost = ray.get(self._ledger.forget.remote(name))
         self._view.say(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
@@ -287,7 +263,7 @@ class Pipeline:
         self._view.say(f"a trainer died ({reason}); starting again from the last checkpoint")
         for trainer in self._trainers:
             ray.kill(trainer)
-        self._launch_trainers()
+        self._wait_for_all(self._launch_trainers())
         ray.get(self._ledger.load_state_dict.remote(_BEGINNING))
         self._restore(resume=True)
         self._publish()
@@ -330,7 +306,7 @@ class Pipeline:
         assert self._report is not None  # start() opened it
         last = self._report.history[-1] if self._report.history else {}
         missed = [] if interrupted else missed_goals(self._config.goals, last)
-        text = _summary_text(self._config, last, self.step, interrupted=interrupted, missed=missed)
+        text = summary_text(self._config, last, self.step, interrupted=interrupted, missed=missed)
         return Summary(self.step, not interrupted, last, missed, text)
 
     def close(self) -> None:
@@ -347,86 +323,24 @@ class Pipeline:
 @dataclass(frozen=True)
 class _Replica:
     actor: Any
-    run: Any
+    run: Any = None  # not before it is set up
 
 
 _BEGINNING = {"version": 0, "trained": 0, "next": 0, "owed": []}
 """The ledger's state before anything was issued."""
 
 
-def missed_goals(goals: dict[str, float], figures: dict[str, float]) -> list[str]:
-    """Return a sentence for each goal that ``figures`` does not reach.
-
-    >>> missed_goals({"reward/mean": 0.9}, {"reward/mean": 0.95})
-    []
-    >>> missed_goals({"eval/exact": 0.85}, {"eval/exact": 0.5})
-    ['eval/exact is 0.5, the goal is 0.85']
-    """
-    missed = []
-    for name, goal in goals.items():
-        reached = figures.get(name)
-        if reached is None or reached < goal:
-            missed.append(f"{name} is {'absent' if reached is None else f'{reached:.4g}'}, the goal is {goal:.4g}")
-    return missed
-
-
-def _summary_text(config: Config, last: dict[str, float], step: int, *, interrupted: bool, missed: list[str]) -> str:
-    how = "interrupted" if interrupted else "done"
-    lines = [f"{how} after step {step} of {config.train.steps}, {last.get('time_s', 0.0):.0f} s of training"]
-    names = ("reward/mean", "eval/reward", "eval/exact", "staleness/mean", "weights/version", "response/tokens_total")
-    lines += [f"  {name:<22} {last[name]:.4g}" for name in names if name in last]
-    if last:
-        lines.append(f"  trainer idle {last['trainer/idle_ratio']:.0%}, rollout idle {last['rollout/idle_ratio']:.0%}")
-    lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / 'reward.png'}")
-    lines += [f"goal missed: {sentence}" for sentence in missed]
-    if interrupted:
-        lines.append("continue with: the same command and resume=true")
-    return "\n".join(lines)
-
-
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _why_ended(run: Any) -> str:
+def _why_ended(reference: Any) -> str:
     try:
-        ray.get(run)
+        ray.get(reference)
     except (RayActorError, RayTaskError) as exc:
         lines = [line for line in str(exc).splitlines() if line.strip()]
         return lines[-1].strip() if isinstance(exc, RayTaskError) else lines[0].strip()
     return "it returned"
-
-
-def _claim_directory(config: Config) -> None:
-    """Write the resolved configuration into the run directory; refuse one that holds another run."""
-    path = config.dir / CONFIG
-    if path.exists() and (config.dir / METRICS).exists():
-        _check_same_run(config, yaml.safe_load(path.read_text(encoding="utf-8")))
-    config.dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(dump_config(config), encoding="utf-8")
-
-
-def _check_same_run(config: Config, before: dict[str, Any]) -> None:
-    if not config.resume:
-        raise ConfigError(
-            f"{config.dir} already holds a run",
-            why="its metrics and checkpoints would be mixed with the new run's",
-            fix="add resume=true to continue it, choose another dir=…, or delete the directory",
-        )
-    now = yaml.safe_load(dump_config(config))
-    changed = [key for key in FIXED_KEYS if _at(now, key) != _at(before, key)]
-    if changed:
-        raise ConfigError(
-            f"cannot resume {config.dir} with another {', '.join(changed)}",
-            why="; ".join(f"{key} was {_at(before, key)!r} and is {_at(now, key)!r}" for key in changed),
-            fix="resume with the old values, or begin a new run in another dir=…",
-        )
-
-
-def _at(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part, {}) if isinstance(tree, dict) else {}
-    return tree
 
 
 @contextmanager

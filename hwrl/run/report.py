@@ -19,7 +19,8 @@ class RunReport:
     """Writes the run directory's files, a line a step; with ``resume_step`` it first drops what came after that step.
 
     ``metrics.jsonl`` has one JSON object a training step, with ``step``, ``time_s`` (seconds since everything was
-    up, resumes added up) and the step's figures; ``trained_prompts.jsonl`` the sequence numbers that the step trained on.
+    up, resumes added up) and the step's figures; ``trained_prompts.jsonl`` the sequence numbers that the
+    step trained on.
     """
 
     def __init__(self, directory: Path, *, resume_step: int = 0) -> None:

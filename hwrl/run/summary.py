@@ -1,0 +1,103 @@
+"""The beginning and the end of a run directory: whether it may be used, and how the run in it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from hwrl.errors import ConfigError
+from hwrl.run.config import Config, dump_config
+from hwrl.run.report import METRICS, read_metrics
+
+CONFIG = "config.yaml"
+
+FIXED_KEYS = (
+    "seed",
+    "model.path",
+    "data.train",
+    "rollout.n",
+    "train.batch_groups",
+    "async_training.trigger_parameter_sync_step",
+)
+"""What a resumed run may not change: the accounts of prompts and versions rest on it."""
+
+
+def claim_directory(config: Config) -> None:
+    """Write the resolved configuration into the run directory; refuse one that holds another run."""
+    path = config.dir / CONFIG
+    if path.exists() and (read_metrics(config.dir) or any(config.dir.glob("checkpoints/global_step_*"))):
+        _check_same_run(config, yaml.safe_load(path.read_text(encoding="utf-8")))
+    config.dir.mkdir(parents=True, exist_ok=True)
+    path.write_text(dump_config(config), encoding="utf-8")
+
+
+def _check_same_run(config: Config, before: dict[str, Any]) -> None:
+    if not config.resume:
+        raise ConfigError(
+            f"{config.dir} already holds a run",
+            why="its metrics and checkpoints would be mixed with the new run's",
+            fix="add resume=true to continue it, choose another dir=…, or delete the directory",
+        )
+    now = yaml.safe_load(dump_config(config))
+    changed = [key for key in FIXED_KEYS if _at(now, key) != _at(before, key)]
+    if changed:
+        raise ConfigError(
+            f"cannot resume {config.dir} with another {', '.join(changed)}",
+            why="; ".join(f"{key} was {_at(before, key)!r} and is {_at(now, key)!r}" for key in changed),
+            fix="resume with the old values, or begin a new run in another dir=…",
+        )
+
+
+def _at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part, {}) if isinstance(tree, dict) else {}
+    return tree
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended. ``missed_goals`` says which goals were not reached, one sentence each."""
+
+    steps_done: int
+    finished: bool
+    last: dict[str, float]
+    missed_goals: list[str]
+    text: str
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all steps were done and all goals reached."""
+        return self.finished and not self.missed_goals
+
+
+def missed_goals(goals: dict[str, float], figures: dict[str, float]) -> list[str]:
+    """Return a sentence for each goal that ``figures`` does not reach.
+
+    >>> missed_goals({"reward/mean": 0.9}, {"reward/mean": 0.95})
+    []
+    >>> missed_goals({"eval/exact": 0.85}, {"eval/exact": 0.5})
+    ['eval/exact is 0.5, the goal is 0.85']
+    """
+    missed = []
+    for name, goal in goals.items():
+        reached = figures.get(name)
+        if reached is None or reached < goal:
+            missed.append(f"{name} is {'absent' if reached is None else f'{reached:.4g}'}, the goal is {goal:.4g}")
+    return missed
+
+
+def summary_text(config: Config, last: dict[str, float], step: int, *, interrupted: bool, missed: list[str]) -> str:
+    """Return the closing lines that a person reads."""
+    how = "interrupted" if interrupted else "done"
+    lines = [f"{how} after step {step} of {config.train.steps}, {last.get('time_s', 0.0):.0f} s of training"]
+    names = ("reward/mean", "eval/reward", "eval/exact", "staleness/mean", "weights/version", "response/tokens_total")
+    lines += [f"  {name:<22} {last[name]:.4g}" for name in names if name in last]
+    if last:
+        lines.append(f"  trainer idle {last['trainer/idle_ratio']:.0%}, rollout idle {last['rollout/idle_ratio']:.0%}")
+    lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / 'reward.png'}")
+    lines += [f"goal missed: {sentence}" for sentence in missed]
+    if interrupted:
+        lines.append("continue with: the same command and resume=true")
+    return "\n".join(lines)
