@@ -79,6 +79,12 @@ class CheckpointHome:
         for info in complete[: max(0, len(complete) - keep)]:
             self._discard(info.path)
 
+    def put_aside(self, path: Path) -> None:
+        """Rename a checkpoint that was found broken, so that it is none any more; nothing of it is deleted."""
+        if path.exists():
+            self._fs.rename(path, path.with_name(f".broken_{path.name}.{os.urandom(4).hex()}"))
+            self._fs.sync_directory(self._directory)
+
     def complete(self) -> list[CheckpointInfo]:
         """Return the complete checkpoints, oldest first."""
         return find_checkpoints(self._directory)[0]

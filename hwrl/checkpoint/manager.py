@@ -212,7 +212,8 @@ class CheckpointManager:
 
         ``state`` has the structure that was saved: its tensors are overwritten in place, other values replaced. It may
         be sharded over another number of ranks. Every file's hash is verified before anything is loaded; a
-        checkpoint that fails is passed over, logged and reported in ``skipped``. No pickle is executed.
+        checkpoint that fails is passed over, logged and reported in ``skipped``; the next ``save`` renames it to
+        ``.broken_…``, so that its step can be saved again and nothing is lost. No pickle is executed.
 
         Raises :class:`~hwrl.errors.CheckpointNotFoundError` if there are checkpoints but none is whole (training
         never starts afresh silently), :class:`~hwrl.errors.CheckpointError` if the checkpoint does not fit ``state``,
@@ -229,6 +230,7 @@ class CheckpointManager:
                 return self._load(inspect_checkpoint(path), state, skipped)
             _log.warning("skipping %s: %s", path, reason)
             skipped.append(Skipped(path, reason))
+            self._saver.broken.append(path)
         if not skipped:
             return None
         if step is not None:

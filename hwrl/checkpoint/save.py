@@ -51,6 +51,8 @@ class Saver:
     fs: DurableFS
     home: CheckpointHome | None
     keep: int | None
+    broken: list[Path] = field(default_factory=list)
+    """Checkpoints whose content was found to be wrong, to be put aside by the next save."""
     _draft: Path | None = field(default=None, init=False)
     _metadata: Metadata | None = field(default=None, init=False)
 
@@ -74,6 +76,8 @@ class Saver:
         assert self.home is not None, "rank 0 decides"
         if len({offer["step"] for offer in offers}) > 1:
             raise _failed(job.step, f"the ranks are at steps {[offer['step'] for offer in offers]}")
+        while self.broken:
+            self.home.put_aside(self.broken.pop())
         newest = max((info.step for info in self.home.complete()), default=-1)
         if job.step <= newest:
             raise CheckpointSaveError(

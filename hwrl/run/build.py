@@ -166,8 +166,9 @@ class TrainerParts:
                 return None
             self._engine.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
-        own = resumed.rank_extras[self._rank % len(resumed.rank_extras)]
-        get_backend().set_rng_state(torch.tensor(own["rng"], dtype=torch.uint8))
+        if self._rank < len(resumed.rank_extras):  # a rank that is new keeps the state that it started with
+            state = resumed.rank_extras[self._rank]["rng"]
+            get_backend().set_rng_state(torch.tensor(state, dtype=torch.uint8))
         return {**resumed.extra, "step": resumed.step, "skipped": [str(skipped) for skipped in resumed.skipped]}
 
     def publish(self) -> dict[str, float]:

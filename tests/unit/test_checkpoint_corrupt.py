@@ -234,3 +234,18 @@ def test_a_manifest_survives_its_own_format(tmp_path: Path) -> None:
     _saved(tmp_path)
     info = inspect_checkpoint(tmp_path / "global_step_2")
     assert Manifest.from_bytes(info.manifest.to_bytes()) == info.manifest
+
+
+def test_the_step_of_a_checkpoint_with_wrong_content_can_be_saved_again_and_nothing_is_deleted(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    _flip_tensor(tmp_path / "global_step_2")
+    wrong = (tmp_path / "global_step_2" / "__0_0.distcp").read_bytes()
+    state = {"weight": torch.zeros(64), "count": 0}
+    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
+        assert manager.resume(state) is not None
+        assert (tmp_path / "global_step_2").exists(), "reading changes nothing"
+        manager.save(2, {"weight": torch.ones(64), "count": 22})
+        resumed = manager.resume(state)
+    assert resumed is not None and (resumed.step, state["count"], resumed.skipped) == (2, 22, [])
+    aside = list(tmp_path.glob(".broken_global_step_2.*"))
+    assert [path.joinpath("__0_0.distcp").read_bytes() for path in aside] == [wrong]
