@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--receivers", type=int, default=1, help="receiving processes (default 1)")
     parser.add_argument("--rounds", type=int, default=9, help="measurements of each way (default 9)")
     parser.add_argument("--slab-mib", type=int, default=16, help="slab size, MiB (default 16)")
+    parser.add_argument("--slabs", type=int, default=2, help="slabs under way at once (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
 
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from hwrl.testing.processes import run_processes
 
     store = serve_store()
-    plan = (args.mib, args.rounds, args.slab_mib << 20)
+    plan = (args.mib, args.rounds, args.slab_mib << 20, args.slabs)
     size = 1 + args.receivers
     sent, *received = run_processes(_measure, size, size, store_address(store), plan, timeout_s=900.0)
     result = _result(args, sent, exact=all(received))
@@ -91,30 +92,32 @@ _LAYER = {
 class _Ways:
     """One process's part in each way of moving ``named``; ``change`` gives all tensors new values, alike everywhere."""
 
-    def __init__(self, rank: int, size: int, address: str, plan: tuple[int, int, int]) -> None:
+    def __init__(self, rank: int, size: int, address: str, plan: tuple[int, int, int, int]) -> None:
         import torch
 
         from hwrl.comm import Comm, connect_store
         from hwrl.weights import WeightLayout
 
-        mib, self.rounds, slab_nbytes = plan
+        mib, self.rounds, self.slab_nbytes, self.slabs = plan
         comm = Comm()
         comm.backend.set_device(rank % max(1, comm.backend.device_count()))
         self.device, self.rank, self.size = comm.backend.device(), rank, size
         self.store = connect_store(address)
         self.group: Group = comm.standalone_group(self.store, rank=rank, size=size, name="raw", timeout_s=300.0)
         self.named = [(name, tensor.to(self.device)) for name, tensor in _model(mib << 20)]
-        self.layout = WeightLayout.plan(self.named, slab_nbytes=slab_nbytes)
+        self.layout = WeightLayout.plan(self.named, slab_nbytes=self.slab_nbytes)
         self.flat = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.device)
         self.copies = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for _, tensor in self.named]
-        self.ends = {way: self._end(way.removeprefix("hwrl "), slab_nbytes) for way in _WAYS if way.startswith("hwrl")}
+        self.ends = {way: self._end(way.removeprefix("hwrl ")) for way in _WAYS if way.startswith("hwrl")}
 
-    def _end(self, transport: Any, slab_nbytes: int) -> WeightSender | WeightReceiver:
+    def _end(self, transport: Any) -> WeightSender | WeightReceiver:
         from hwrl.weights import WeightReceiver, WeightSender
 
         if self.rank:
-            return WeightReceiver(self.store, name=transport, replica=f"r{self.rank}")
-        sender = WeightSender(self.store, name=transport, transport=transport, slab_nbytes=slab_nbytes)
+            return WeightReceiver(self.store, name=transport, replica=f"r{self.rank}", slabs=self.slabs)
+        sender = WeightSender(
+            self.store, name=transport, transport=transport, slab_nbytes=self.slab_nbytes, slabs=self.slabs
+        )
         sender.wait_for_receivers(self.size - 1)
         return sender
 
@@ -169,16 +172,16 @@ class _Ways:
         return time.perf_counter() - begin, moved
 
 
-def _measure(rank: int, size: int, address: str, plan: tuple[int, int, int]) -> Any:
+def _measure(rank: int, size: int, address: str, plan: tuple[int, int, int, int]) -> Any:
     ways = _Ways(rank, size, address, plan)
     seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
     stages: dict[str, list[dict[str, float]]] = {way: [] for way in ways.ends}
     exact = True
-    for version in range(ways.rounds + 1):
+    for version in range(ways.rounds + 2):
         for way in _WAYS:
             passed_s, moved = ways.timed(way, version)
             exact = exact and (rank == 0 or ways.is_exact(moved))
-            if version and rank == 0:  # the first round connects, plans and allocates
+            if version > 1 and rank == 0:  # the first two connect, plan and allocate
                 seconds[way].append(passed_s)
                 stages.get(way, []).append(dict(getattr(moved, "seconds", {})))
     small_s = _measure_small(ways)
