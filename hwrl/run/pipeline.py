@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import EngineError, HwrlError
+from hwrl.errors import ConfigError, EngineError, HwrlError
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import LedgerActor, RolloutActor, Taken, TrainActor
@@ -77,6 +77,7 @@ class Pipeline:
     def start(self) -> None:
         """Bring everything up and publish the first weights."""
         started_s = time.perf_counter()
+        self._check_room()
         self._ledger = ray.remote(LedgerActor).options(num_cpus=0).remote(self._config)
         set_up = self._launch_trainers()
         for index in range(self._config.rollout.replicas):
@@ -93,6 +94,19 @@ class Pipeline:
         )
         assert self._report is not None  # _restore opened it
         self._report.start_clock()
+
+    def _check_room(self) -> None:
+        """Raise if the cluster has fewer devices than actors: Ray would wait for more without a word."""
+        resource = self._backend.devices.ray_resource
+        ranks, replicas = self._config.train.ranks, self._config.rollout.replicas
+        present = ray.cluster_resources().get(resource, 0)
+        if resource is None or ranks + replicas <= present:
+            return
+        raise ConfigError(
+            f"the run needs {ranks + replicas} devices ({resource})",
+            why=f"train.ranks={ranks} and rollout.replicas={replicas} take one each, and the cluster has {present:g}",
+            fix="use fewer ranks or replicas, or add machines to the cluster that RAY_ADDRESS names",
+        )
 
     def _launch_trainers(self) -> list[Any]:
         """Make the trainer's ranks and begin to set them up; return what to wait for."""

@@ -33,14 +33,14 @@ SMALL = [
 class Run:
     """One ``hwrl train`` process and everything that it starts, found again by a mark in the environment."""
 
-    def __init__(self, demo: Path, *words: str) -> None:
+    def __init__(self, demo: Path, *words: str, **env: str) -> None:
         self.directory = demo / "run"
         self._mark = f"HWRL_TEST_RUN={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         self._log = (demo / "log").open("a+")
         self.process = subprocess.Popen(
             [HWRL, "train", str(demo / "config.yaml"), *SMALL, *words],
-            env={**os.environ, "HWRL_BACKEND": "cpu", name: value},
+            env={**os.environ, "HWRL_BACKEND": "cpu", name: value, **env},
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
@@ -105,8 +105,8 @@ def demo(tmp_path: Path) -> Path:
 def start(demo: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def begin(*words: str) -> Run:
-        runs.append(Run(demo, *words))
+    def begin(*words: str, **env: str) -> Run:
+        runs.append(Run(demo, *words, **env))
         return runs[-1]
 
     yield begin
@@ -210,3 +210,23 @@ def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[
     assert run.wait() == 1
     assert "no such unit" in run.output()
     assert "Traceback" not in run.output()
+
+
+def test_too_few_devices_are_an_error_and_not_a_silent_wait(start: Callable[..., Run], demo: Path) -> None:
+    (demo / "scarce.py").write_text(
+        "import hwrl_cpu\n"
+        "from hwrl import BackendInfo, hookimpl\n"
+        "from hwrl.backend import DeviceMap, ProbeResult\n"
+        "INFO = BackendInfo(name='scarce', device_type='cpu', description='a device that no machine here has')\n"
+        "hwrl_backend_info = hookimpl(specname='hwrl_backend_info')(lambda: INFO)\n"
+        "hwrl_probe = hookimpl(specname='hwrl_probe')(lambda context: ProbeResult('yes', 'it pretends'))\n"
+        "class Scarce(hwrl_cpu.CpuBackend):\n"
+        "    devices = DeviceMap(ray_resource='SCARCE')\n"
+        "hwrl_create_backend = hookimpl(specname='hwrl_create_backend')(lambda: Scarce(INFO))\n"
+    )
+    (demo / "scarce-1.dist-info").mkdir()
+    (demo / "scarce-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: scarce\nVersion: 1\n")
+    (demo / "scarce-1.dist-info" / "entry_points.txt").write_text("[hwrl.backends]\nscarce = scarce\n")
+    run = start(HWRL_BACKEND="scarce", PYTHONPATH=str(demo))
+    assert run.wait(timeout_s=60) == 1, run.output()
+    assert "needs 2 devices (SCARCE)" in run.output()

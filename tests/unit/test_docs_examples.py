@@ -1,4 +1,4 @@
-"""The examples of docs/checkpoints.md and docs/memory.md run as printed."""
+"""The Python examples of the README and of pages that need one process run as printed."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["checkpoints.md", "memory.md"])
+@pytest.mark.parametrize("page", ["../README.md", "checkpoints.md", "memory.md", "training.md"])
 def test_the_example_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HWRL_BACKEND", "cpu")
