@@ -10,18 +10,21 @@ BUSY = ("generate_s", "update_s", "reward_s")
 
 
 class FigureWindow:
-    """Turns running totals into figures of the window since the last step."""
+    """Turns running totals into figures of the window since the last step; ``history`` is what was before a resume."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: list[dict[str, float]]) -> None:
         self._last: dict[str, dict[str, float]] = {}
         self._last_s = time.perf_counter()
-        self._trained_tokens = 0.0
+        self._trained_tokens = history[-1]["response/tokens_total"] if history else 0.0
+        self._rollout_idle_ratio = 0.0
 
     def figures(self, trained: dict[str, float], taken: Taken) -> dict[str, float]:
         """Return the step's rates: ``trained`` is the trainer's figures, ``taken`` what came with the batch."""
         now_s = time.perf_counter()
         window_s, self._last_s = max(now_s - self._last_s, 1e-9), now_s
         rollout = self._replica_sums(taken)
+        if rollout.get("idle_s", 0.0) + _busy_s(rollout) > 0:  # else no replica has reported since the last step
+            self._rollout_idle_ratio = rollout["idle_s"] / (rollout["idle_s"] + _busy_s(rollout))
         self._trained_tokens += trained["response/tokens"]
         trainer_s = sum(value for name, value in trained.items() if name.startswith("timing_s/"))
         return {
@@ -30,7 +33,7 @@ class FigureWindow:
             "trainer/tokens_per_s": trained["response/tokens"] / window_s,
             "trainer/idle_ratio": trained["timing_s/wait"] / max(trainer_s, 1e-9),
             "rollout/tokens_per_s": rollout.get("tokens", 0.0) / window_s,
-            "rollout/idle_ratio": rollout.get("idle_s", 0.0) / max(_accounted_s(rollout), 1e-9),
+            "rollout/idle_ratio": self._rollout_idle_ratio,
             "rollout/reward_errors": rollout.get("reward_errors", 0.0),
             "rollout/replicas": float(len(taken.replicas)),
             **{f"rollout/{name}": rollout[name] for name in BUSY if name in rollout},
@@ -47,5 +50,5 @@ class FigureWindow:
         return sums
 
 
-def _accounted_s(totals: dict[str, float]) -> float:
-    return totals.get("idle_s", 0.0) + sum(totals.get(name, 0.0) for name in BUSY)
+def _busy_s(totals: dict[str, float]) -> float:
+    return sum(totals.get(name, 0.0) for name in BUSY)

@@ -23,7 +23,7 @@ from hwrl.run.actors import LedgerActor, RolloutActor, Taken, TrainActor
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
 from hwrl.run.report import RunReport, View
-from hwrl.run.summary import Summary, claim_directory, missed_goals, summary_text
+from hwrl.run.summary import Summary, claim_directory, summarise
 
 POLL_S = 1.0
 
@@ -67,7 +67,7 @@ class Pipeline:
         self._joining: dict[Any, str] = {}
         self._evaluating: Any = None
         self._report: RunReport | None = None
-        self._window = FigureWindow()
+        self._window = FigureWindow([])
         self._trainer_starts = self._replica_starts = 0
         self._saved_step = -1
         self.step = 0
@@ -157,7 +157,7 @@ class Pipeline:
         if self._report is not None:
             self._report.close()
         self._report = RunReport(self._config.dir, resume_step=self.step)
-        self._window = FigureWindow()
+        self._window = FigureWindow(self._report.history)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -318,10 +318,7 @@ class Pipeline:
             self._on_trainers("export")
         self._on_trainers("close")
         assert self._report is not None  # start() opened it
-        last = self._report.history[-1] if self._report.history else {}
-        missed = [] if interrupted else missed_goals(self._config.goals, last)
-        text = summary_text(self._config, last, self.step, interrupted=interrupted, missed=missed)
-        return Summary(self.step, not interrupted, last, missed, text)
+        return summarise(self._config, self._report.history, interrupted=interrupted)
 
     def close(self) -> None:
         """End every actor and close the files."""

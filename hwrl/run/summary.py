@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +61,7 @@ def _at(tree: Any, key: str) -> Any:
 class Summary:
     """How a run ended. ``missed_goals`` says which goals were not reached, one sentence each."""
 
-    steps_done: int
     finished: bool
-    last: dict[str, float]
     missed_goals: list[str]
     text: str
 
@@ -88,16 +87,19 @@ def missed_goals(goals: dict[str, float], figures: dict[str, float]) -> list[str
     return missed
 
 
-def summary_text(config: Config, last: dict[str, float], step: int, *, interrupted: bool, missed: list[str]) -> str:
-    """Return the closing lines that a person reads."""
+def summarise(config: Config, history: list[dict[str, float]], *, interrupted: bool) -> Summary:
+    """Return how the run with the metrics ``history`` ended."""
+    last = history[-1] if history else {}
+    missed = [] if interrupted else missed_goals(config.goals, last)
+    step = int(last.get("step", 0))
     how = "interrupted" if interrupted else "done"
     lines = [f"{how} after step {step} of {config.train.steps}, {last.get('time_s', 0.0):.0f} s of training"]
-    names = ("reward/mean", "eval/reward", "eval/exact", "staleness/mean", "weights/version", "response/tokens_total")
-    lines += [f"  {name:<22} {last[name]:.4g}" for name in names if name in last]
-    if last:
-        lines.append(f"  trainer idle {last['trainer/idle_ratio']:.0%}, rollout idle {last['rollout/idle_ratio']:.0%}")
+    names = ("reward/mean", "eval/reward", "eval/exact", "weights/version", "response/tokens_total")
+    lines += [f"  {name:<22} {last[name]:.6g}" for name in names if name in last]
+    for name in ("staleness/mean", "trainer/idle_ratio", "rollout/idle_ratio") if history else ():
+        lines.append(f"  {name:<22} {statistics.mean(line[name] for line in history):.3g}, mean of all steps")
     lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / 'reward.png'}")
     lines += [f"goal missed: {sentence}" for sentence in missed]
     if interrupted:
         lines.append("continue with: the same command and resume=true")
-    return "\n".join(lines)
+    return Summary(not interrupted, missed, "\n".join(lines))

@@ -72,10 +72,12 @@ def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
         return Taken([], {"trained": 1}, {"a": totals, "b": {**totals, "tokens": 0.0}})
 
     trained = {"response/tokens": 10.0, "timing_s/wait": 1.0, "timing_s/train": 3.0}
-    window = FigureWindow()
+    window = FigureWindow([{"response/tokens_total": 1000.0}])
     window.figures(trained, taken(100, 1.0, 1.0))
     figures = window.figures(trained, taken(150, 1.5, 2.5))
     assert figures["rollout/idle_ratio"] == pytest.approx(0.25)
     assert figures["trainer/idle_ratio"] == pytest.approx(0.25)
     assert figures["rollout/tokens_per_s"] == pytest.approx(5 * figures["trainer/tokens_per_s"], rel=1e-6)
-    assert figures["response/tokens_total"] == 20
+    assert figures["response/tokens_total"] == 1020
+    quiet = window.figures(trained, taken(150, 1.5, 2.5))
+    assert quiet["rollout/idle_ratio"] == figures["rollout/idle_ratio"], "no replica has reported since"
