@@ -16,11 +16,15 @@ from hwrl.rollout.groups import Ints
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row: the prompt as text and as token ids (int32), and what the reward function needs to judge an answer."""
+    """One row: the prompt as text and as token ids (int32), and what the reward function needs to judge an answer.
+
+    ``max_new_tokens`` is this prompt's own limit on responses, if it has one.
+    """
 
     text: str
     token_ids: Ints
     answer: Any
+    max_new_tokens: int | None = None
 
 
 class PromptStream:
@@ -45,8 +49,8 @@ class PromptStream:
 def load_prompts(path: Path, *, tokenize: Callable[[str], Sequence[int]], max_prompt_tokens: int) -> list[Prompt]:
     """Read every row of ``path`` (``.jsonl`` or ``.parquet``): ``prompt``, a text, and ``answer``, anything.
 
-    Raises DataError, with the row's number, for a row without them and for a prompt that is empty or longer than
-    ``max_prompt_tokens``.
+    A row may set ``max_new_tokens``, a limit on its responses below the run's. Raises DataError, with the row's
+    number, for a row without prompt and answer, and for a prompt that is empty or longer than ``max_prompt_tokens``.
     """
     prompts = []
     for number, row in enumerate(_rows(path), start=1):
@@ -64,10 +68,21 @@ def load_prompts(path: Path, *, tokenize: Callable[[str], Sequence[int]], max_pr
                 why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
                 fix="drop or shorten the row, or raise data.max_prompt_tokens",
             )
-        prompts.append(Prompt(text, token_ids, row["answer"]))
+        prompts.append(Prompt(text, token_ids, row["answer"], _own_limit(row, place=f"{path}, row {number}")))
     if not prompts:
         raise DataError(f"{path} holds no prompts", why="the file is empty", fix="add at least one row")
     return prompts
+
+
+def _own_limit(row: dict[str, Any], *, place: str) -> int | None:
+    limit = row.get("max_new_tokens")
+    if limit is None or (type(limit) is int and limit > 0):
+        return limit
+    raise DataError(
+        f"{place} has no usable max_new_tokens",
+        why=f"it is {limit!r}",
+        fix="write a positive whole number, or leave it out",
+    )
 
 
 def _rows(path: Path) -> Iterable[Any]:

@@ -192,6 +192,8 @@ class Rollouter:
         work, self._next_work = self._next_work, self._next_work + 1
         self._work[work] = _Work(prompt, [None] * size, lease)
         first = work * self._group_size
+        if prompt.max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=min(prompt.max_new_tokens, sampling.max_new_tokens))
         self.engine.submit([GenerationRequest(first + i, prompt.token_ids, sampling) for i in range(size)])
 
     def _finish(self, completion: Completion) -> None:

@@ -17,6 +17,8 @@ import yaml
 ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
 """16 tokens: a small vocabulary, so that random answers are sometimes partly right."""
 
+Row = dict[str, str | int]
+
 
 def sort_reward(prompt: str, response: str, answer: str) -> dict[str, float]:
     """Return the share of places that are right, the end of the answer counted as a place, and whether all are.
@@ -48,16 +50,16 @@ def write_demo(directory: Path, *, seed: int, digits: Sequence[int] = (4,), prom
     return path
 
 
-def _distinct_rows(rng: np.random.Generator, *, digits: Sequence[int], count: int) -> Iterator[dict[str, str]]:
+def _distinct_rows(rng: np.random.Generator, *, digits: Sequence[int], count: int) -> Iterator[Row]:
     seen: set[str] = set()
     while len(seen) < count:
         text = "".join(str(digit) for digit in rng.integers(0, 10, size=int(rng.choice(digits))))
         if text not in seen:
             seen.add(text)
-            yield {"prompt": text + ">", "answer": "".join(sorted(text))}
+            yield {"prompt": text + ">", "answer": "".join(sorted(text)), "max_new_tokens": len(text) + 1}
 
 
-def _write_lines(path: Path, rows: Sequence[dict[str, str]]) -> None:
+def _write_lines(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

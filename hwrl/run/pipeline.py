@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ def run_training(config: Config, view: View) -> Summary:
     get_backend()  # before anything is started: it may say that nothing can run here
     claim_directory(config)
     with _interruptible() as interrupted, _cluster(config):
-        pipeline = Pipeline(config, view)
+        pipeline = Pipeline(config, view, interrupted=interrupted)
         try:
             pipeline.start()
             while pipeline.step < config.train.steps and not interrupted:
@@ -51,13 +51,13 @@ class Pipeline:
     """The actors of one run and the loop over its steps.
 
     start()    ledger, trainers, replicas; resume; first weights
-    advance()  one training step, with evaluation and checkpoint when they are due
+    advance()  one training step, with evaluation and checkpoint when they are due; none if ``interrupted`` fills up
     finish()   last evaluation, checkpoint, export, summary
     close()    ends every actor; also after errors
     """
 
-    def __init__(self, config: Config, view: View) -> None:
-        self._config, self._view = config, view
+    def __init__(self, config: Config, view: View, *, interrupted: Sequence[int]) -> None:
+        self._config, self._view, self._interrupted = config, view, interrupted
         self._backend = get_backend()
         self._store = serve_store()
         self._store_address = store_address(self._store)
@@ -170,7 +170,8 @@ class Pipeline:
 
     def _advance(self) -> None:
         groups, note = self._ledger.take.options(num_returns=2).remote(self._config.train.batch_groups, self._version)
-        self._wait_for(note, trainers_idle=True)
+        if not self._wait_for_batch(note):
+            return
         taken: Taken = self._get(note)
         figures = self._on_trainers("step", groups)[0]
         self.step += 1
@@ -189,24 +190,30 @@ class Pipeline:
     def _version(self) -> int:
         return self.step // self._config.async_training.trigger_parameter_sync_step
 
-    def _wait_for(self, reference: Any, *, trainers_idle: bool = False) -> None:
-        """Block until ``reference`` is there, replacing replicas that die meanwhile.
-
-        With ``trainers_idle``, replicas that join meanwhile get the newest weights.
-        """
-        while True:
-            runs = {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
-            watched = dict.fromkeys([reference, *runs, *self._joining])
-            ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
-            for other in ready:
-                if other in runs:
-                    self._replace_replica(runs[other], other)
-                elif other in self._joining:
-                    self._joined(other)
-            if reference in ready:
-                return
-            if trainers_idle and self._get(self._trainers[0].call.remote("joiners")):
+    def _wait_for_batch(self, reference: Any) -> bool:
+        """Block until ``reference`` is there, giving joining replicas the newest weights; False if interrupted."""
+        while not self._watch(reference):
+            if self._interrupted:
+                return False
+            if self._get(self._trainers[0].call.remote("joiners")):
                 self._publish()
+        return True
+
+    def _wait_for(self, reference: Any) -> None:
+        while not self._watch(reference):
+            pass
+
+    def _watch(self, reference: Any) -> bool:
+        """Wait for what happens next, for ``POLL_S`` at most; replace replicas that died; is ``reference`` there?"""
+        runs = {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
+        watched = dict.fromkeys([reference, *runs, *self._joining])
+        ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
+        for other in ready:
+            if other in runs:
+                self._replace_replica(runs[other], other)
+            elif other in self._joining:
+                self._joined(other)
+        return reference in ready
 
     def _wait_for_all(self, references: list[Any]) -> None:
         for reference in references:

@@ -55,13 +55,14 @@ class Batch:
     def micro_batches(self, *, max_tokens: int) -> Iterator[torch.Tensor]:
         """Yield row indices, so that each part holds at most ``max_tokens`` padded tokens, or a single row.
 
-        Rows are sorted by length first, so that little of a part is padding.
+        Rows are sorted by length, and no row is less than half as long as its part: at most half of it is padding.
         """
-        lengths = self.lengths()
-        order = lengths.argsort(descending=True, stable=True)
+        lengths, order = self.lengths().sort(descending=True, stable=True)
         start = 0
         while start < len(order):
-            rows = max(1, max_tokens // int(lengths[order[start]]))
+            longest = int(lengths[start])
+            similar = int((lengths[start:] * 2 >= longest).sum())
+            rows = max(1, min(similar, max_tokens // longest))
             yield order[start : start + rows]
             start += rows
 

@@ -23,14 +23,17 @@ def read(path: Path, *, longest: int = 10) -> list[Prompt]:
 
 
 def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
-    rows = [{"prompt": "1+1", "answer": "2", "extra": 0}, {"prompt": "ü", "answer": "x", "extra": 1}]
+    rows = [
+        {"prompt": "1+1", "answer": "2", "extra": 0, "max_new_tokens": 7},
+        {"prompt": "ü", "answer": "x", "extra": 1, "max_new_tokens": None},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         prompts = read(tmp_path / name)
-        assert [(prompt.text, prompt.token_ids.tolist(), prompt.answer) for prompt in prompts] == [
-            ("1+1", [49, 43, 49], "2"),
-            ("ü", [252], "x"),
+        assert [(one.text, one.token_ids.tolist(), one.answer, one.max_new_tokens) for one in prompts] == [
+            ("1+1", [49, 43, 49], "2", 7),
+            ("ü", [252], "x", None),
         ]
 
 
@@ -43,6 +46,7 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
         ("a.jsonl", '["x"]\n', "row 1 is not a prompt"),
         ("a.jsonl", '{"prompt": "", "answer": 1}\n', "row 1 has a prompt of 0 tokens"),
         ("a.jsonl", '{"prompt": "12345678901", "answer": 1}\n', "prompt of 11 tokens"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1, "max_new_tokens": "9"}\n', "row 1 has no usable max_new_tokens"),
         ("a.csv", "prompt,answer\n", "unknown kind"),
         ("a.parquet", "not parquet", "cannot be read as Parquet"),
     ],

@@ -84,9 +84,12 @@ def test_collate_lays_prompt_and_response_side_by_side_and_masks_the_response() 
     assert batch.trained_tokens == 4
 
 
-def test_micro_batches_hold_the_budget_cover_each_row_once_and_cut_the_padding() -> None:
-    group = group_of([0.0] * 6, lengths=[1, 8, 2, 8, 1, 3])
-    batch = collate([group], advantages=torch.zeros(6))
+def test_micro_batches_hold_the_budget_cover_each_row_once_and_are_at_most_half_padding() -> None:
+    group = group_of([0.0] * 7, lengths=[1, 8, 2, 8, 1, 3, 30])
+    batch = collate([group], advantages=torch.zeros(7))
     parts = list(batch.micro_batches(max_tokens=20))
-    assert sorted(torch.cat(parts).tolist()) == list(range(6))
-    assert [batch.select(part).tokens.shape for part in parts] == [(2, 10), (4, 5)]
+    assert sorted(torch.cat(parts).tolist()) == list(range(7))
+    assert [batch.select(part).tokens.shape for part in parts] == [(1, 32), (2, 10), (4, 5)]
+    for part in batch.micro_batches(max_tokens=10_000):
+        lengths = batch.lengths()[part]
+        assert 2 * lengths.min() >= lengths.max()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,12 +101,18 @@ class Lengths:
 
 
 def rollouter_of(
-    desk: Desk, *, reward: Reward | None = None, inlet: Inlet | None = None, partial: bool = True
+    desk: Desk,
+    *,
+    reward: Reward | None = None,
+    inlet: Inlet | None = None,
+    partial: bool = True,
+    engine: RolloutEngine | None = None,
+    prompts: Lengths | None = None,
 ) -> Rollouter:
     return Rollouter(
-        CountingEngine(),
+        engine or CountingEngine(),
         ledger=desk,
-        prompts=Lengths(),
+        prompts=prompts or Lengths(),
         reward=reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1)),
         decode=lambda token_ids: " ".join(map(str, token_ids)),
         sampling=Sampling(10),
@@ -197,3 +204,19 @@ def test_the_seconds_of_all_activities_add_up() -> None:
     assert stats["tokens"] == 8
     assert stats["generate_s"] > 0
     assert {"idle_s", "generate_s", "reward_s"} <= stats.keys()
+
+
+def test_a_prompts_own_limit_lowers_the_runs() -> None:
+    class Limited(Lengths):
+        def __getitem__(self, sequence_number: int) -> Prompt:
+            return replace(super().__getitem__(sequence_number), max_new_tokens=3 if sequence_number else 300)
+
+    limits: list[int] = []
+
+    class Watching(CountingEngine):
+        def submit(self, requests: Sequence[GenerationRequest]) -> None:
+            limits.extend(request.sampling.max_new_tokens for request in requests)
+            super().submit(requests)
+
+    rollouter_of(Desk([0, 1]), engine=Watching(), prompts=Limited()).turn()
+    assert limits == [10, 10, 3, 3]
