@@ -366,6 +366,7 @@ class Backend:
         # touching the default group; its annotations differ by version. Replace when torch has a public one.
         helper: Any = c10d._new_process_group_helper
         group: ProcessGroup = helper(size, rank, [], self.comm_library(), store, group_name=name, timeout=timeout)[0]
+        c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}  # else it cannot be destroyed
         return group
 
     def abort_process_group(self, group: ProcessGroup) -> None:

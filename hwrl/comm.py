@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -165,7 +166,7 @@ class Comm:
             raise CommError("there is no default group", why="nobody made it", fix="call Comm.init_default() first")
         from torch.distributed import distributed_c10d as c10d
 
-        return Group(self.backend, dist.group.WORLD, name="default", store=c10d._get_default_store(), of_torch=True)
+        return Group(self.backend, dist.group.WORLD, name="default", store=c10d._get_default_store())
 
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = 600.0) -> Group | None:
         """Return a group of some ranks of the default group, or None on the others; every rank must call it."""
@@ -175,7 +176,7 @@ class Comm:
             return None
         name = f"ranks {','.join(str(rank) for rank in ranks)}"
         store = PrefixStore(made.group_name, whole.store)
-        return Group(self.backend, made, name=name, store=store, timeout_s=timeout_s, of_torch=True)
+        return Group(self.backend, made, name=name, store=store, timeout_s=timeout_s)
 
     def standalone_group(self, store: Store, *, rank: int, size: int, name: str, timeout_s: float = 60.0) -> Group:
         """Return a group of ``size`` processes that need share nothing but ``store``; no default group is touched.
@@ -184,26 +185,30 @@ class Comm:
         which did not within ``timeout_s``. The same ``timeout_s`` then bounds each operation of the group.
         """
         mine = PrefixStore(f"group/{name}", store)
-        _check_in(mine, rank=rank, size=size, name=name, timeout_s=timeout_s)
+        called = _check_in(mine, rank=rank, size=size, name=name, timeout_s=timeout_s)
         try:
             made = self.backend.create_process_group(
-                mine, rank=rank, size=size, name=name, timeout=timedelta(seconds=timeout_s)
+                mine, rank=rank, size=size, name=called, timeout=timedelta(seconds=timeout_s)
             )
         except RuntimeError as exc:
             raise _translated(exc, f"make group {name!r} as rank {rank} of {size}") from exc
         return Group(self.backend, made, name=name, store=mine, timeout_s=timeout_s)
 
 
-def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float) -> None:
+def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float) -> str:
+    """Wait for all ranks; return what the group is called in torch, where a name serves once in a process's life."""
     if store.add(f"in/{rank}", 1) > 1:
         raise CommError(
             f"rank {rank} of group {name!r} is taken",
             why="a process has already come under this rank and name on this store",
             fix="give each rank to one process, and each new group a new name",
         )
+    if rank == 0:
+        store.set("called", f"{name}-{uuid.uuid4().hex}")
     missing = await_keys(store, [f"in/{peer}" for peer in range(size)], timeout_s=timeout_s)
     if missing:
         raise _absent(f"cannot make group {name!r}", [int(key.removeprefix("in/")) for key in missing], size, timeout_s)
+    return store.get("called").decode()
 
 
 class Pending:
@@ -238,12 +243,11 @@ class Group:
         name: str,
         store: Store,
         timeout_s: float = 600.0,
-        of_torch: bool = False,
     ) -> None:
         self.backend, self.name, self.store, self.timeout_s = backend, name, store, timeout_s
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self._process_group, self._of_torch = process_group, of_torch
+        self._process_group = process_group
         self._ended: str | None = None
         self._rebuilds = 0
         self._warm_ups = 0
@@ -315,11 +319,13 @@ class Group:
         Peers see a lost connection or their timeout. Raises UnsupportedError if the backend cannot do it; then
         nothing has changed.
         """
-        before, self._ended = self._ended, reason
+        if self._ended is not None:
+            return
+        self._ended = reason  # first, so that the ended operations know why
         try:
             self.backend.abort_process_group(self._process_group)
         except UnsupportedError:
-            self._ended = before
+            self._ended = None
             raise
 
     def close(self) -> None:
@@ -327,13 +333,14 @@ class Group:
 
         Closing torch's default group, or a group made of it, destroys it in torch too.
         """
-        if self._ended is not None:
+        if self._process_group is None:
             return
-        if self._of_torch and dist.is_initialized():
-            dist.destroy_process_group(self._process_group)
         with contextlib.suppress(UnsupportedError):
             self.abort("the group was closed")
-        self._ended = "the group was closed"
+        self._ended = self._ended or "the group was closed"
+        with contextlib.suppress(ValueError):  # torch does not know it: the backend made it without torch's registry
+            dist.destroy_process_group(self._process_group)
+        self._process_group = None
 
     def rebuild(self, *, survivors: Sequence[int], timeout_s: float = 60.0) -> Group:
         """Return a new group of the ranks ``survivors`` of this one, ranked in that order; this one is closed.

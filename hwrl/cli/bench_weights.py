@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--receivers", type=int, default=1, help="receiving processes (default 1)")
     parser.add_argument("--rounds", type=int, default=9, help="measurements of each way (default 9)")
     parser.add_argument("--slab-mib", type=int, default=16, help="slab size, MiB (default 16)")
-    parser.add_argument("--slabs", type=int, default=2, help="slabs under way at once (default 2)")
+    parser.add_argument("--slabs", type=int, default=4, help="slabs under way at once (default 4)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
 
 

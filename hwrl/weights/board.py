@@ -21,7 +21,7 @@ class Offer:
     """A version that the sender offers. ``number`` grows with every offer of every sender of the link.
 
     ``to`` are the receivers (their join numbers) of a device transfer, in rank order from 1; ``group`` its group's
-    name. ``directory``, ``slot`` and ``checksums`` say where a host version lies.
+    name. ``directory`` and ``slot`` say where a host version lies.
     """
 
     number: int
@@ -33,7 +33,6 @@ class Offer:
     group: str = ""
     directory: str = ""
     slot: int = 0
-    checksums: list[int] = field(default_factory=list)
     metadata: dict[str, str | int | float] = field(default_factory=dict)
 
     @classmethod
@@ -42,7 +41,7 @@ class Offer:
         try:
             offer = cls(**json.loads(text))
             good = all(isinstance(getattr(offer, name), type(value)) for name, value in asdict(_SAMPLE).items())
-            good = good and all(isinstance(number, int) for number in [*offer.to, *offer.checksums])
+            good = good and all(isinstance(number, int) for number in offer.to)
         except (ValueError, TypeError, RecursionError) as exc:
             raise _unreadable("an offer", text) from exc
         if not good or not _is_metadata(offer.metadata):

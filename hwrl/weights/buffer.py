@@ -10,7 +10,6 @@ import torch
 from hwrl.backend import Backend
 from hwrl.comm import Pending, raw_bytes
 from hwrl.errors import WeightsError
-from hwrl.weights.checksum import checksum, row_weights
 from hwrl.weights.layout import Slab, WeightLayout, view_bytes
 
 
@@ -131,20 +130,3 @@ class Staging:
     def on(cls, device: torch.device, layout: WeightLayout) -> Staging:
         """Allocate room on ``device``."""
         return cls(layout, flat=torch.empty(layout.nbytes, dtype=torch.uint8, device=device))
-
-
-class Checksums:
-    """One checksum for each slab of a layout, on the device."""
-
-    def __init__(self, layout: WeightLayout, *, device: torch.device) -> None:
-        self.values = torch.zeros(len(layout.slabs), dtype=torch.int64, device=device)
-        self._weights = row_weights(max((slab.nbytes for slab in layout.slabs), default=0), device)
-
-    def add(self, index: int, raw: torch.Tensor) -> None:
-        """Compute slab ``index``'s checksum from its bytes; does not wait for the device."""
-        self.values[index] = checksum(raw, self._weights)
-
-    def differing(self, theirs: torch.Tensor) -> list[int]:
-        """Return the slabs whose checksums are not ``theirs``; waits for the device."""
-        different: list[int] = (self.values != theirs).nonzero().view(-1).tolist()
-        return different

@@ -1,35 +1,52 @@
-"""A checksum that runs at the memory's speed on any device."""
+"""Checksums that run at the memory's speed on any device."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
+
 import torch
 
-_ROW_WORDS = 4096  # 32 KiB: 34 GB/s on one core, where per-lane sums reach 11
-_ODD = 0x1E3779B97F4A7C15  # any large odd number: products with it lose no bit modulo 2**64
+from hwrl.weights.layout import WeightLayout
+
+_WORDS = 4096
+_ROW_NBYTES = 8 * _WORDS  # 32 KiB: long enough to sum at the memory's speed, short enough to say where damage is
+_ODD = 0x1E3779B97F4A7C15  # any large odd number: a product with it loses no bit modulo 2**64
 
 
-def row_weights(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return the multipliers for slabs of up to ``nbytes``; make them once."""
-    return torch.arange(1, nbytes // (8 * _ROW_WORDS) + 3, dtype=torch.int64, device=device) * (2 * _ODD) + 1
+class Checksums:
+    """One 64-bit sum for each 32 KiB of each slab of a layout, on the device: ``values``, a 1-d int64 tensor.
 
-
-def checksum(raw: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return a 0-d int64 of ``raw`` (1-d uint8, 8-byte aligned) on its device, without waiting for the device.
-
-    Sums 64-bit words row by row and weighs each row by an odd number of its own. Any change within one word, and any
-    displaced row, is always found; reordered words inside 32 KiB are not.
-
-    >>> data = torch.arange(100, dtype=torch.uint8)
-    >>> weights = row_weights(100, data.device)
-    >>> before = int(checksum(data, weights))
-    >>> data[99] = 0
-    >>> int(checksum(data, weights)) == before
-    False
+    Any change within one 64-bit word, and any displaced row, is always found; reordered words inside 32 KiB are not.
+    Computing is one kernel for a slab, mostly, and allocates nothing.
     """
+
+    def __init__(self, layout: WeightLayout, *, device: torch.device, values: torch.Tensor | None = None) -> None:
+        rows = [-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs]
+        self._begins = list(itertools.accumulate(rows, initial=0))
+        self.values = torch.zeros(self._begins[-1], dtype=torch.int64, device=device) if values is None else values
+
+    @staticmethod
+    def nbytes(layout: WeightLayout) -> int:
+        """Return the bytes that ``values`` takes for ``layout``."""
+        return 8 * sum(-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs)
+
+    def add(self, index: int, raw: torch.Tensor) -> None:
+        """Compute slab ``index``'s sums from its bytes (1-d uint8, 8-byte aligned); does not wait for the device."""
+        begin, whole = self._begins[index], raw.numel() // _ROW_NBYTES
+        if whole:
+            rows = raw[: whole * _ROW_NBYTES].view(torch.int64).view(whole, _WORDS)
+            torch.sum(rows, 1, out=self.values[begin : begin + whole])
+        if raw.numel() % _ROW_NBYTES:
+            self.values[begin + whole] = _short_sum(raw[whole * _ROW_NBYTES :])
+
+    def differing(self, theirs: torch.Tensor) -> list[int]:
+        """Return the slabs with other sums than ``theirs``; waits for the device."""
+        rows: list[int] = (self.values != theirs).nonzero().view(-1).tolist()
+        return sorted({bisect.bisect_right(self._begins, row) - 1 for row in rows})
+
+
+def _short_sum(raw: torch.Tensor) -> torch.Tensor:
     words = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    count = words.numel() // _ROW_WORDS
-    total = raw[words.numel() * 8 :].sum(dtype=torch.int64) * weights[count]
-    total += words[count * _ROW_WORDS :].sum() * weights[count + 1]
-    if count:
-        total += (words[: count * _ROW_WORDS].view(count, _ROW_WORDS).sum(1) * weights[:count]).sum()
-    return total
+    tail = raw[words.numel() * 8 :]
+    return words.sum() + tail.sum(dtype=torch.int64) * _ODD if tail.numel() else words.sum()

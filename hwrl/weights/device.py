@@ -13,7 +13,8 @@ from hwrl.backend import Backend
 from hwrl.comm import Comm, Group, Pending
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import BroadcastBuffer, Checksums, Staging
+from hwrl.weights.buffer import BroadcastBuffer, Staging
+from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster

@@ -18,7 +18,8 @@ import torch
 from hwrl.backend import Backend
 from hwrl.errors import TransferFailedError, WeightsError
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import Checksums, Staging
+from hwrl.weights.buffer import Staging
+from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.report import StageClock
 
@@ -48,7 +49,6 @@ class HostSender:
         _sweep(base)
         self.directory, self._owner = _new_directory(base)
         self._places: list[_Place | None] = [None] * versions
-        self._sums = Checksums(layout, device=_HOST)
         self._newest: Offer | None = None
 
     def publish(self, base: Offer, tensors: Sequence[torch.Tensor], clock: StageClock) -> None:
@@ -60,15 +60,13 @@ class HostSender:
         with clock("copy"):
             place.write(tensors)
             self._backend.current_stream().synchronize()
-            for index, raw in enumerate(place.staging.slabs):
-                self._sums.add(index, raw)
+            place.sum()
         place.unlock()
         offer = replace(
             base,
             number=self._board.newest() + 1,
             directory=str(self.directory),
             slot=number,
-            checksums=self._sums.values.tolist(),
         )
         self._board.put_offer(offer)
         if self._newest is not None:
@@ -111,7 +109,7 @@ class _Place:
     def __init__(self, path: Path, layout: WeightLayout) -> None:
         self._layout = layout
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        nbytes = _file_nbytes(layout)
+        nbytes = _sums_at(layout) + Checksums.nbytes(layout)
         try:
             os.posix_fallocate(self._file, 0, nbytes)  # a sparse file would kill the process when the memory runs out
         except OSError as exc:
@@ -121,8 +119,7 @@ class _Place:
                 why=str(exc),
                 fix="free memory there",
             ) from exc
-        self._memory = mmap.mmap(self._file, nbytes)
-        self.staging = Staging(layout, flat=torch.frombuffer(self._memory, dtype=torch.uint8))
+        self._staging, self._sums = _parts(layout, mmap.mmap(self._file, nbytes))
 
     def lock(self) -> bool:
         """Take the place for writing, unless a receiver reads it."""
@@ -140,12 +137,17 @@ class _Place:
         """Copy all tensors in, tied ones once."""
         entries = self._layout.entries
         own = [index for index, entry in enumerate(entries) if entry.alias_of is None]
-        views = [self.staging.tensors[entries[index].name] for index in own]
+        views = [self._staging.tensors[entries[index].name] for index in own]
         if own:
             torch._foreach_copy_(views, [tensors[index] for index in own])
 
+    def sum(self) -> None:
+        """Write the checksums of what was copied in."""
+        for index, raw in enumerate(self._staging.slabs):
+            self._sums.add(index, raw)
+
     def close(self) -> None:
-        """Unmap and close; views of the memory must not be used after."""
+        """Close the file; its memory is unmapped with this object."""
         os.close(self._file)
 
 
@@ -163,13 +165,11 @@ class HostReceiver:
         with self.claim(offer) as file:
             if file is None:
                 return False
-            with mmap.mmap(file, _file_nbytes(layout)) as memory:
-                source = Staging(layout, flat=torch.frombuffer(memory, dtype=torch.uint8))
-                for index, raw in enumerate(source.slabs):
-                    staging.slabs[index].copy_(raw)
-                    sums.add(index, staging.slabs[index])
-                wrong = sums.differing(torch.tensor(offer.checksums, dtype=torch.int64, device=sums.values.device))
-                del source, raw
+            source, written = _parts(layout, mmap.mmap(file, 0))
+            for index, raw in enumerate(source.slabs):
+                staging.slabs[index].copy_(raw)
+                sums.add(index, staging.slabs[index])
+            wrong = sums.differing(written.values.to(sums.values.device))
         if wrong:
             raise TransferFailedError(
                 f"version {offer.version} was not received",
@@ -202,8 +202,15 @@ class HostReceiver:
         return self._board.newest() == offer.number
 
 
-def _file_nbytes(layout: WeightLayout) -> int:
-    return max(ALIGNMENT_NBYTES, layout.nbytes + -layout.nbytes % ALIGNMENT_NBYTES)
+def _sums_at(layout: WeightLayout) -> int:
+    return ALIGNMENT_NBYTES + layout.nbytes + -layout.nbytes % ALIGNMENT_NBYTES  # never empty, which mmap refuses
+
+
+def _parts(layout: WeightLayout, memory: mmap.mmap) -> tuple[Staging, Checksums]:
+    """Return the two parts of a version's file: the tensors, and their checksums."""
+    flat, at = torch.frombuffer(memory, dtype=torch.uint8), _sums_at(layout)
+    values = flat[at : at + Checksums.nbytes(layout)].view(torch.int64)
+    return Staging(layout, flat=flat), Checksums(layout, device=_HOST, values=values)
 
 
 def _memory_directory() -> Path:

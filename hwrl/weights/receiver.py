@@ -12,7 +12,8 @@ from hwrl.backend import Backend
 from hwrl.comm import Comm
 from hwrl.errors import CommTimeoutError, QuarantinedError, TransferFailedError
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import Checksums, Staging
+from hwrl.weights.buffer import Staging
+from hwrl.weights.checksum import Checksums
 from hwrl.weights.device import DeviceReceiver
 from hwrl.weights.host import HostReceiver
 from hwrl.weights.layout import WeightLayout
@@ -58,7 +59,7 @@ class WeightReceiver:
         name: str = "policy",
         replica: str,
         backend: Backend | None = None,
-        slabs: int = 2,
+        slabs: int = 4,
         timeout_s: float = 60.0,
     ) -> None:
         self._backend = Comm(backend).backend

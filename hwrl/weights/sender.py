@@ -29,7 +29,8 @@ class WeightSender:
     A new sender of the same name on the same store deposes the old one and begins a new epoch: receivers follow it,
     even if its versions are lower. ``transport`` "device" broadcasts to all receivers at once and waits for them;
     "host" copies into memory-mapped files on this host (``versions`` of them at most, under ``directory``, by default
-    in memory) from which receivers pull later. ``timeout_s`` bounds each wait for receivers. A context manager.
+    in memory) from which receivers pull later. ``slabs`` of ``slab_nbytes`` are under way at once. ``timeout_s``
+    bounds each wait for receivers. A context manager.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class WeightSender:
         backend: Backend | None = None,
         transport: Transport = "device",
         slab_nbytes: int = 16 << 20,
-        slabs: int = 2,
+        slabs: int = 4,
         versions: int = 3,
         directory: Path | None = None,
         timeout_s: float = 60.0,

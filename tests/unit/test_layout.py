@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hwrl.comm import Pending, raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.weights import BroadcastBuffer, WeightLayout
-from hwrl.weights.buffer import Checksums, Staging
+from hwrl.weights.buffer import Staging
+from hwrl.weights.checksum import Checksums
 from hwrl_cpu import INFO, CpuBackend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
