@@ -17,7 +17,6 @@ class Sampling:
 
     max_new_tokens: int
     temperature: float = 1.0
-    min_new_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class RolloutEngine(ABC):
     thread-safe: one thread owns the engine.
     """
 
-    version: int = 0
-    """The version of the weights that the next token will come from."""
+    version: int = -1
+    """The version of the weights that the next token will come from; -1 before the first ``load_weights``."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:

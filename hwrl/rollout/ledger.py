@@ -54,6 +54,9 @@ class LedgerCounts:
 class PromptLedger:
     """See the module. Not thread-safe: one owner calls it.
 
+    It gives out nothing before the first :meth:`advance`, at the start and after a resume: only then are there weights
+    of this timeline to begin with.
+
     ``groups_per_version`` groups are trained under each weight version; ``total_groups`` ends the stream;
     ``group_timeout_s`` is how long a replica may hold a lease; ``max_attempts`` is how often a prompt is tried.
     """
@@ -73,6 +76,7 @@ class PromptLedger:
         self._group_timeout_s = group_timeout_s
         self._max_attempts = max_attempts
         self.version = 0
+        self._open = False
         self._trained = 0
         self._next = 0
         self._returned: list[int] = []
@@ -89,7 +93,7 @@ class PromptLedger:
         bound = (self._max_staleness + self.version + 1) * self._groups_per_version
         open_groups = self._trained + len(self._accepted) + len(self._running)
         left = len(self._returned) + self._total_groups - self._next
-        return max(0, min(bound - open_groups, left))
+        return max(0, min(bound - open_groups, left)) if self._open else 0
 
     def lease(self, count: int, *, replica: str, now_s: float) -> list[Lease]:
         """Give up to ``count`` prompts to ``replica``: returned ones first, oldest first, then new ones."""
@@ -161,6 +165,7 @@ class PromptLedger:
                 fix="restore the ledger with load_state_dict",
             )
         self.version = version
+        self._open = True
 
     def take(self, count: int) -> list[PromptGroup] | None:
         """Return ``count`` groups to train on under the current version, oldest first, or None: not ready yet.
@@ -229,6 +234,7 @@ class PromptLedger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`state_dict`; every lease of before is over."""
         self.version = int(state["version"])
+        self._open = False
         self._trained = int(state["trained"])
         self._next = int(state["next"])
         self._running.clear()

@@ -6,7 +6,7 @@ import time
 
 from hwrl.run.actors import Taken
 
-BUSY = ("generate_s", "update_s", "reward_s")
+BUSY = ("generate_s", "update_s")
 
 
 class FigureWindow:

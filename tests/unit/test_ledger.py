@@ -28,9 +28,11 @@ def finished(lease: Lease, *, versions: list[int] | None = None) -> PromptGroup:
 
 
 def ledger_of(*, batch: int = 4, staleness: int = 1, total: int = 1000, timeout_s: float = 10.0) -> PromptLedger:
-    return PromptLedger(
+    ledger = PromptLedger(
         groups_per_version=batch, max_staleness=staleness, total_groups=total, group_timeout_s=timeout_s
     )
+    ledger.advance(0)
+    return ledger
 
 
 def test_admission_stops_at_the_staleness_bound_and_opens_with_the_next_version() -> None:
@@ -119,6 +121,17 @@ def test_the_version_never_goes_back_without_a_resume() -> None:
     ledger.advance(2)
     with pytest.raises(EngineError, match="from 2 back to 1"):
         ledger.advance(1)
+
+
+def test_nothing_is_given_out_before_the_weights_of_this_timeline_are_published() -> None:
+    ledger = PromptLedger(groups_per_version=4, max_staleness=1, total_groups=100)
+    assert ledger.lease(4, replica="a", now_s=0) == []
+    ledger.advance(0)
+    assert len(ledger.lease(4, replica="a", now_s=0)) == 4
+    ledger.load_state_dict({"version": 3, "trained": 12, "next": 14, "owed": [12, 13]})
+    assert ledger.lease(4, replica="a", now_s=0) == []
+    ledger.advance(3)
+    assert [lease.sequence_number for lease in ledger.lease(3, replica="a", now_s=0)] == [12, 13, 14]
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -23,6 +25,7 @@ class CountingEngine(RolloutEngine):
     """Says 1, 2, 3 … a token a step; a request's response is as long as its prompt's first id."""
 
     def __init__(self, *, room: int = 8) -> None:
+        self.version = 0
         self._room = room
         self._running: dict[int, tuple[GenerationRequest, list[int]]] = {}
 
@@ -127,9 +130,18 @@ def turns(rollouter: Rollouter, count: int) -> None:
         rollouter.turn()
 
 
+def turn_until(rollouter: Rollouter, condition: Callable[[], bool]) -> None:
+    """Turn until ``condition`` holds: rewards are judged in other threads."""
+    deadline_s = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came"
+        rollouter.turn()
+
+
 def test_each_prompt_comes_back_as_one_judged_group() -> None:
     desk = Desk([3, 0])
-    turns(rollouter_of(desk), 6)
+    rollouter = rollouter_of(desk)
+    turn_until(rollouter, lambda: len(desk.groups) == 2)
     assert [(group.sequence_number, group.lease_id, group.size) for group in desk.groups] == [(0, 100, 2), (3, 103, 2)]
     assert [group.rewards.tolist() for group in desk.groups] == [[1.0, 1.0]] * 2
     assert desk.groups[1].token_ids.tolist() == [1, 2, 3, 4] * 2
@@ -140,7 +152,7 @@ def test_partial_rollout_takes_weights_between_two_tokens() -> None:
     rollouter = rollouter_of(desk, inlet=inlet)
     turns(rollouter, 2)
     inlet.offered = [7]
-    turns(rollouter, 2)
+    turn_until(rollouter, lambda: len(desk.groups) == 1)
     assert desk.groups[0].versions.tolist() == [0, 0, 7, 7] * 2
 
 
@@ -150,10 +162,53 @@ def test_without_partial_rollout_running_prompts_finish_first_and_no_new_one_beg
     turns(rollouter, 2)
     inlet.offered = [7]
     turns(rollouter, 2)
-    assert len(desk.groups) == 4
     assert desk.numbers == [1], "the fifth prompt waits for the update"
-    turns(rollouter, 3)
+    turn_until(rollouter, lambda: len(desk.groups) == 5)
     assert [sorted(set(group.versions.tolist())) for group in desk.groups] == [[0]] * 4 + [[7]]
+
+
+def test_nothing_begins_before_the_first_weights() -> None:
+    desk, inlet, engine = Desk([0]), Inlet(), CountingEngine()
+    engine.version = -1
+    rollouter = rollouter_of(desk, inlet=inlet, engine=engine)
+    answer = rollouter.evaluate([Lengths()[0]])
+    turns(rollouter, 3)
+    assert desk.numbers == [0] and not answer.done()
+    inlet.offered = [0]
+    turn_until(rollouter, lambda: len(desk.groups) == 1 and answer.done())
+
+
+def test_a_prompt_waits_for_the_weights_that_its_lease_asks_for() -> None:
+    class Ahead(Desk):
+        def lease(self, count: int) -> Future[list[Lease]]:
+            future: Future[list[Lease]] = Future()
+            future.set_result([replace(lease, version=5) for lease in super().lease(count).result()])
+            return future
+
+    desk, inlet = Ahead([0]), Inlet()
+    rollouter = rollouter_of(desk, inlet=inlet)
+    turns(rollouter, 5)
+    assert not desk.groups and not rollouter.engine.pending()
+    inlet.offered = [5]
+    turn_until(rollouter, lambda: len(desk.groups) == 1)
+    assert desk.groups[0].oldest_version == 5
+
+
+def test_a_slow_reward_holds_up_neither_generation_nor_weights() -> None:
+    judged = threading.Event()
+
+    def slow(prompt: str, response: str, answer: object) -> float:
+        assert judged.wait(10)
+        return 1.0
+
+    desk, inlet = Desk([0, 2]), Inlet()
+    rollouter = rollouter_of(desk, inlet=inlet, reward=slow)
+    turns(rollouter, 2)
+    inlet.offered = [3]
+    turns(rollouter, 2)
+    assert rollouter.engine.version == 3 and not rollouter.engine.pending() and not desk.groups
+    judged.set()
+    turn_until(rollouter, lambda: len(desk.groups) == 2)
 
 
 def test_a_reward_that_raises_is_retried_then_the_prompt_has_failed_with_the_reason() -> None:
@@ -167,23 +222,24 @@ def test_a_reward_that_raises_is_retried_then_the_prompt_has_failed_with_the_rea
 
     desk = Desk([0, 1])
     rollouter = rollouter_of(desk, reward=flaky)
-    turns(rollouter, 3)
+    turn_until(rollouter, lambda: bool(desk.failed and desk.groups))
     assert [group.sequence_number for group in desk.groups] == [0]
     assert desk.failed[0][0] == 1
     assert "no luck" in desk.failed[0][1]
     assert rollouter.stats()["reward_errors"] == 4
 
 
-def test_an_evaluation_uses_one_version_and_training_goes_on_beside_it() -> None:
+def test_an_evaluation_goes_on_beside_training_and_tells_its_oldest_version() -> None:
     desk, inlet = Desk([5]), Inlet()
     rollouter = rollouter_of(desk, inlet=inlet)
     turns(rollouter, 1)
     answer = rollouter.evaluate([Lengths()[2], Lengths()[1]])
+    turns(rollouter, 1)
     inlet.offered = [4]
-    turns(rollouter, 3)
-    assert answer.result(timeout=0).version == 4
+    turn_until(rollouter, lambda: answer.done() and len(desk.groups) == 1)
+    assert answer.result(timeout=0).version == 0
     assert answer.result(timeout=0).figures == {"reward": 1.0}
-    assert len(desk.groups) == 1
+    assert desk.groups[0].versions.max() == 4
 
 
 def test_an_evaluation_that_cannot_be_judged_says_so() -> None:
@@ -192,7 +248,7 @@ def test_an_evaluation_that_cannot_be_judged_says_so() -> None:
 
     rollouter = rollouter_of(Desk([]), reward=broken)
     answer = rollouter.evaluate([Lengths()[0]])
-    rollouter.turn()
+    turn_until(rollouter, answer.done)
     with pytest.raises(DataError, match="1 of 1 evaluation prompts"):
         answer.result(timeout=0)
 
@@ -203,7 +259,7 @@ def test_the_seconds_of_all_activities_add_up() -> None:
     stats = rollouter.stats()
     assert stats["tokens"] == 8
     assert stats["generate_s"] > 0
-    assert {"idle_s", "generate_s", "reward_s"} <= stats.keys()
+    assert {"idle_s", "generate_s"} <= stats.keys()
 
 
 def test_a_prompts_own_limit_lowers_the_runs() -> None:
