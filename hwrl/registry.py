@@ -162,10 +162,11 @@ class Registry:
             )
         probed = _probe(plugin, self._context)
         if probed.result.answer == "no":
+            others = [other for other in self._plugins().names() if other not in plugin.names]
             raise BackendUnavailableError(
                 f"backend {name!r} cannot run here",
                 why=f"{asked_by} asks for it, but {probed}",
-                fix=f"mend what the reason names, or choose another of {', '.join(self._plugins().names())}",
+                fix="mend what the reason names" + (f", or choose another of {', '.join(others)}" if others else ""),
             )
         return Choice(plugin, f"{asked_by} asks for {name!r}; {probed}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 HELP = "train a policy with asynchronous reinforcement learning"
@@ -23,6 +24,10 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(dump_config(config), end="")
         return 0
+    from hwrl.run.inputs import check_inputs
+
+    sys.path.append(str(Path.cwd()))  # Ray's workers import from there, too: a reward's module may lie beside the run
+    check_inputs(config)
     from hwrl.run.pipeline import run_training
     from hwrl.run.report import make_view
 

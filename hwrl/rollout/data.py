@@ -85,16 +85,21 @@ def _own_limit(row: dict[str, Any], *, place: str) -> int | None:
     )
 
 
-def _rows(path: Path) -> Iterable[Any]:
+def check_prompt_file(path: Path, *, key: str = "data.train or data.eval") -> None:
+    """Raise DataError if ``path``, which the configuration's ``key`` names, is no file of a known kind."""
     if not path.is_file():
-        raise DataError(f"there is no file {path}", why="data.train or data.eval names it", fix="correct the path")
-    if path.suffix == ".jsonl":
-        return _json_lines(path)
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    raise DataError(
-        f"{path} is of an unknown kind", why="the name must end in .jsonl or .parquet", fix="convert or rename the file"
-    )
+        raise DataError(f"there is no file {path}", why=f"{key} names it", fix="correct the path")
+    if path.suffix not in _READERS:
+        raise DataError(
+            f"{path} is of an unknown kind",
+            why=f"its name must end in {' or '.join(_READERS)}",
+            fix="convert or rename the file",
+        )
+
+
+def _rows(path: Path) -> Iterable[Any]:
+    check_prompt_file(path)
+    return _READERS[path.suffix](path)
 
 
 def _json_lines(path: Path) -> Iterable[Any]:
@@ -118,3 +123,6 @@ def _parquet_rows(path: Path) -> Iterable[Any]:
         raise DataError(f"{path} cannot be read as Parquet", why=str(exc), fix="write the file again") from exc
     rows: list[Any] = table.to_pylist()
     return rows
+
+
+_READERS: dict[str, Callable[[Path], Iterable[Any]]] = {".jsonl": _json_lines, ".parquet": _parquet_rows}

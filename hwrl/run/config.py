@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hwrl.errors import ConfigError
 from hwrl.train.choices import AdvantageName, LossName
@@ -17,6 +17,8 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveReal = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
+"""A relative path is completed with the working directory at once: a worker process may have another one."""
 
 
 class Section(BaseModel):
@@ -28,7 +30,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The model to train."""
 
-    path: Path
+    path: AbsolutePath
     """A directory that ``AutoModelForCausalLM`` and ``AutoTokenizer`` can load."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights, in training and rollout."""
@@ -37,9 +39,9 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Prompts: rows with ``prompt`` (text) and ``answer`` (anything), as .jsonl or .parquet."""
 
-    train: Path
+    train: AbsolutePath
     """Prompts to train on."""
-    eval: Path | None = None
+    eval: AbsolutePath | None = None
     """Held-out prompts; without them nothing is evaluated."""
     max_prompt_tokens: Positive = 1024
     """A longer prompt is an error."""
@@ -53,15 +55,21 @@ class RewardConfig(Section):
     attempts: Positive = 3
     """How often a function that raises is called before the prompt has failed."""
 
+    @field_validator("function")
+    @classmethod
+    def _a_file_is_absolute(cls, function: str) -> str:
+        place, colon, name = function.rpartition(":")
+        return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else function
+
 
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: str = "embedded"
+    engine: Literal["embedded"] = "embedded"
     """``embedded``: a transformers model in the replica's process."""
     replicas: Positive = 1
     """Rollout processes, each with a model of its own."""
-    n: Annotated[int, Field(ge=1)] = 8
+    n: Positive = 8
     """Responses to each prompt."""
     max_new_tokens: Positive = 256
     """A longer response is cut off and counts as truncated."""
@@ -80,6 +88,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _a_group_fits(self) -> RolloutConfig:
+        if self.n < 2:
+            raise ValueError(
+                f"n={self.n} teaches nothing: a response's advantage comes from the others; set n=2 or more"
+            )
         if self.max_running < self.n:
             raise ValueError(
                 f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together"
@@ -107,7 +119,7 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """The training side."""
 
-    engine: str = "fsdp"
+    engine: Literal["fsdp"] = "fsdp"
     """``fsdp``: FSDP2, any ``AutoModelForCausalLM`` directory."""
     ranks: Positive = 1
     """Training processes that share the model."""
@@ -191,7 +203,7 @@ class EvalConfig(Section):
 class Config(Section):
     """A whole run. ``hwrl train --print-config`` shows every key with its value."""
 
-    dir: Path
+    dir: AbsolutePath
     """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
     seed: int = 0
     """Of the order of the prompts and of sampling."""
@@ -255,8 +267,8 @@ def parse_config(tree: dict[str, Any]) -> Config:
         mistakes = [_describe(error) for error in exc.errors(include_url=False)]
         raise ConfigError(
             f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
-            why="; ".join(mistakes),
-            fix="see docs/configuration.md, or run hwrl train CONFIG --print-config on a working file",
+            why="\n       ".join(mistakes),
+            fix="correct each; docs/configuration.md lists every key with its default",
         ) from exc
 
 
@@ -274,18 +286,27 @@ def _override(tree: dict[str, Any], word: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as exc:
         raise ConfigError(f"the value of {word!r} cannot be read", why=str(exc), fix="quote it") from exc
-    for part in parts[:-1]:
+    for depth, part in enumerate(parts[:-1], start=1):
         child = tree.setdefault(part, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{word!r} does not fit", why=f"{part!r} is a value, not a section", fix="check the key")
+            raise _not_a_section(word, place=".".join(parts[:depth]), value=child)
         tree = child
     tree[parts[-1]] = value
 
 
+def _not_a_section(word: str, *, place: str, value: object) -> ConfigError:
+    keys = _keys_in(place)
+    likely = f"give {place} in the file as a section with keys like {keys[0]}" if keys else f"set {place}=… itself"
+    return ConfigError(f"{word!r} does not fit", why=f"{place} is the value {value!r}, not a section", fix=likely)
+
+
 def _describe(error: Any) -> str:
     place = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        return f"{place}: it is a section, not a value; did you mean {' or '.join(_keys_in(place))}?"
     if error["type"] != "extra_forbidden":
-        return f"{place or 'the whole'}: {error['msg']}"
+        return f"{place or 'the whole'}: {message}"
     likely = _likely_keys(place)
     return f"{place}: there is no such key" + (f", did you mean {' or '.join(likely)}?" if likely else "")
 
@@ -297,6 +318,15 @@ def _likely_keys(place: str) -> list[str]:
         return whole
     last = difflib.get_close_matches(place.rpartition(".")[2], {key.rpartition(".")[2] for key in all_keys()}, n=1)
     return [key for key in all_keys() if last and key.rpartition(".")[2] == last[0]]
+
+
+def _keys_in(section: str) -> list[str]:
+    """Return the keys of ``section`` that must be given, all of its keys if none must, nothing if it is no section."""
+    kind = Config.model_fields[section].annotation if section in Config.model_fields else None
+    if not (isinstance(kind, type) and issubclass(kind, Section)):
+        return []
+    required = [key for key, field in kind.model_fields.items() if field.is_required()]
+    return [f"{section}.{key}" for key in required or kind.model_fields]
 
 
 def all_keys() -> list[str]:

@@ -27,6 +27,17 @@ FIXED_KEYS = (
 
 def claim_directory(config: Config) -> None:
     """Write the resolved configuration into the run directory; refuse one that holds another run."""
+    try:
+        _claim(config)
+    except OSError as exc:
+        raise ConfigError(
+            f"the run directory {config.dir} cannot be used",
+            why=str(exc),
+            fix="choose a directory that you can write to, with dir=…",
+        ) from exc
+
+
+def _claim(config: Config) -> None:
     path = config.dir / CONFIG
     if path.exists() and (read_metrics(config.dir) or any(config.dir.glob("checkpoints/global_step_*"))):
         _check_same_run(config, yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -78,11 +89,13 @@ def missed_goals(goals: dict[str, float], figures: dict[str, float]) -> list[str
     []
     >>> missed_goals({"eval/exact": 0.85}, {"eval/exact": 0.5})
     ['eval/exact is 0.5, the goal is 0.85']
+    >>> missed_goals({"eval/exact": 0.85}, {"eval/exact": float("nan")})
+    ['eval/exact is nan, the goal is 0.85']
     """
     missed = []
     for name, goal in goals.items():
         reached = figures.get(name)
-        if reached is None or reached < goal:
+        if reached is None or not reached >= goal:  # not a number reaches nothing
             missed.append(f"{name} is {'absent' if reached is None else f'{reached:.4g}'}, the goal is {goal:.4g}")
     return missed
 

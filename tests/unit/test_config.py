@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from pydantic.fields import FieldInfo
 
-from hwrl.errors import ConfigError
+from hwrl.cli import main
+from hwrl.errors import ConfigError, HwrlError
 from hwrl.run.config import Config, Section, dump_config, load_config
+from hwrl.run.inputs import check_inputs
+from hwrl.run.summary import claim_directory
 
 MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
 
@@ -43,8 +49,10 @@ def test_an_unknown_key_is_an_error_with_the_likely_one(tmp_path: Path) -> None:
 
 
 def test_every_mistake_is_listed_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has 2 mistakes(.|\n)*model\.path(.|\n)*train\.steps"):
+    with pytest.raises(ConfigError, match="has 2 mistakes") as caught:
         load_config(write(tmp_path, {**MINIMAL, "model": {}}), ["train.steps=0"])
+    places = [line.strip().partition(":")[0] for line in caught.value.why.splitlines()]
+    assert places == ["model.path", "train.steps"], "one line each"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,7 @@ def test_every_mistake_is_listed_at_once(tmp_path: Path) -> None:
     [
         ("train.steps", "not an override"),
         ("=3", "not an override"),
-        ("dir.sub=3", "does not fit"),
+        ("dir.sub=3", "does not fit(.|\n)*set dir=… itself"),
         ("dir=[", "cannot be read"),
     ],
 )
@@ -79,6 +87,90 @@ def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
         load_config(write(tmp_path, MINIMAL), ["rollout.max_running=4"])
     with pytest.raises(ConfigError, match=r"batch_groups=1 must be at least train\.ranks=2"):
         load_config(write(tmp_path, MINIMAL), ["train.batch_groups=1", "train.ranks=2"])
+
+
+def test_paths_are_absolute_when_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(write(tmp_path, MINIMAL), ["reward.function=mine.py:f", "data.eval=sub/eval.jsonl"])
+    assert (config.dir, config.model.path) == (tmp_path / "run", tmp_path / "model")
+    assert (config.data.train, config.data.eval) == (tmp_path / "train.jsonl", tmp_path / "sub" / "eval.jsonl")
+    assert config.reward.function == f"{tmp_path / 'mine.py'}:f"
+    assert load_config(write(tmp_path, MINIMAL)).reward.function == "m:f", "a module is no path"
+
+
+@pytest.mark.parametrize("key", ["rollout.engine", "train.engine"])
+def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: Input should be '(embedded|fsdp)'"):
+        load_config(write(tmp_path, MINIMAL), [f"{key}=other"])
+
+
+def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rollout: n=1 teaches nothing"):
+        load_config(write(tmp_path, MINIMAL), ["rollout.n=1"])
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"), [("reward=x.py:f", r"reward\.function\?"), ("eval=5", r"eval\.every_steps or eval\.prompts\?")]
+)
+def test_a_value_for_a_section_is_answered_with_its_keys(tmp_path: Path, word: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"it is a section, not a value; did you mean {remedy}"):
+        load_config(write(tmp_path, MINIMAL), [word])
+
+
+def test_a_key_under_a_section_that_the_file_made_a_value_is_answered(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reward is the value 'x\.py:f'(.|\n)*keys like reward\.function"):
+        load_config(write(tmp_path, {**MINIMAL, "reward": "x.py:f"}), ["reward.attempts=2"])
+
+
+def runnable(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "mine.py").write_text("def f(prompt, response, answer): return 0.0\n")
+    paths = {"model": {"path": str(tmp_path / "model")}, "data": {"train": str(tmp_path / "train.jsonl")}}
+    return {"dir": str(tmp_path / "run"), **paths, "reward": {"function": f"{tmp_path / 'mine.py'}:f"}}
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model.path=/nowhere", "no model in /nowhere(.|\n)*no directory"),
+        ("model.path={tmp_path}", "no model in(.|\n)*config.json"),
+        ("data.train=/none.jsonl", "no file /none.jsonl(.|\n)*data.train names it"),
+        ("data.eval=/none.jsonl", "no file /none.jsonl(.|\n)*data.eval names it"),
+        ("data.train={tmp_path}/mine.py", "unknown kind"),
+        ("reward.function={tmp_path}/mine.py:g", "no function 'g'"),
+    ],
+)
+def test_inputs_are_checked_before_anything_starts(tmp_path: Path, word: str, message: str) -> None:
+    path = write(tmp_path, runnable(tmp_path))
+    check_inputs(load_config(path))
+    with pytest.raises(HwrlError, match=message):
+        check_inputs(load_config(path, [word.format(tmp_path=tmp_path)]))
+
+
+def test_the_check_of_inputs_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['ray'] = None; import hwrl.run.inputs"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hwrl_train_checks_its_inputs_and_takes_a_reward_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = write(tmp_path, runnable(tmp_path))
+    (tmp_path / "beside_the_run.py").write_text("")
+    assert main(["train", str(path), "reward.function=beside_the_run:f"]) == 1
+    assert "there is no function 'f' in beside_the_run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "config.yaml"])
+def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path, place: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(ConfigError, match=r"cannot be used(.|\n)*dir="):
+        claim_directory(load_config(path, [f"dir={tmp_path / place}"]))
 
 
 def row_of(name: str, field: FieldInfo) -> str:

@@ -88,7 +88,9 @@ def test_a_reward_comes_from_a_module_or_a_file(tmp_path: Path) -> None:
         ("nothing", "names no reward function"),
         ("no.such.module:f", "cannot be imported"),
         ("no_such_file.py:f", "there is no file"),
-        ("hwrl.run.demo:absent", "no function 'absent'"),
+        ("hwrl.run.demo:absent", "no function 'absent'(.|\n)*reward.function=hwrl"),
+        ("hwrl.run.demo:sort_rewrad", "did you mean 'sort_reward'"),
+        ("nothing", "reward.function=my_rewards"),
     ],
 )
 def test_a_reward_that_cannot_be_found_is_said(target: str, message: str) -> None:
@@ -96,7 +98,18 @@ def test_a_reward_that_cannot_be_found_is_said(target: str, message: str) -> Non
         load_reward(target)
 
 
-@pytest.mark.parametrize("result", [None, "good", float("nan"), {"score": 1.0}])
+def test_reward_code_that_fails_to_load_is_said(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(DataError, match=r"broken\.py cannot be loaded(.|\n)*ZeroDivisionError"):
+        load_reward(f"{tmp_path / 'broken.py'}:f")
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "result", [None, "good", NAN, {"score": 1.0}, {"reward": 1.0, "exact": NAN}, {"reward": 1.0, "length": INFINITE}]
+)
 def test_a_reward_must_be_a_finite_number(result: object) -> None:
     with pytest.raises(DataError, match="reward is not a"):
         judge(lambda prompt, response, answer: result, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point

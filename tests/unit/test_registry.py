@@ -93,8 +93,9 @@ def test_a_named_backend_that_cannot_run_gives_its_probes_reason_and_nothing_els
 ) -> None:
     plugins.add("card", answer="no", reason="the card is not plugged in")
     other = plugins.add("other")
-    with pytest.raises(BackendUnavailableError, match="the card is not plugged in"):
+    with pytest.raises(BackendUnavailableError, match="the card is not plugged in") as caught:
         plugins.registry(HWRL_BACKEND="card").get_backend()
+    assert caught.value.fix == "mend what the reason names, or choose another of other"
     assert other not in sys.modules
 
 

@@ -1,0 +1,30 @@
+"""What a run needs from outside, looked at before anything starts: cheap, and without torch or Ray."""
+
+from __future__ import annotations
+
+from hwrl.errors import ConfigError
+from hwrl.rollout.data import check_prompt_file
+from hwrl.rollout.reward import load_reward
+from hwrl.run.config import Config
+
+
+def check_inputs(config: Config) -> None:
+    """Raise ConfigError or DataError if the model, a prompt file or the reward function is not there.
+
+    Loading the reward function runs its module. What is inside the files is read later, by the processes that need it.
+    """
+    _check_model(config)
+    check_prompt_file(config.data.train, key="data.train")
+    if config.data.eval is not None:
+        check_prompt_file(config.data.eval, key="data.eval")
+    load_reward(config.reward.function)
+
+
+def _check_model(config: Config) -> None:
+    path = config.model.path
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"there is no model in {path}",
+            why=f"model.path names it, but {'it has no config.json' if path.is_dir() else 'it is no directory'}",
+            fix="name a directory that save_pretrained of a transformers model has written",
+        )
