@@ -29,6 +29,13 @@ HwrlError
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+
+def manual(page: str) -> Path:
+    """Return the file of a manual's page: in the package if a wheel is installed, beside it in the tree."""
+    shipped = Path(__file__).parent / "docs" / page
+    return shipped if shipped.is_file() else Path(__file__).parents[1] / "docs" / page
 
 
 class HwrlError(Exception):
@@ -50,7 +57,7 @@ class HwrlError(Exception):
             lines.append(f"  why: {why}")
         if fix:
             lines.append(f"  fix: {fix}")
-        super().__init__("\n".join([*lines, f"  see: docs/errors.md#{self.code}"]))
+        super().__init__("\n".join([*lines, f"  see: {manual('errors.md')}#{self.code}"]))
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.what, self.why, self.fix)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, manual
 from hwrl.train.choices import AdvantageName, LossName
 
 Positive = Annotated[int, Field(gt=0)]
@@ -268,7 +268,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
         raise ConfigError(
             f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
             why="\n       ".join(mistakes),
-            fix="correct each; docs/configuration.md lists every key with its default",
+            fix=f"correct each; {manual('configuration.md')} lists every key with its default",
         ) from exc
 
 

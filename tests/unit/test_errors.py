@@ -12,12 +12,14 @@ ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issu
 
 def test_an_error_says_what_why_fix_and_where_to_read_more() -> None:
     error = BackendNotFoundError("there is no backend 'x'", why="it is not installed", fix="install it")
+    page = errors.manual("errors.md")
     assert str(error).splitlines() == [
         "there is no backend 'x'",
         "  why: it is not installed",
         "  fix: install it",
-        "  see: docs/errors.md#backend-not-found",
+        f"  see: {page}#backend-not-found",
     ]
+    assert "## backend-not-found\n" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
@@ -39,3 +41,8 @@ def test_the_tree_in_the_docstring_shows_every_error_at_its_depth(kind: type[Hwr
     (line,) = [line for line in (errors.__doc__ or "").splitlines() if kind.__name__ in line.split()]
     depth = len(kind.mro()) - len(HwrlError.mro())
     assert line.index(kind.__name__) == 4 * depth
+
+
+@pytest.mark.parametrize("page", ["errors.md", "configuration.md"])
+def test_the_pages_that_errors_name_are_there_in_the_tree_and_in_a_wheel(page: str) -> None:
+    assert errors.manual(page).is_file()
