@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 
 HELP = "measure weight transfer or asynchronous training"
 
@@ -13,9 +12,9 @@ BENCHMARKS = ("weights", "async")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add one subparser for each benchmark that is installed."""
-    subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(_installed()) + "}")
-    for name in _installed():
+    """Add one subparser for each benchmark."""
+    subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(BENCHMARKS) + "}")
+    for name in BENCHMARKS:
         module = importlib.import_module(f"hwrl.cli.bench_{name}")
         subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
         module.configure(subparser)
@@ -26,7 +25,3 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen benchmark."""
     status: int = args.benchmark(args)
     return status
-
-
-def _installed() -> list[str]:
-    return [name for name in BENCHMARKS if importlib.util.find_spec(f"hwrl.cli.bench_{name}")]

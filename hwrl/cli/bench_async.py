@@ -18,6 +18,14 @@ LENGTHS = [4] * 14 + [6] * 3 + [12] * 2 + [24]
 TARGET_SHARE = 0.9
 """Time-to-reward is taken at this share of the lower of the two final rewards."""
 SMOOTHED_STEPS = 10
+"""The training reward, final or on the way, is the mean of so many steps."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+History = list[dict[str, float]]
+Row = dict[str, float | None]
+"""One run's figures; None is what was not reached or not measured."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,17 +40,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train both ways, print a table, write the JSON."""
+    """Train both ways, print a table, write the JSON; 130 after Ctrl-C, which leaves no result."""
     from hwrl.run.demo import write_demo
 
     kinds = {"async": args.staleness, "sync": 0}
     with tempfile.TemporaryDirectory() as scratch:
         config = write_demo(Path(scratch), seed=args.seed, digits=LENGTHS, prompts=4096)
-        histories: dict[str, list[list[dict[str, float]]]] = {kind: [] for kind in kinds}
+        histories: dict[str, list[History]] = {kind: [] for kind in kinds}
         for number in range(args.rounds):
             for kind, staleness in kinds.items():
                 print(f"round {number + 1} of {args.rounds}: {kind}", file=sys.stderr, flush=True)
-                histories[kind].append(_train(config, steps=args.steps, staleness=staleness, name=f"{kind}-{number}"))
+                history = _train(config, steps=args.steps, staleness=staleness, name=f"{kind}-{number}")
+                if history is None:
+                    return INTERRUPTED
+                histories[kind].append(history)
     result = compare(histories)
     print(_table(result))
     if args.json is not None:
@@ -50,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train(config_path: Path, *, steps: int, staleness: int, name: str) -> list[dict[str, float]]:
+def _train(config_path: Path, *, steps: int, staleness: int, name: str) -> History | None:
+    """Return the run's metrics, or None if Ctrl-C ended it early."""
     from hwrl.run.config import load_config
     from hwrl.run.pipeline import run_training
     from hwrl.run.report import PlainView, read_metrics
@@ -65,74 +77,94 @@ def _train(config_path: Path, *, steps: int, staleness: int, name: str) -> list[
         "eval.every_steps=0",
         "goals={}",
     ]
-    run_training(load_config(config_path, words), PlainView(steps, stream=sys.stderr, interval_s=10.0))
-    return read_metrics(directory)
+    summary = run_training(load_config(config_path, words), PlainView(steps, stream=sys.stderr, interval_s=10.0))
+    return read_metrics(directory) if summary.finished else None
 
 
-def compare(histories: dict[str, list[list[dict[str, float]]]]) -> dict[str, Any]:
-    """Return medians over the rounds for each kind, and the ratios of async to sync (above 1: async is better)."""
+def compare(histories: dict[str, list[History]]) -> dict[str, Any]:
+    """Return medians over the rounds for each kind, and the ratios of async to sync (above 1: async is better).
+
+    A figure that a round did not reach, like the target reward, is None; so are its median and the ratio.
+    """
     from hwrl.cli.provenance import provenance
 
     final = {kind: statistics.median(_final_reward(one) for one in runs) for kind, runs in histories.items()}
     target = TARGET_SHARE * min(final.values())
-    kinds = {kind: _medians(runs, target=target) for kind, runs in histories.items()}
+    rounds = {kind: [_row(one, target=target) for one in runs] for kind, runs in histories.items()}
+    kinds = {kind: {name: _median([row[name] for row in rows]) for name in rows[0]} for kind, rows in rounds.items()}
     fast, slow = kinds["async"], kinds["sync"]
     return {
         "benchmark": "async",
         "target_reward": target,
         "kinds": kinds,
         "ratios": {
-            "tokens_per_s": fast["tokens_per_s"] / slow["tokens_per_s"],
-            "time_to_reward": slow["time_to_reward_s"] / fast["time_to_reward_s"],
-            "total_time": slow["total_s"] / fast["total_s"],
-            "final_reward": fast["final_reward"] / slow["final_reward"],
+            "tokens_per_s": _ratio(fast["tokens_per_s"], slow["tokens_per_s"]),
+            "time_to_reward": _ratio(slow["time_to_reward_s"], fast["time_to_reward_s"]),
+            "total_time": _ratio(slow["total_s"], fast["total_s"]),
+            "final_reward": _ratio(fast["final_reward"], slow["final_reward"]),
         },
-        "rounds": {kind: [_row(one, target=target) for one in runs] for kind, runs in histories.items()},
+        "rounds": rounds,
         **provenance("torch", "ray", "transformers"),
     }
 
 
-def _medians(runs: Sequence[list[dict[str, float]]], *, target: float) -> dict[str, float]:
-    rows = [_row(one, target=target) for one in runs]
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
 
 
-def _row(history: list[dict[str, float]], *, target: float) -> dict[str, float]:
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or not under else over / under
+
+
+def _row(history: History, *, target: float) -> Row:
     """Return one run's figures; seconds count from when everything was up."""
     total_s = history[-1]["time_s"]
-    tokens = history[-1]["response/tokens_total"]
-    lengths = sorted(line["response/length_max"] for line in history)
+    after_first = history[1:] or history
     return {
         "total_s": total_s,
-        "tokens_per_s": tokens / total_s,
+        "tokens_per_s": history[-1]["response/tokens_total"] / total_s,
         "time_to_reward_s": _time_to(history, target),
         "final_reward": _final_reward(history),
+        "eval_reward": history[-1].get("eval/reward"),
         "staleness_mean": statistics.mean(line["staleness/mean"] for line in history),
-        "trainer_idle": statistics.mean(line["trainer/idle_ratio"] for line in history[1:]),
-        "rollout_idle": statistics.mean(line["rollout/idle_ratio"] for line in history[1:]),
+        "trainer_idle": statistics.mean(line["trainer/idle_ratio"] for line in after_first),
+        "rollout_idle": statistics.mean(line["rollout/idle_ratio"] for line in after_first),
         "mean_length": statistics.mean(line["response/length_mean"] for line in history),
-        "longest_length_median": lengths[len(lengths) // 2],
+        "longest_length_median": statistics.median(line["response/length_max"] for line in history),
     }
 
 
-def _final_reward(history: list[dict[str, float]]) -> float:
-    return history[-1]["eval/reward"]
+def _final_reward(history: History) -> float:
+    return _smoothed(history, end=len(history))
 
 
-def _time_to(history: list[dict[str, float]], target: float) -> float:
-    """Return the seconds until the mean reward of the last steps first reached ``target``; all of them if never."""
-    for end in range(SMOOTHED_STEPS, len(history) + 1):
-        if statistics.mean(line["reward/mean"] for line in history[end - SMOOTHED_STEPS : end]) >= target:
+def _smoothed(history: History, *, end: int) -> float:
+    """Return the mean training reward of the last steps before index ``end``."""
+    return statistics.mean(line["reward/mean"] for line in history[max(0, end - SMOOTHED_STEPS) : end])
+
+
+def _time_to(history: History, target: float) -> float | None:
+    """Return the seconds until the smoothed training reward first reached ``target``; None if it never did."""
+    for end in range(min(SMOOTHED_STEPS, len(history)), len(history) + 1):
+        if _smoothed(history, end=end) >= target:
             return history[end - 1]["time_s"]
-    return history[-1]["time_s"]
+    return None
 
 
 def _table(result: dict[str, Any]) -> str:
-    names = list(result["kinds"]["async"])
-    lines = [f"{'':<24}{'async':>12}{'sync':>12}"]
-    lines += [
-        f"{name:<24}{result['kinds']['async'][name]:>12.4g}{result['kinds']['sync'][name]:>12.4g}" for name in names
-    ]
-    lines += [f"async / sync, {name}: {value:.2f}" for name, value in result["ratios"].items()]
-    lines.append(f"time to reward is to {result['target_reward']:.3f}, {TARGET_SHARE:.0%} of the lower final reward")
+    fast, slow = result["kinds"]["async"], result["kinds"]["sync"]
+    lines = [f"{'':<24}{'async':>14}{'sync':>14}"]
+    lines += [f"{name:<24}{_shown(fast[name], name):>14}{_shown(slow[name], name):>14}" for name in fast]
+    lines += [f"async / sync, {name}: {_shown(value, name)}" for name, value in result["ratios"].items()]
+    lines.append(
+        f"rewards are of training, means of {SMOOTHED_STEPS} steps (eval_reward: held out, greedy); "
+        f"time to reward is to {result['target_reward']:.3f}, {TARGET_SHARE:.0%} of the lower final reward"
+    )
     return "\n".join(lines)
+
+
+def _shown(value: float | None, name: str) -> str:
+    if value is None:
+        return "not reached" if name.startswith("time_to_reward") else "not measured"
+    return f"{value:.4g}"

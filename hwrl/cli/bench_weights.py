@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,9 +220,7 @@ def _measure_small(ways: _Ways) -> list[float]:
 
 
 def _result(args: argparse.Namespace, sent: Any, *, exact: bool) -> dict[str, Any]:
-    import torch
-
-    from hwrl import __version__
+    from hwrl.cli.provenance import provenance
 
     seconds, stages, small_s, nbytes, count, device = sent
     flat_s = statistics.median(seconds["flat broadcast"])
@@ -245,9 +239,7 @@ def _result(args: argparse.Namespace, sent: Any, *, exact: bool) -> dict[str, An
         "small_publish_median_s": statistics.median(small_s),
         "bound": _bound(stages["hwrl device"], ways),
         "device": device,
-        "hardware": {"machine": platform.machine(), "processor": _processor(), "cores": _cores()},
-        "versions": {"hwrl": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "command": shlex.join(["hwrl", *sys.argv[1:]]),
+        **provenance("torch"),
     }
 
 
@@ -271,16 +263,3 @@ def _table(result: dict[str, Any]) -> str:
     lines.append(f"bound: {result['bound']}")
     lines.append("every transfer was bit-exact" if result["bit_exact"] else "A TRANSFER WAS NOT BIT-EXACT")
     return "\n".join(lines)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _cores() -> int:
-
-    return len(os.sched_getaffinity(0))

@@ -94,7 +94,7 @@ def draw_curve(history: list[Figures], path: Path) -> None:
     if any("eval/exact" in line for line in evaluated):
         exact = [line.get("eval/exact") for line in evaluated]
         axes.plot(places, exact, "s--", color="tab:orange", label="eval exact match")
-    axes.set(xlabel="training step", ylabel="reward", ylim=(0, 1.02))
+    axes.set(xlabel="training step", ylabel="reward", ylim=_limits(history))
     other = axes.twinx()
     other.plot(steps, [line["staleness/mean"] for line in history], color="0.75", linewidth=1)
     other.set_ylabel("mean staleness [weight versions]", color="0.5")
@@ -103,6 +103,13 @@ def draw_curve(history: list[Figures], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _limits(history: list[Figures]) -> tuple[float, float] | None:
+    """Return the reward axis from 0 to 1 if all that is drawn fits, so that runs can be compared; else None."""
+    names = ("reward/mean", "eval/reward", "eval/exact")
+    drawn = [line[name] for line in history for name in names if name in line]
+    return (0, 1.02) if all(0 <= value <= 1 for value in drawn) else None
 
 
 class PlainView:

@@ -10,7 +10,7 @@ import pytest
 
 from hwrl.run.actors import Taken
 from hwrl.run.figures import FigureWindow
-from hwrl.run.report import METRICS, PROMPTS, LiveView, PlainView, RunReport, read_metrics
+from hwrl.run.report import METRICS, PROMPTS, LiveView, PlainView, RunReport, draw_curve, read_metrics
 
 FIGURES = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0, "weights/version": 3.0}
 
@@ -44,6 +44,31 @@ def test_an_evaluation_is_added_to_the_newest_line(tmp_path: Path) -> None:
     report.add(3, FIGURES, prompts=[])
     report.close()
     assert [line.get("eval/reward") for line in read_metrics(tmp_path)] == [None, 0.75, None]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "evaluated", "inside"),
+    [([0.1, 0.9], 0.5, (0.0, 1.02)), ([-3.0, 40.0], 0.5, None), ([0.5, 0.5], 7.0, None)],
+)
+def test_the_curve_shows_every_reward(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rewards: list[float],
+    evaluated: float,
+    inside: tuple[float, float] | None,
+) -> None:
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    history = [{**FIGURES, "step": float(step), "reward/mean": reward} for step, reward in enumerate(rewards)]
+    history[-1]["eval/reward"] = evaluated
+    draw_curve(history, tmp_path / "reward.png")
+    figure = pyplot.gcf()
+    monkeypatch.undo()
+    low, high = figure.axes[0].get_ylim()
+    pyplot.close(figure)
+    assert all(low <= value <= high for value in [*rewards, evaluated])
+    assert inside is None or (low, high) == inside
 
 
 def test_plain_lines_come_at_most_so_often_but_evaluations_and_the_end_always() -> None:
