@@ -33,10 +33,9 @@ class EmbeddedEngine(RolloutEngine):
         self._tokens = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
         self._logprobs = torch.zeros(max_running, max_length, device=self._device)
         self._versions = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
-        # Per slot, on the device: tokens held so far, tokens when the limit is reached, temperature, earliest end.
+        # Per slot, on the device: tokens held so far, tokens when the limit is reached, temperature.
         self._length = torch.zeros(max_running, dtype=torch.long, device=self._device)
         self._limit = torch.zeros(max_running, dtype=torch.long, device=self._device)
-        self._earliest_end = torch.zeros(max_running, dtype=torch.long, device=self._device)
         self._temperature = torch.zeros(max_running, device=self._device)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -95,7 +94,6 @@ class EmbeddedEngine(RolloutEngine):
         self._tokens[rows, : prompts.shape[1]] = prompts.to(self._device)
         self._length[rows] = lengths.to(self._device)
         self._limit[rows] = (lengths + torch.tensor([s.max_new_tokens for s in sampling])).to(self._device)
-        self._earliest_end[rows] = (lengths + torch.tensor([s.min_new_tokens for s in sampling])).to(self._device)
         self._temperature[rows] = torch.tensor([s.temperature for s in sampling], device=self._device)
 
     def _decode(self, running: int) -> None:
@@ -131,9 +129,6 @@ class EmbeddedEngine(RolloutEngine):
         temperature = self._temperature[rows]
         greedy = temperature == 0
         scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
-        too_early = self._length[rows] < self._earliest_end[rows]
-        if bool(too_early.any()):
-            scaled[:, self._eos] = torch.where(too_early[:, None], -torch.inf, scaled[:, self._eos])
         logprobs = scaled.log_softmax(-1)
         # Gumbel-max: one pass for all rows, and greedy rows are the same formula without the noise.
         noise = torch.empty_like(logprobs).exponential_(generator=self._generator).log_().neg_()
@@ -188,7 +183,7 @@ class EmbeddedEngine(RolloutEngine):
             return
         self._cache.move(movers, gaps, int(self._length[movers].max()))
         per_token = (self._tokens, self._logprobs, self._versions)
-        for state in (*per_token, self._length, self._limit, self._earliest_end, self._temperature):
+        for state in (*per_token, self._length, self._limit, self._temperature):
             state[gaps] = state[movers]
 
     # -- checks -------------------------------------------------------------------------------------------------
