@@ -1,9 +1,13 @@
 """The Python examples of the README and of pages that need one process run as printed."""
 
+import ast
+import collections.abc
 import re
 from pathlib import Path
 
 import pytest
+
+from hwrl import backend
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,3 +22,24 @@ def test_the_example_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         exec(compile(block, page, "exec"), {})
     if page == "checkpoints.md":
         assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_every_name_in_the_page_on_backends_exists(number: int) -> None:
+    """Run the block's definitions; hwrl's names resolve in them, or it raises. What they do is tested elsewhere."""
+    blocks = blocks_of("backends.md")
+    assert len(blocks) == 2
+    exec(compile(blocks[number], "backends.md", "exec"), {"__name__": "hwrl_documented"})
+
+
+def test_every_name_in_the_page_on_hooks_exists() -> None:
+    blocks = blocks_of("hooks.md")
+    assert blocks
+    for block in blocks:
+        names = {node.id for node in ast.walk(ast.parse(f"def {block.strip()}: ...")) if isinstance(node, ast.Name)}
+        missing = [name for name in names if not (hasattr(backend, name) or hasattr(collections.abc, name))]
+        assert not missing, f"{block.strip()} needs {missing}"
