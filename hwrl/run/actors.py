@@ -6,6 +6,7 @@ Every process chooses the driver's backend by name before it imports anything of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -32,7 +33,10 @@ class Taken:
 
 
 class LedgerActor:
-    """The prompt ledger, served to rollouters and the driver; questions wait until they can be answered."""
+    """The prompt ledger, served to rollouters and the driver; questions wait until they can be answered.
+
+    ``replica`` names one incarnation of a replica: once forgotten, it gets nothing and hands nothing in any more.
+    """
 
     def __init__(self, config: Config) -> None:
         self._ledger = PromptLedger(
@@ -43,21 +47,25 @@ class LedgerActor:
             max_attempts=config.rollout.max_attempts,
         )
         self._replicas: dict[str, dict[str, float]] = {}
+        self._gone: set[str] = set()
+        self._takes = 0
         self._fatal: EngineError | None = None
         self._changed = asyncio.Condition()
 
     async def lease(self, count: int, replica: str) -> list[Lease]:
         """Give ``replica`` up to ``count`` prompts; wait a while until there is one."""
         async with self._changed:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(self._ledger.capacity), LEASE_WAIT_S)
-            except TimeoutError:
+            if replica in self._gone:
                 return []
             return self._ledger.lease(count, replica=replica, now_s=time.monotonic())
 
     async def complete(self, groups: Sequence[PromptGroup], replica: str, stats: dict[str, float]) -> None:
         """Take finished groups."""
         async with self._changed:
+            if replica in self._gone:
+                return
             self._replicas[replica] = stats
             for group in groups:
                 self._ledger.complete(group)
@@ -73,24 +81,34 @@ class LedgerActor:
             self._changed.notify_all()
 
     async def forget(self, replica: str) -> int:
-        """Put back what a lost replica held."""
+        """Put back what a lost replica held, for good."""
         async with self._changed:
+            self._gone.add(replica)
             lost = self._ledger.forget_replica(replica)
             self._replicas.pop(replica, None)
             self._changed.notify_all()
             return lost
 
-    async def take(self, count: int, version: int) -> tuple[list[PromptGroup], Taken]:
-        """Note that ``version`` is published; return the next batch as soon as the staleness rules allow one."""
+    async def overdue(self) -> list[str]:
+        """Put back what was not finished by its deadline; return the replicas that held it."""
+        async with self._changed:
+            late = self._ledger.expire(time.monotonic())
+            self._changed.notify_all()
+            return late
+
+    async def take(self, count: int, version: int) -> tuple[list[PromptGroup], Taken | None]:
+        """Note that ``version`` is published; return the next batch as soon as the staleness rules allow one.
+
+        A ``take`` that was abandoned meanwhile returns nothing, and has taken nothing.
+        """
         async with self._changed:
             self._ledger.advance(version)
             self._changed.notify_all()
+            mine = self._takes
             while (groups := self._take_now(count)) is None:
-                try:
-                    await asyncio.wait_for(self._changed.wait(), LEASE_WAIT_S)
-                except TimeoutError:
-                    self._ledger.expire(time.monotonic())
-                    self._changed.notify_all()
+                await self._changed.wait()
+                if self._takes != mine:
+                    return [], None
             numbers = [group.sequence_number for group in groups]
             return groups, Taken(numbers, asdict(self._ledger.counts()), dict(self._replicas))
 
@@ -99,13 +117,20 @@ class LedgerActor:
             raise self._fatal
         return self._ledger.take(count)
 
+    async def abandon_take(self) -> None:
+        """Let a ``take`` that waits return with nothing. (Ray cannot cancel a call, only forget its answer.)"""
+        async with self._changed:
+            self._takes += 1
+            self._changed.notify_all()
+
     async def state_dict(self) -> dict[str, Any]:
         """Return the ledger's state for a checkpoint."""
         return self._ledger.state_dict()
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; every lease of before is over."""
+        """Continue from a checkpoint; every lease of before is over, and a waiting ``take`` too."""
         async with self._changed:
+            self._takes += 1
             self._ledger.load_state_dict(state)
             self._changed.notify_all()
 
@@ -136,7 +161,17 @@ class RolloutActor:
     def __init__(self) -> None:
         self._stop = threading.Event()
 
-    def set_up(self, config: Config, *, backend: str, replica: str, seed: int, store_address: str, ledger: Any) -> None:
+    def set_up(
+        self,
+        config: Config,
+        *,
+        backend: str,
+        replica: str,
+        incarnation: str,
+        seed: int,
+        store_address: str,
+        ledger: Any,
+    ) -> None:
         """Build the replica, which then waits for weights. (Errors of an actor's ``__init__`` come out worse.)"""
         from hwrl.run.build import build_rollouter, evaluation_prompts, prepare_process
 
@@ -146,7 +181,7 @@ class RolloutActor:
             replica=replica,
             seed=seed,
             store_address=store_address,
-            ledger=RemoteLedger(ledger, replica=replica),
+            ledger=RemoteLedger(ledger, replica=incarnation),
         )
         self._evaluation_prompts = evaluation_prompts(config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ def build_rollouter(config: Config, *, replica: str, seed: int, store_address: s
         decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
         group_size=config.rollout.n,
-        weights=_Inlet(WeightReceiver(connect_store(store_address), name=POLICY, replica=replica)),
+        weights=_Inlet(config, store_address=store_address, replica=replica),
         partial_rollout=config.async_training.partial_rollout,
         reward_attempts=config.reward.attempts,
     )
@@ -68,8 +69,11 @@ def build_rollouter(config: Config, *, replica: str, seed: int, store_address: s
 class _Inlet:
     """The receiver as the rollouter wants it: a transfer that failed leaves the old weights, and is tried again."""
 
-    def __init__(self, receiver: WeightReceiver) -> None:
-        self._receiver = receiver
+    def __init__(self, config: Config, *, store_address: str, replica: str) -> None:
+        timeout_s = _transfer_timeout_s(config)
+        self._receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica, timeout_s=timeout_s)
+        # The sender waits once for the receivers and once for their votes; a receiver must not give up before it does.
+        self._patience_s = 3 * timeout_s
 
     def poll(self) -> int | None:
         try:
@@ -80,7 +84,7 @@ class _Inlet:
 
     def receive(self) -> Received | None:
         try:
-            return self._receiver.receive()
+            return self._receiver.receive(timeout_s=self._patience_s)
         except QuarantinedError as exc:
             self._join_again(exc)
         except (TransferFailedError, CommError) as exc:
@@ -90,6 +94,12 @@ class _Inlet:
     def _join_again(self, exc: QuarantinedError) -> None:
         _log.warning("joining again: %s", exc)
         self._receiver.join()
+
+
+def _transfer_timeout_s(config: Config) -> float:
+    """Return how long the sender waits for replicas: without partial rollout they finish their responses first."""
+    drain_s = 0.0 if config.async_training.partial_rollout else config.rollout.group_timeout_s
+    return config.weights.timeout_s + drain_s
 
 
 def _prompts(config: Config, path: Path) -> list[Prompt]:
@@ -102,8 +112,6 @@ def _prompts(config: Config, path: Path) -> list[Prompt]:
 
 
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
-    if config.rollout.engine != "embedded":
-        raise _no_engine("rollout.engine", config.rollout.engine, known="embedded")
     model = build_model(config.model.path, dtype=_dtype(config)).to(get_backend().device())
     return EmbeddedEngine(
         model,
@@ -150,6 +158,7 @@ class TrainerParts:
             rank=rank,
             ranks=ranks,
         )
+        self._data_hash = hashlib.sha256(config.data.train.read_bytes()).hexdigest()
         self._checkpoints = CheckpointManager(
             config.dir / "checkpoints",
             max_ckpt_to_keep=config.checkpoint.max_ckpt_to_keep,
@@ -164,12 +173,21 @@ class TrainerParts:
             resumed = self._checkpoints.resume(state)
             if resumed is None:
                 return None
+            self._check_data(resumed.extra["data"])
             self._engine.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
         if self._rank < len(resumed.rank_extras):  # a rank that is new keeps the state that it started with
             state = resumed.rank_extras[self._rank]["rng"]
             get_backend().set_rng_state(torch.tensor(state, dtype=torch.uint8))
         return {**resumed.extra, "step": resumed.step, "skipped": [str(skipped) for skipped in resumed.skipped]}
+
+    def _check_data(self, saved_hash: str) -> None:
+        if saved_hash != self._data_hash:
+            raise ConfigError(
+                f"{self._config.data.train} has changed since the checkpoint",
+                why="the order of the prompts depends on it, so prompts would be lost or trained twice",
+                fix="put the old file back, or begin a new run in another dir=…",
+            )
 
     def publish(self) -> dict[str, float]:
         """Publish the current weights."""
@@ -189,7 +207,7 @@ class TrainerParts:
             report = self._checkpoints.save(
                 self._trainer.steps_done,
                 self._engine.state_dict(),
-                extra={"trainer": self._trainer.state_dict(), "ledger": ledger},
+                extra={"trainer": self._trainer.state_dict(), "ledger": ledger, "data": self._data_hash},
                 rank_extra={"rng": get_backend().rng_state().tolist()},
                 weight_version=self._trainer.version,
             )
@@ -225,8 +243,6 @@ class TrainerParts:
 
 
 def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
-    if config.train.engine != "fsdp":
-        raise _no_engine("train.engine", config.train.engine, known="fsdp")
     updates = config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
     return FsdpEngine(
         config.model.path,
@@ -248,7 +264,7 @@ def _build_sender(config: Config, store: Any) -> WeightSender:
         name=POLICY,
         transport="device" if config.weights.bypass_cpu else "host",
         slab_nbytes=config.weights.update_weights_bucket_megabytes << 20,
-        timeout_s=config.weights.timeout_s,
+        timeout_s=_transfer_timeout_s(config),
     )
 
 
@@ -265,7 +281,3 @@ def _algorithm(config: Config) -> Algorithm:
 
 def _dtype(config: Config) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
-
-
-def _no_engine(key: str, name: str, *, known: str) -> ConfigError:
-    return ConfigError(f"there is no engine {name!r}", why=f"{key} can be: {known}", fix=f"set {key}={known}")

@@ -1,4 +1,4 @@
-"""A run from start to end: places the actors with Ray, drives the steps, and replaces what dies."""
+"""A run from start to end: the loop over the steps, with evaluation, checkpoints, and what follows a death."""
 
 from __future__ import annotations
 
@@ -7,176 +7,136 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 
-from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError, EngineError, HwrlError
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
-from hwrl.run.actors import LedgerActor, RolloutActor, Taken, TrainActor
+from hwrl.run.actors import Taken
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
+from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, is_local, value_of
 from hwrl.run.report import RunReport, View
 from hwrl.run.summary import Summary, claim_directory, summarise
-
-POLL_S = 1.0
 
 
 def run_training(config: Config, view: View) -> Summary:
     """Train as ``config`` says, showing progress in ``view``; return how it ended.
 
-    Blocks until the steps are done, or until Ctrl-C, which ends the run cleanly after the current step, with a
-    checkpoint. Raises an HwrlError for what cannot be mended by a restart.
+    Blocks until the steps are done, or until Ctrl-C or SIGTERM, which ends the run cleanly after the current step,
+    with a checkpoint. Raises an HwrlError for what cannot be mended by a restart.
     """
     get_backend()  # before anything is started: it may say that nothing can run here
     claim_directory(config)
-    with _interruptible() as interrupted, _cluster(config):
+    with _cluster(config), _interruptible(view) as interrupted:  # Ray, too, sets a handler for SIGTERM
         pipeline = Pipeline(config, view, interrupted=interrupted)
         try:
-            pipeline.start()
-            while pipeline.step < config.train.steps and not interrupted:
-                pipeline.advance()
-            return pipeline.finish(interrupted=bool(interrupted))
+            return pipeline.run()
         finally:
             pipeline.close()
 
 
 class Pipeline:
-    """The actors of one run and the loop over its steps.
+    """The loop over the steps of one run.
 
-    start()    ledger, trainers, replicas; resume; first weights
-    advance()  one training step, with evaluation and checkpoint when they are due; none if ``interrupted`` fills up
-    finish()   last evaluation, checkpoint, export, summary
-    close()    ends every actor; also after errors
+    run()    starts everything, resumes, steps until done or until ``interrupted`` fills up, and sums up;
+             a trainer that dies takes the run back to its last checkpoint, wherever that happens
+    close()  ends every process, also after errors
     """
 
     def __init__(self, config: Config, view: View, *, interrupted: Sequence[int]) -> None:
         self._config, self._view, self._interrupted = config, view, interrupted
-        self._backend = get_backend()
-        self._store = serve_store()
-        self._store_address = store_address(self._store)
-        self._ledger: Any = None
-        self._trainers: list[Any] = []
-        self._replicas: dict[str, _Replica] = {}
-        self._joining: dict[Any, str] = {}
-        self._evaluating: Any = None
+        self._fleet = Fleet(config, say=view.say)
         self._report: RunReport | None = None
         self._window = FigureWindow([])
-        self._trainer_starts = self._replica_starts = 0
-        self._saved_step = -1
+        self._evaluating: Any = None
+        self._saved_step = 0
+        self._overdue_checked_s = time.monotonic()
         self.step = 0
+
+    def run(self) -> Summary:
+        """See the class."""
+        try:
+            self._start()
+        except TrainerDiedError as cause:
+            self._recover(cause)
+        while True:
+            try:
+                while self.step < self._config.train.steps and not self._interrupted:
+                    self._advance()
+                return self._finish(interrupted=self.step < self._config.train.steps)
+            except TrainerDiedError as cause:
+                self._recover(cause)
+
+    def close(self) -> None:
+        """End every process and close the files."""
+        self._fleet.close()
+        if self._report is not None:
+            self._report.close()
 
     # -- start --------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Bring everything up and publish the first weights."""
+    def _start(self) -> None:
         started_s = time.perf_counter()
-        self._check_room()
-        self._ledger = ray.remote(LedgerActor).options(num_cpus=0).remote(self._config)
-        set_up = self._launch_trainers()
-        for index in range(self._config.rollout.replicas):
-            self._launch_replica(f"replica-{index}")
-        self._wait_for_all(set_up)
-        for reference in set_up:
-            self._get(reference)
+        self._fleet.launch()
         self._restore(resume=self._config.resume)
-        self._wait_for_all(list(self._joining))
-        self._publish()
+        self._fleet.await_replicas()
+        self._fleet.on_trainers("publish")
         self._view.say(
-            f"hwrl on {self._backend.info.name}: {len(self._trainers)} trainer rank(s), {len(self._replicas)} rollout "
-            f"replica(s), ready after {time.perf_counter() - started_s:.1f} s; run directory {self._config.dir}"
+            f"{self._fleet.describe()}, ready after {time.perf_counter() - started_s:.1f} s; "
+            f"run directory {self._config.dir}"
         )
-        assert self._report is not None  # _restore opened it
-        self._report.start_clock()
-
-    def _check_room(self) -> None:
-        """Raise if the cluster has fewer devices than actors: Ray would wait for more without a word."""
-        resource = self._backend.devices.ray_resource
-        ranks, replicas = self._config.train.ranks, self._config.rollout.replicas
-        present = ray.cluster_resources().get(resource, 0)
-        if resource is None or ranks + replicas <= present:
-            return
-        raise ConfigError(
-            f"the run needs {ranks + replicas} devices ({resource})",
-            why=f"train.ranks={ranks} and rollout.replicas={replicas} take one each, and the cluster has {present:g}",
-            fix="use fewer ranks or replicas, or add machines to the cluster that RAY_ADDRESS names",
-        )
-
-    def _launch_trainers(self) -> list[Any]:
-        """Make the trainer's ranks and begin to set them up; return what to wait for."""
-        options = self._backend.devices.ray_options(1)
-        incarnation, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
-        self._trainers = [ray.remote(TrainActor).options(**options).remote() for _ in range(self._config.train.ranks)]
-        return [
-            trainer.set_up.remote(
-                self._config,
-                backend=self._backend.info.name,
-                rank=rank,
-                store_address=self._store_address,
-                incarnation=incarnation,
-            )
-            for rank, trainer in enumerate(self._trainers)
-        ]
-
-    def _launch_replica(self, name: str) -> None:
-        """Start the replica ``name``. One that takes a dead namesake's place also ends the wait for that one's part
-        in a weight transfer.
-        """
-        start, self._replica_starts = self._replica_starts, self._replica_starts + 1
-        options = self._backend.devices.ray_options(1)
-        actor = ray.remote(RolloutActor).options(max_concurrency=4, **options).remote()
-        self._replicas[name] = _Replica(actor)
-        joining = actor.set_up.remote(
-            self._config,
-            backend=self._backend.info.name,
-            replica=name,
-            seed=self._config.seed * 1000 + start,
-            store_address=self._store_address,
-            ledger=self._ledger,
-        )
-        self._joining[joining] = name
+        self._figures.start_clock()
 
     def _restore(self, *, resume: bool) -> None:
         """Load the newest checkpoint into trainers and ledger if asked to; open the report from that step on."""
-        found = self._on_trainers("resume")[0] if resume else None
-        self.step = 0 if found is None else int(found["step"])
+        found = self._fleet.on_trainers("resume")[0] if resume else None
+        self.step = self._saved_step = 0 if found is None else int(found["step"])
+        self._fleet.on_ledger("load_state_dict", _BEGINNING if found is None else found["ledger"])
         if found is not None:
-            ray.get(self._ledger.load_state_dict.remote(found["ledger"]))
             for reason in found["skipped"]:
                 self._view.say(f"skipped a checkpoint: {reason}")
             self._view.say(f"resumed after step {self.step}")
         elif resume:
             self._view.say(f"no checkpoint in {self._config.dir}: beginning at step 0")
-        self._saved_step = self.step
         if self._report is not None:
             self._report.close()
         self._report = RunReport(self._config.dir, resume_step=self.step)
         self._window = FigureWindow(self._report.history)
 
+    def _recover(self, cause: Exception) -> None:
+        """Start the trainers again until they live long enough to publish the checkpoint's weights."""
+        while True:
+            try:
+                self._fleet.relaunch_trainers(cause)
+                self._restore(resume=True)
+                self._fleet.on_trainers("publish")
+                return
+            except TrainerDiedError as again:
+                cause = again
+
+    @property
+    def _figures(self) -> RunReport:
+        assert self._report is not None, "_restore opens it before anything is reported"
+        return self._report
+
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def advance(self) -> None:
-        """Do one training step. A trainer that dies is replaced, and the run goes back to its last checkpoint."""
-        try:
-            self._advance()
-        except RayActorError as exc:
-            self._recover_trainers(exc)
-
     def _advance(self) -> None:
-        groups, note = self._ledger.take.options(num_returns=2).remote(self._config.train.batch_groups, self._version)
+        """Do one training step, with evaluation and checkpoint when they are due; return early if interrupted."""
+        version = self.step // self._config.async_training.trigger_parameter_sync_step
+        groups, note = self._fleet.take(self._config.train.batch_groups, version)
         if not self._wait_for_batch(note):
+            self._fleet.on_ledger("abandon_take")
             return
-        taken: Taken = self._get(note)
-        figures = self._on_trainers("step", groups)[0]
+        taken: Taken = self._fleet.ledger_value(note)
+        figures = self._fleet.on_trainers("step", groups)[0]
         self.step += 1
-        assert self._report is not None  # start() opened it
-        line = self._report.add(
+        line = self._figures.add(
             self.step, {**figures, **self._window.figures(figures, taken)}, prompts=taken.sequence_numbers
         )
         line = self._collect_evaluation() or line
@@ -186,162 +146,66 @@ class Pipeline:
             self._save()
         self._view.show(line)
 
-    @property
-    def _version(self) -> int:
-        return self.step // self._config.async_training.trigger_parameter_sync_step
-
-    def _wait_for_batch(self, reference: Any) -> bool:
-        """Block until ``reference`` is there, giving joining replicas the newest weights; False if interrupted."""
-        while not self._watch(reference):
+    def _wait_for_batch(self, note: Any) -> bool:
+        """Block until the batch is there, looking after replicas that join or hang; False if interrupted."""
+        while note not in self._fleet.watch([note]):
             if self._interrupted:
                 return False
-            if self._get(self._trainers[0].call.remote("joiners")):
-                self._publish()
+            self._fleet.serve_joiners()
+            if time.monotonic() - self._overdue_checked_s > POLL_S:
+                self._overdue_checked_s = time.monotonic()
+                self._fleet.replace_overdue()
         return True
 
-    def _wait_for(self, reference: Any) -> None:
-        while not self._watch(reference):
-            pass
-
-    def _watch(self, reference: Any) -> bool:
-        """Wait for what happens next, for ``POLL_S`` at most; replace replicas that died; is ``reference`` there?"""
-        runs = {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
-        watched = dict.fromkeys([reference, *runs, *self._joining])
-        ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
-        for other in ready:
-            if other in runs:
-                self._replace_replica(runs[other], other)
-            elif other in self._joining:
-                self._joined(other)
-        return reference in ready
-
-    def _wait_for_all(self, references: list[Any]) -> None:
-        for reference in references:
-            self._wait_for(reference)
-
-    def _on_trainers(self, method: str, *args: Any) -> list[Any]:
-        references = [trainer.call.remote(method, *args) for trainer in self._trainers]
-        self._wait_for_all(references)
-        return [self._get(reference) for reference in references]
-
-    def _publish(self) -> None:
-        self._on_trainers("publish")
-
     def _save(self) -> None:
-        state = self._ledger.state_dict.remote()
-        self._on_trainers("save", state)
+        self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))
         self._saved_step = self.step
-
-    @staticmethod
-    def _get(reference: Any) -> Any:
-        """Return the value; an hwrl error from another process comes out as itself."""
-        try:
-            return ray.get(reference)
-        except RayTaskError as exc:
-            if isinstance(exc.cause, HwrlError):
-                raise exc.cause from exc
-            raise
-
-    # -- what dies ----------------------------------------------------------------------------------------------
-
-    def _joined(self, joining: Any) -> None:
-        """Let a replica run that is set up; one that died in setting up is replaced, one that cannot be is an error."""
-        name = self._joining.pop(joining)
-        try:
-            self._get(joining)
-        except RayActorError:
-            self._replace_replica(name, joining)
-            return
-        actor = self._replicas[name].actor
-        self._replicas[name] = _Replica(actor, actor.run.remote())
-
-    def _replace_replica(self, name: str, ended: Any) -> None:
-        replica = self._replicas.pop(name)
-        reason = _why_ended(ended)
-        ray.kill(replica.actor)
-        lost = ray.get(self._ledger.forget.remote(name))
-        self._view.say(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
-        deaths = self._replica_starts - self._config.rollout.replicas + 1
-        if deaths > self._config.rollout.max_restarts:
-            raise EngineError(
-                f"rollout replicas died {deaths} times",
-                why=reason,
-                fix="mend the cause, or raise rollout.max_restarts; resume=true continues the run",
-            )
-        if self._evaluating is not None:
-            self._evaluating = None
-            self._view.say("an evaluation was lost with the replica")
-        self._launch_replica(name)
-
-    def _recover_trainers(self, cause: RayActorError) -> None:
-        reason = str(cause).splitlines()[0]
-        if self._trainer_starts > self._config.train.max_restarts:
-            raise EngineError(
-                f"the trainer died {self._trainer_starts} times",
-                why=reason,
-                fix="mend the cause, or raise train.max_restarts; resume=true continues the run",
-            ) from cause
-        self._view.say(f"a trainer died ({reason}); starting again from the last checkpoint")
-        for trainer in self._trainers:
-            ray.kill(trainer)
-        self._wait_for_all(self._launch_trainers())
-        ray.get(self._ledger.load_state_dict.remote(_BEGINNING))
-        self._restore(resume=True)
-        self._publish()
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _begin_evaluation(self) -> None:
-        if self._config.data.eval is None or self._evaluating is not None:
-            return
-        actor = next(iter(self._replicas.values())).actor
-        self._evaluating = actor.evaluate.remote()
+        if self._config.data.eval is not None and self._evaluating is None:
+            self._evaluating = self._fleet.evaluate()
 
     def _collect_evaluation(self, *, block: bool = False) -> dict[str, float] | None:
         """Add a finished evaluation to the newest line and return that line; None if there is none."""
-        if block and self._evaluating is not None:
-            self._wait_for(self._evaluating)
+        while block and self._evaluating is not None and not self._fleet.watch([self._evaluating]):
+            pass
         if self._evaluating is None or not ray.wait([self._evaluating], timeout=0)[0]:
             return None
-        evaluation: Evaluation = self._get(self._evaluating)
-        self._evaluating = None
-        assert self._report is not None  # start() opened it
+        reference, self._evaluating = self._evaluating, None
+        try:
+            evaluation: Evaluation = value_of(reference)
+        except RayActorError:
+            self._view.say("an evaluation was lost with its replica")
+            return None
         figures = {f"eval/{name}": value for name, value in evaluation.figures.items()}
-        return self._report.amend({**figures, "eval/version": float(evaluation.version)})
+        return self._figures.amend({**figures, "eval/version": float(evaluation.version)})
 
     # -- end ----------------------------------------------------------------------------------------------------
 
-    def finish(self, *, interrupted: bool) -> Summary:
+    def _finish(self, *, interrupted: bool) -> Summary:
         """Evaluate and save for the last time, write the model for transformers, and sum up."""
-        self._collect_evaluation(block=True)
-        if not interrupted:
-            self._begin_evaluation()
-            line = self._collect_evaluation(block=True)
-            if line is not None:
-                self._view.show(line)
+        self._collect_evaluation(block=not interrupted)
         if self._saved_step != self.step:
             self._save()
         if not interrupted:
-            self._on_trainers("export")
-        self._on_trainers("close")
-        assert self._report is not None  # start() opened it
-        return summarise(self._config, self._report.history, interrupted=interrupted)
+            self._evaluate_finally()
+            self._fleet.on_trainers("export")
+        self._fleet.on_trainers("close")
+        return summarise(self._config, self._figures.history, interrupted=interrupted)
 
-    def close(self) -> None:
-        """End every actor and close the files."""
-        for replica in self._replicas.values():
-            replica.actor.stop.remote()
-        for actor in [*self._trainers, *(replica.actor for replica in self._replicas.values()), self._ledger]:
-            if actor is not None:
-                ray.kill(actor)
-        if self._report is not None:
-            self._report.close()
-
-
-@dataclass(frozen=True)
-class _Replica:
-    actor: Any
-    run: Any = None  # not before it is set up
+    def _evaluate_finally(self) -> None:
+        """Evaluate the last weights; a replica that dies over it is replaced, and the next one tries."""
+        line = None
+        while line is None and self._config.data.eval is not None:
+            self._begin_evaluation()
+            if self._evaluating is None:
+                self._fleet.await_replicas()
+                self._fleet.serve_joiners()
+            line = self._collect_evaluation(block=True)
+        if line is not None:
+            self._view.show(line)
 
 
 _BEGINNING = {"version": 0, "trained": 0, "next": 0, "owed": []}
@@ -352,17 +216,8 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _why_ended(reference: Any) -> str:
-    try:
-        ray.get(reference)
-    except (RayActorError, RayTaskError) as exc:
-        lines = [line for line in str(exc).splitlines() if line.strip()]
-        return lines[-1].strip() if isinstance(exc, RayTaskError) else lines[0].strip()
-    return "it returned"
-
-
 @contextmanager
-def _interruptible() -> Iterator[list[int]]:
+def _interruptible(view: View) -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM instead of raising; a second one raises KeyboardInterrupt."""
     received: list[int] = []
 
@@ -370,6 +225,7 @@ def _interruptible() -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
+        view.say("stopping after this step, with a checkpoint; once more to stop at once")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -383,9 +239,9 @@ def _interruptible() -> Iterator[list[int]]:
 def _cluster(config: Config) -> Iterator[None]:
     """Join the Ray cluster that RAY_ADDRESS names, or start one on this machine, with room for the run's actors."""
     options: dict[str, Any] = {}
-    if "RAY_ADDRESS" not in os.environ:
+    if is_local():
         actors = config.train.ranks + config.rollout.replicas
-        options = {"num_cpus": max(actors, os.cpu_count() or 1), "include_dashboard": False}
+        options = {"address": "local", "num_cpus": max(actors, os.cpu_count() or 1), "include_dashboard": False}
     ray.init(log_to_driver=False, configure_logging=False, namespace=f"hwrl-{Path(config.dir).name}", **options)
     try:
         yield

@@ -74,9 +74,9 @@ class Run:
                 continue
         return found
 
-    def kill(self, title: str = "") -> int:
+    def kill(self, title: str = "", *, at_most: int | None = None) -> int:
         """SIGKILL the run's processes with ``title`` (all of them by default); return how many."""
-        victims = self.processes(title)
+        victims = self.processes(title)[:at_most]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         return len(victims)
@@ -193,10 +193,43 @@ def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoi
     assert_whole(run)
 
 
-def test_ctrl_c_ends_cleanly_with_a_checkpoint(start: Callable[..., Run]) -> None:
+def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Callable[..., Run]) -> None:
+    run = start("train.ranks=2", "async_training.staleness_threshold=0")
+    run.await_step(6)
+    assert run.kill("ray::TrainActor", at_most=1) == 1
+    run.await_output("a trainer died")
+    run.await_step(12)
+    assert run.kill("ray::RolloutActor") == 1
+    run.await_output("a new replica starts")
+    assert run.wait() == 0, run.output()
+    assert "resumed after step 5" in run.output()
+    assert_whole(run)
+    assert all(line["staleness/max"] == 0 for line in run.metrics())
+    assert run.metrics()[0]["actor/mismatch_kl"] < 1e-6, "the first tokens come from the published weights"
+
+
+def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Callable[..., Run], demo: Path) -> None:
+    (demo / "slow.py").write_text(
+        "import time\n\n\ndef reward(prompt, response, answer):\n    time.sleep(0.2)\n    return len(response)\n"
+    )
+    run = start(
+        f"reward.function={demo / 'slow.py'}:reward",
+        "weights.timeout_s=1",
+        "train.steps=6",
+        "eval.every_steps=0",
+        "eval.prompts=8",
+        "async_training.partial_rollout=false",
+    )
+    assert run.wait() == 0, run.output()
+    last = run.metrics()[-1]
+    assert (last["step"], last["ledger/rejected"], last["sync/quarantined"]) == (6, 0, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run], number: int) -> None:
     run = start("checkpoint.save_every_steps=0", "train.steps=2000")
     run.await_step(3)
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(number)
     assert run.wait() == 130, run.output()
     assert "interrupted after step" in run.output()
     last = run.metrics()[-1]["step"]

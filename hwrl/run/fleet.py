@@ -1,0 +1,298 @@
+"""The processes of a run: starts them as Ray actors, waits for them, and replaces rollout replicas that die."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from hwrl.checkpoint import find_checkpoints
+from hwrl.comm import serve_store, store_address
+from hwrl.errors import ConfigError, EngineError, HwrlError
+from hwrl.registry import get_backend
+from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
+from hwrl.run.config import Config
+
+POLL_S = 1.0
+DEATH_NOTICE_S = 5.0  # a survivor may fail before Ray has told that its peer is dead
+GOODBYE_S = 5.0
+
+
+class TrainerDiedError(Exception):
+    """A trainer rank is gone; the other ranks are of no use without it."""
+
+
+@dataclass(frozen=True)
+class _Replica:
+    actor: Any
+    incarnation: str
+    run: Any = None  # not before it is set up
+
+
+class Fleet:
+    """One ledger, the trainer's ranks, and the rollout replicas.
+
+    The driver's calls block and watch all replicas meanwhile. A replica that dies is replaced under its old name, up
+    to ``rollout.max_restarts`` times; a trainer rank that dies raises TrainerDiedError, after which
+    :meth:`relaunch_trainers` is all that helps.
+    """
+
+    def __init__(self, config: Config, *, say: Callable[[str], None]) -> None:
+        self._config, self._say = config, say
+        self._backend = get_backend()
+        # Other machines must reach the store; on one machine it is nobody else's business.
+        self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
+        self._store_address = store_address(self._store)
+        self._check_room()
+        self._ledger: Any = ray.remote(LedgerActor).options(num_cpus=0).remote(config)
+        self._trainers: list[Any] = []
+        self._replicas: dict[str, _Replica] = {}
+        self._joining: dict[Any, str] = {}
+        self._trainer_starts = self._replica_starts = 0
+        self._seed = config.seed * 1_000_003 + _newest_step(config)
+
+    # -- start --------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Start trainers and replicas side by side; return when the trainers are set up."""
+        set_up = self._launch_trainers()
+        for index in range(self._config.rollout.replicas):
+            self._launch_replica(f"replica-{index}")
+        self._gather(set_up)
+
+    def await_replicas(self) -> None:
+        """Return when every replica has joined and waits for weights."""
+        while self._joining:
+            self.watch([])
+
+    def relaunch_trainers(self, cause: Exception) -> None:
+        """End all trainer ranks and start new ones, unless that has happened too often."""
+        if self._trainer_starts > self._config.train.max_restarts:
+            raise EngineError(
+                f"the trainer died {self._trainer_starts} times",
+                why=str(cause),
+                fix="mend the cause, or raise train.max_restarts; resume=true continues the run",
+            ) from cause
+        self._say(f"a trainer died ({cause}); starting again from the last checkpoint")
+        for trainer in self._trainers:
+            ray.kill(trainer)
+        self._gather(self._launch_trainers())
+
+    def describe(self) -> str:
+        """Say who is there."""
+        return (
+            f"hwrl on {self._backend.info.name}: {len(self._trainers)} trainer rank(s), "
+            f"{len(self._replicas)} rollout replica(s)"
+        )
+
+    def _check_room(self) -> None:
+        """Raise if the cluster has fewer free devices than actors: Ray would wait for more without a word."""
+        resource = self._backend.devices.ray_resource or "CPU"
+        ranks, replicas = self._config.train.ranks, self._config.rollout.replicas
+        present = ray.available_resources().get(resource, 0)
+        if ranks + replicas <= present:
+            return
+        raise ConfigError(
+            f"the run needs {ranks + replicas} devices ({resource})",
+            why=f"train.ranks={ranks} and rollout.replicas={replicas} take one each, and {present:g} are free",
+            fix="use fewer ranks or replicas, or add machines to the cluster that RAY_ADDRESS names",
+        )
+
+    def _launch_trainers(self) -> list[Any]:
+        """Make the trainer's ranks and begin to set them up; return what to wait for."""
+        options = self._backend.devices.ray_options(1)
+        incarnation, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
+        self._trainers = [ray.remote(TrainActor).options(**options).remote() for _ in range(self._config.train.ranks)]
+        return [
+            trainer.set_up.remote(
+                self._config,
+                backend=self._backend.info.name,
+                rank=rank,
+                store_address=self._store_address,
+                incarnation=incarnation,
+            )
+            for rank, trainer in enumerate(self._trainers)
+        ]
+
+    def _launch_replica(self, name: str) -> None:
+        """Start the replica ``name``. One that takes a dead namesake's place also ends the wait for that one's part
+        in a weight transfer; its prompts and figures go under a name of its own.
+        """
+        start, self._replica_starts = self._replica_starts, self._replica_starts + 1
+        incarnation = f"{name}#{start}"
+        options = self._backend.devices.ray_options(1)
+        actor = ray.remote(RolloutActor).options(max_concurrency=4, **options).remote()
+        self._replicas[name] = _Replica(actor, incarnation)
+        joining = actor.set_up.remote(
+            self._config,
+            backend=self._backend.info.name,
+            replica=name,
+            incarnation=incarnation,
+            seed=self._seed + 1009 * start,
+            store_address=self._store_address,
+            ledger=self._ledger,
+        )
+        self._joining[joining] = name
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def on_trainers(self, method: str, *args: Any) -> list[Any]:
+        """Call ``method`` on every rank and return the answers; raises TrainerDiedError, or a rank's own error."""
+        return self._gather([trainer.call.remote(method, *args) for trainer in self._trainers])
+
+    def on_ledger(self, method: str, *args: Any) -> Any:
+        """Call ``method`` of the ledger and return its answer."""
+        return self.ledger_value(getattr(self._ledger, method).remote(*args))
+
+    def take(self, count: int, version: int) -> tuple[Any, Any]:
+        """Ask for a batch; return references to the groups and to the note on them."""
+        groups, note = self._ledger.take.options(num_returns=2).remote(count, version)
+        return groups, note
+
+    def ledger_value(self, reference: Any) -> Any:
+        """Return what the ledger answered."""
+        try:
+            return value_of(reference)
+        except RayActorError as exc:
+            raise EngineError(
+                "the ledger of prompts died", why=_first_line(exc), fix="resume=true continues from the last checkpoint"
+            ) from exc
+
+    def serve_joiners(self) -> None:
+        """Give the newest weights to replicas that joined since they were published; the trainers must be idle."""
+        if self._gather([self._trainers[0].call.remote("joiners")])[0]:
+            self.on_trainers("publish")
+
+    def replace_overdue(self) -> None:
+        """Replace the replicas that have held a prompt beyond its deadline: they hang."""
+        late = self.on_ledger("overdue")
+        for name, replica in list(self._replicas.items()):
+            if replica.incarnation in late:
+                limit_s = self._config.rollout.group_timeout_s
+                self._replace(name, f"it held a prompt for more than rollout.group_timeout_s={limit_s:g}")
+
+    def evaluate(self) -> Any:
+        """Let a replica that runs evaluate; return a reference to the answer, None if no replica runs."""
+        running = [replica.actor for replica in self._replicas.values() if replica.run is not None]
+        return running[0].evaluate.remote() if running else None
+
+    def watch(self, references: list[Any]) -> list[Any]:
+        """Wait for what happens next, for ``POLL_S`` at most; replace replicas that died; return who of us is ready."""
+        runs = {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
+        watched = dict.fromkeys([*references, *runs, *self._joining])
+        ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
+        for reference in ready:
+            if reference in runs:
+                self._replace(runs[reference], _why_ended(reference))
+            elif reference in self._joining:
+                self._joined(reference)
+        return [reference for reference in ready if reference in references]
+
+    def close(self) -> None:
+        """End every process; those that can still answer release files and memory first."""
+        goodbyes = [trainer.call.remote("close") for trainer in self._trainers]
+        for replica in self._replicas.values():
+            replica.actor.stop.remote()
+            goodbyes += [replica.run] if replica.run is not None else []
+        if goodbyes:
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_S)
+        for actor in [*self._trainers, *(replica.actor for replica in self._replicas.values()), self._ledger]:
+            ray.kill(actor)
+
+    # -- what dies ----------------------------------------------------------------------------------------------
+
+    def _gather(self, references: list[Any]) -> list[Any]:
+        """Return the trainers' answers; whatever a survivor says, a dead rank is the cause."""
+        pending = list(references)
+        while pending:
+            for reference in self.watch(pending):
+                pending.remove(reference)
+                try:
+                    value_of(reference)
+                except RayActorError as exc:
+                    raise TrainerDiedError(_first_line(exc)) from exc
+                except (HwrlError, RayTaskError) as exc:
+                    death = _death_among(pending)
+                    if death is None:
+                        raise
+                    raise death from exc
+        return [value_of(reference) for reference in references]
+
+    def _joined(self, joining: Any) -> None:
+        """Let a replica run that is set up; one that died in setting up is replaced, one that cannot be is an error."""
+        name = self._joining.pop(joining)
+        try:
+            value_of(joining)
+        except RayActorError as exc:
+            self._replace(name, _first_line(exc))
+            return
+        replica = self._replicas[name]
+        self._replicas[name] = _Replica(replica.actor, replica.incarnation, replica.actor.run.remote())
+
+    def _replace(self, name: str, reason: str) -> None:
+        replica = self._replicas.pop(name)
+        self._joining = {reference: other for reference, other in self._joining.items() if other != name}
+        ray.kill(replica.actor)
+        lost = self.on_ledger("forget", replica.incarnation)
+        self._say(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
+        deaths = self._replica_starts - self._config.rollout.replicas + 1
+        if deaths > self._config.rollout.max_restarts:
+            raise EngineError(
+                f"rollout replicas died {deaths} times",
+                why=reason,
+                fix="mend the cause, or raise rollout.max_restarts; resume=true continues the run",
+            )
+        self._launch_replica(name)
+
+
+def is_local() -> bool:
+    """Return whether the run starts a Ray cluster of its own on this machine."""
+    return "RAY_ADDRESS" not in os.environ
+
+
+def value_of(reference: Any) -> Any:
+    """Return the value; an hwrl error from another process comes out as itself."""
+    try:
+        return ray.get(reference)
+    except RayTaskError as exc:
+        if isinstance(exc.cause, HwrlError):
+            raise exc.cause from exc
+        raise
+
+
+def _death_among(references: list[Any]) -> TrainerDiedError | None:
+    if not references:
+        return None
+    ready, _ = ray.wait(references, num_returns=len(references), timeout=DEATH_NOTICE_S)
+    for reference in ready:
+        try:
+            ray.get(reference)
+        except RayActorError as exc:
+            return TrainerDiedError(_first_line(exc))
+        except RayTaskError:
+            continue
+    return None
+
+
+def _why_ended(reference: Any) -> str:
+    try:
+        ray.get(reference)
+    except RayActorError as exc:
+        return _first_line(exc)
+    except RayTaskError as exc:
+        return [line for line in str(exc).splitlines() if line.strip()][-1].strip()
+    return "it returned"
+
+
+def _first_line(exc: Exception) -> str:
+    return next((line.strip() for line in str(exc).splitlines() if line.strip()), type(exc).__name__)
+
+
+def _newest_step(config: Config) -> int:
+    """Return the step that a resume will start from, so that sampling does not repeat what it drew before."""
+    complete = find_checkpoints(config.dir / "checkpoints")[0] if config.resume else []
+    return max((info.step for info in complete), default=0)
