@@ -7,32 +7,59 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.initialization import no_init_weights
 
 from hwrl.errors import DataError
 
+_ATTENTION = "sdpa"
+"""The attention whose masks may be boolean and four-dimensional, as continuous batching needs them."""
+
 
 def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
-    """Return the model that ``directory`` describes, with random weights: reads its configuration and nothing else."""
+    """Return the model that ``directory`` describes, with its generation settings, but with arbitrary weights.
+
+    It reads configurations and nothing else; every weight must be written before the model is used.
+    """
     _require_directory(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as exc:
         raise _not_a_model(directory, exc) from exc
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
 
 
 def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
     """Return the model in ``directory``, on the host; DataError if there is none that transformers can read."""
     _require_directory(directory)
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, attn_implementation=_ATTENTION
+        )
     except (OSError, ValueError) as exc:
         raise _not_a_model(directory, exc) from exc
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if not tensor.untyped_storage().resizable():  # mapped from the file, which may change and cannot be offloaded
             tensor.data = tensor.data.clone()
     return model
+
+
+def logits_at(model: Any, rows: torch.Tensor, columns: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Run ``model`` on ``inputs`` and return the logits at ``rows`` and ``columns`` only (places × vocabulary).
+
+    Logits of other places are never computed: the output layer sees the hidden states of these alone.
+    """
+
+    def choose(_: Any, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return hidden[0][rows, columns][None]
+
+    with model.get_output_embeddings().register_forward_pre_hook(choose):
+        return model(**inputs).logits[0]  # type: ignore[no-any-return] # transformers is not followed by mypy
 
 
 def load_tokenizer(directory: Path) -> Any:

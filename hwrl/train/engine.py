@@ -29,7 +29,10 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
-        """Take one optimizer step on ``batch`` (this rank's rows); return figures averaged over all ranks' tokens."""
+        """Take one optimizer step on ``batch`` (this rank's rows); return figures averaged over all ranks' tokens.
+
+        Raises EngineError, on all ranks and with the weights as they were, if the gradients are not finite.
+        """
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -37,9 +40,11 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight whole, under its Hugging Face name. A tensor is valid until the next is asked for.
+        """Yield every parameter and persistent buffer whole, under its Hugging Face name.
 
-        All ranks must exhaust it, since gathering is collective; only the sender keeps what it yields.
+        All ranks must exhaust it, since gathering is collective; only the sender keeps what it yields. What is yielded
+        stays valid and unchanged until the iterator is exhausted and the publishing that asked for it has returned;
+        the caller changes nothing in the engine before that.
         """
 
     @abstractmethod
@@ -48,7 +53,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned, but for the optimizer's settings, which are this run's."""
 
     @abstractmethod
     def export(self, directory: Path) -> None:

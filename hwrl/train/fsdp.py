@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,17 +16,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hwrl.backend import Backend
+from hwrl.errors import EngineError
 from hwrl.memory import Offloader
-from hwrl.models import load_model, load_tokenizer
+from hwrl.models import load_model, load_tokenizer, logits_at
 from hwrl.train.batch import Batch
 from hwrl.train.engine import TrainEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train.losses import PolicyLoss, mismatch_kl
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
+
+_CHUNK_LOGITS = 1 << 25
+"""The logits that are worked on at once in float32: 128 MiB a copy."""
 
 
 class FsdpEngine(TrainEngine):
@@ -36,6 +41,10 @@ class FsdpEngine(TrainEngine):
     ``min_learning_rate_ratio``. A step is split into parts of at most ``micro_batch_tokens`` padded tokens.
     With ``param_offload`` and ``optimizer_offload`` parameters and optimizer state live in host memory, but for
     :meth:`on_device`.
+
+    Parameters and optimizer state are float32; ``dtype`` is what forward and backward passes compute in, and the dtype
+    of the weights that leave the engine (:meth:`named_weights`, :meth:`export`). Gradients are reduced in float32.
+    The model is in evaluation mode, in training as well: dropout would be noise in the ratio to the behaviour policy.
     """
 
     def __init__(
@@ -61,10 +70,10 @@ class FsdpEngine(TrainEngine):
         self._max_grad_norm, self._micro_batch_tokens = max_grad_norm, micro_batch_tokens
         self._temperature = temperature
         self._directory = Path(model_directory)
-        self.model = _shard(load_model(self._directory, dtype=dtype).to(backend.device()).train(), backend, group)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay
-        )
+        self._dtype = dtype
+        self.model = _shard(load_model(self._directory, dtype=torch.float32).eval(), backend, group, dtype)
+        self._hyperparameters: dict[str, Any] = {"lr": learning_rate, "betas": betas, "weight_decay": weight_decay}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **self._hyperparameters)
         decay = max(1, total_steps - warmup_steps)
 
         def scale(step: int) -> float:
@@ -72,6 +81,7 @@ class FsdpEngine(TrainEngine):
                 return (step + 1) / warmup_steps
             return max(min_learning_rate_ratio, 1 - (1 - min_learning_rate_ratio) * (step - warmup_steps) / decay)
 
+        self._scale = scale
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, scale)
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
         self._offloader.offload(params=param_offload, optimizer=optimizer_offload)
@@ -84,69 +94,61 @@ class FsdpEngine(TrainEngine):
     # -- training -----------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
-        self.optimizer.zero_grad(set_to_none=True)
         tokens = self._sum_over_ranks(batch.trained_tokens)
         totals: dict[str, torch.Tensor] = {}
-        for rows in self._micro_batches(batch):
-            for name, value in self._backward(batch.select(rows), loss=loss, tokens=tokens).items():
-                totals[name] = totals.get(name, torch.zeros_like(value)) + value
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
-        self.optimizer.step()
+        try:
+            for rows in self._micro_batches(batch):
+                for name, value in self._backward(batch.select(rows), loss=loss, tokens=tokens).items():
+                    totals[name] = totals.get(name, torch.zeros_like(value)) + value
+            norm = _whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)).item()
+            figures = self._mean_over_ranks(totals, tokens)
+            _require_finite(norm, figures)
+            self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)  # gradients would stay on the device when parameters leave it
         learning_rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
-        figures = self._mean_over_ranks(totals, tokens)
-        return {**figures, "grad_norm": _whole(norm).item(), "learning_rate": learning_rate}
+        return {**figures, "grad_norm": norm, "learning_rate": learning_rate}
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        result = torch.zeros(batch.tokens.shape, device=self._backend.device())
+        result = torch.zeros(batch.tokens.shape)
         for rows in self._micro_batches(batch):
             part = batch.select(rows)
             values, _ = self._forward(part)
-            if len(rows):
-                result[rows.to(result.device), 1 : part.tokens.shape[1]] = values
-        return result.cpu() * batch.mask
+            row, column = part.mask[:, 1:].nonzero(as_tuple=True)
+            result[rows[row], column + 1] = values.cpu()
+        return result
 
     def _backward(self, part: Batch, *, loss: PolicyLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share of the mean over all ranks' ``tokens``; return sums over its tokens."""
         logprobs, entropy = self._forward(part)
-        device = logprobs.device
-        mask = part.mask[:, 1:].to(device)
-        behaviour = part.behaviour_logprobs[:, 1:].to(device)
-        proximal = None if part.proximal_logprobs is None else part.proximal_logprobs[:, 1:].to(device)
-        per_token, figures = loss(
-            logprobs, behaviour=behaviour, proximal=proximal, advantages=part.advantages[:, None].to(device)
-        )
-        total = (per_token * mask).sum()
+        mask, device = part.mask[:, 1:], logprobs.device
+        behaviour = part.behaviour_logprobs[:, 1:][mask].to(device)
+        proximal = None if part.proximal_logprobs is None else part.proximal_logprobs[:, 1:][mask].to(device)
+        advantages = part.advantages.repeat_interleave(mask.sum(1)).to(device)
+        per_token, figures = loss(logprobs, behaviour=behaviour, proximal=proximal, advantages=advantages)
+        total = per_token.sum()
         # FSDP averages gradients over the ranks; the loss is a mean over all ranks' tokens.
         (total * (self._ranks / tokens)).backward()
-        difference = behaviour - logprobs.detach()
-        k3 = difference.exp() - 1 - difference  # Schulman's k3 estimate of KL(trainer || behaviour)
-        figures = {**figures, "mismatch_kl": k3, "entropy": entropy}
-        sums = {name: (value * mask).sum().double() for name, value in figures.items()}
-        return {"loss": total.detach().double(), **sums}
+        kl = mismatch_kl(logprobs.detach(), behaviour=behaviour)
+        figures = {**figures, "mismatch_kl": kl, "entropy": entropy}
+        return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in figures.items()}}
 
     def _forward(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probability and entropy (detached) of tokens 1… under the current policy (rows × length - 1).
+        """Return log-probability and entropy (detached) of ``part``'s response tokens, row by row (one dimension).
 
-        Padding is on the right, so causal attention alone keeps it out of every real token's sight.
+        Padding is on the right, so causal attention alone keeps it out of every real token's sight. A part without
+        rows runs the model on one token for the sake of its collectives: other ranks have more parts than this one.
         """
-        if not part.rows:
-            return self._idle_forward()
-        tokens = part.tokens.to(self._backend.device())
-        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits.float() / self._temperature
-        targets = tokens[:, 1:]
-        logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-        with torch.no_grad():
-            distribution = logits.log_softmax(-1)
-            entropy = -(distribution.exp() * distribution).sum(-1)
-        return logprobs, entropy
-
-    def _idle_forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the model on one token for the sake of its collectives: other ranks have more parts than this one."""
-        token = torch.zeros(1, 1, dtype=torch.long, device=self._backend.device())
-        nothing = self.model(input_ids=token, use_cache=False).logits.float().sum() * 0.0
-        return nothing.expand(0, 0) + nothing, torch.zeros(0, 0, device=token.device)
+        tokens = part.tokens if part.rows else torch.zeros(1, 2, dtype=torch.long)
+        row, column = part.mask[:, 1:].nonzero(as_tuple=True)
+        device = self._backend.device()
+        targets = tokens[row, column + 1].to(device)
+        with torch.autocast(device.type, dtype=self._dtype, enabled=self._ranks == 1 and self._dtype != torch.float32):
+            inputs = tokens[:, :-1].to(device)
+            logits = logits_at(self.model, row.to(device), column.to(device), input_ids=inputs, use_cache=False)
+        return _logprobs_and_entropy(logits, targets, temperature=self._temperature)
 
     def _micro_batches(self, batch: Batch) -> Iterator[torch.Tensor]:
         parts = list(batch.micro_batches(max_tokens=self._micro_batch_tokens))
@@ -159,7 +161,11 @@ class FsdpEngine(TrainEngine):
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, _whole(parameter.detach())
+            yield name, _whole(parameter.detach()).to(self._dtype)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for name, tensor in self.model.state_dict().items():
+            if name not in parameters:
+                yield name, _whole(tensor)
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
@@ -173,13 +179,27 @@ class FsdpEngine(TrainEngine):
             optim_state_dict=state["optimizer"],
         )
         self.scheduler.load_state_dict(state["scheduler"])
+        self._apply_hyperparameters()
+
+    def _apply_hyperparameters(self) -> None:
+        """Put this run's settings into optimizer and scheduler, whose position in the schedule stays."""
+        rate = self._hyperparameters["lr"]
+        self.scheduler.base_lrs = [rate for _ in self.optimizer.param_groups]
+        now = rate * self._scale(self.scheduler.last_epoch)
+        self.scheduler._last_lr = [now for _ in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group.update(self._hyperparameters, lr=now, initial_lr=rate)
 
     def export(self, directory: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.model, options=options)
+        weights: dict[str, Any] = get_model_state_dict(self.model, options=options)
         if self._group is not None and self._group.rank != 0:
             return
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            weights[name] = weights[name].to(self._dtype)
         self.model.save_pretrained(directory, state_dict=weights)
+        self.model.config.dtype = self._dtype  # save_pretrained wrote the dtype of the parameters in training
+        self.model.config.save_pretrained(directory)
         load_tokenizer(self._directory).save_pretrained(directory)
 
     # -- ranks --------------------------------------------------------------------------------------------------
@@ -208,16 +228,52 @@ class FsdpEngine(TrainEngine):
         return reduced
 
 
-def _shard(model: Any, backend: Backend, group: Group | None) -> Any:
+def _shard(model: Any, backend: Backend, group: Group | None, dtype: torch.dtype) -> Any:
+    """Return ``model`` on the device. On several ranks it is sharded from the host, one layer at a time."""
     if group is None or group.size == 1:
-        return model
+        return model.to(backend.device())
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(backend.info.device_type, (group.size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.model.layers if hasattr(model, "model") and hasattr(model.model, "layers") else ():
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _logprobs_and_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probability and entropy (detached) of each of ``targets`` under ``logits`` (targets × vocabulary).
+
+    At most ``_CHUNK_LOGITS`` logits exist in float32 at a time: what a chunk computes is computed again backwards.
+    """
+    size = max(1, _CHUNK_LOGITS // logits.shape[-1])
+    if len(targets) <= size:
+        return _of_chunk(logits, targets, temperature)
+    chunks = zip(logits.split(size), targets.split(size), strict=True)
+    parts = [checkpoint(_of_chunk, *chunk, temperature, use_reentrant=False) for chunk in chunks]
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _of_chunk(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    distribution = (logits.float() / temperature).log_softmax(-1)
+    logprobs = distribution.gather(1, targets[:, None])[:, 0]
+    with torch.no_grad():
+        entropy = -(distribution.exp() * distribution).sum(-1)
+    return logprobs, entropy
+
+
+def _require_finite(norm: float, figures: Mapping[str, float]) -> None:
+    if not math.isfinite(norm):
+        raise EngineError(
+            f"the norm of the gradients is {norm}",
+            why=f"a step with them would destroy the weights; the figures of the step: {figures}",
+            fix="resume from the last checkpoint with a lower optimizer.learning_rate or optimizer.max_grad_norm, or "
+            "model.dtype=float32; if it happens at the first step, look for NaN in the model's weights",
+        )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

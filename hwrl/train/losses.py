@@ -97,3 +97,13 @@ class PolicyLoss:
         bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         plain, clipped = ratio * advantages, bounded * advantages
         return -torch.minimum(plain, clipped), (clipped < plain).detach()
+
+
+def mismatch_kl(logprobs: torch.Tensor, *, behaviour: torch.Tensor) -> torch.Tensor:
+    """Return an estimate, token by token, of KL(behaviour ‖ trainer): Schulman's k3, never negative.
+
+    The tokens must be samples of the behaviour policy: with r = logprobs − behaviour, the mean of exp(r) − 1 − r over
+    them is the divergence, without bias.
+    """
+    ratio = logprobs - behaviour
+    return ratio.exp() - 1 - ratio

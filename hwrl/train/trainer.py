@@ -72,6 +72,7 @@ class AsyncTrainer:
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Train on ``groups`` and return the figures of the step; ``steps_done`` and perhaps ``version`` go up."""
         consumed = self._consumed_figures(groups)
+        self._require_rows(groups)
         with self._clock.during("train"), self.engine.on_device(optimizer=True):
             trained = self._train(groups[self._rank :: self._ranks])
             self.steps_done += 1
@@ -110,7 +111,19 @@ class AsyncTrainer:
     def _mini_batches(self, batch: Batch) -> list[Batch]:
         if self._algorithm.mini_batches == 1:
             return [batch]
-        return [batch.select(rows) for rows in torch.arange(batch.rows).chunk(self._algorithm.mini_batches)]
+        parts = torch.arange(batch.rows).tensor_split(self._algorithm.mini_batches)
+        return [batch.select(rows) for rows in parts]
+
+    def _require_rows(self, groups: Sequence[PromptGroup]) -> None:
+        """Raise, on all ranks alike, if a rank has fewer rows than mini-batches: its collectives would be missing."""
+        rows = [sum(group.size for group in groups[rank :: self._ranks]) for rank in range(self._ranks)]
+        if min(rows) < self._algorithm.mini_batches:
+            raise EngineError(
+                f"rank {rows.index(min(rows))} of the trainer has too few responses for the step: {min(rows)}",
+                why=f"{len(groups)} prompt groups go to {self._ranks} ranks, and each needs a response for each of "
+                f"{self._algorithm.mini_batches} mini-batches",
+                fix="lower algorithm.mini_batches, train on fewer ranks or with more prompts a step",
+            )
 
     def _consumed_figures(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         ages = [self.version - group.oldest_version for group in groups]
@@ -127,7 +140,10 @@ class AsyncTrainer:
         return {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
-            **{f"reward/{name}": _mean([group.metrics[name] for group in groups]) for name in sorted(extra)},
+            **{
+                f"reward/{name}": _mean([group.metrics[name] for group in groups if name in group.metrics])
+                for name in sorted(extra)
+            },
             "groups/zero_variance_ratio": _mean([float(group.rewards.std() == 0) for group in groups]),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 
 import hwrl
 from hwrl.comm import Comm, connect_store, serve_store, store_address
-from hwrl.errors import DataError
+from hwrl.errors import DataError, EngineError
+from hwrl.models import build_model, load_model
 from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
+from hwrl.train import fsdp
 from hwrl.train.batch import Batch, collate
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss, group_advantages
@@ -59,17 +62,15 @@ def batch_of(groups: list[PromptGroup]) -> Batch:
     return collate(groups, advantages=group_advantages(groups, estimator="grpo"))
 
 
-def engine_on(model_directory: Path, group: Any, *, micro_batch_tokens: int = 64) -> FsdpEngine:
-    return FsdpEngine(
-        model_directory,
-        backend=hwrl.get_backend(),
-        group=group,
-        learning_rate=1e-2,
-        total_steps=10,
-        warmup_steps=2,
-        min_learning_rate_ratio=0.1,
-        micro_batch_tokens=micro_batch_tokens,
-    )
+def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
+    settings: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "total_steps": 10,
+        "warmup_steps": 2,
+        "min_learning_rate_ratio": 0.1,
+        "micro_batch_tokens": 64,
+    }
+    return FsdpEngine(model_directory, backend=hwrl.get_backend(), group=group, **{**settings, **changes})
 
 
 def train(rank: int, model_directory: Path, address: str, ranks: int, steps: int) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut_into_parts(model_directory: P
     first, second = (engine.train_batch(batch, loss=PolicyLoss("tis")) for engine in (whole, parts))
     assert first == pytest.approx(second, rel=1e-4)
     for (_, one), (_, other) in zip(whole.named_weights(), parts.named_weights(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)  # AdamW's first step magnifies rounding
 
 
 def test_state_goes_on_where_it_was_saved(model_directory: Path) -> None:
@@ -140,3 +141,147 @@ def test_the_exported_model_is_what_transformers_loads(model_directory: Path, tm
 def test_a_directory_without_a_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no model"):
         engine_on(tmp_path, None)
+
+
+def test_a_resumed_run_takes_its_own_settings_and_the_saved_place_in_the_schedule(model_directory: Path) -> None:
+    saved = engine_on(model_directory, None)
+    batch = batch_of(groups_of(4, seed=0))
+    for _ in range(4):
+        saved.train_batch(batch, loss=PolicyLoss())
+    resumed = engine_on(model_directory, None, learning_rate=5e-3, betas=(0.8, 0.99), weight_decay=0.3)
+    resumed.load_state_dict(saved.state_dict())
+    (settings,) = resumed.optimizer.param_groups
+    assert (settings["betas"], settings["weight_decay"]) == ((0.8, 0.99), 0.3)
+    for _ in range(3):
+        rates = [engine.train_batch(batch, loss=PolicyLoss())["learning_rate"] for engine in (saved, resumed)]
+        assert rates[1] == pytest.approx(rates[0] / 2)
+
+
+def test_no_gradient_is_left_after_a_step(model_directory: Path) -> None:
+    engine = engine_on(model_directory, None)
+    engine.train_batch(batch_of(groups_of(4, seed=0)), loss=PolicyLoss())
+    assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+
+def plain_formula(engine: FsdpEngine, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probability and entropy of the response tokens, from the logits of all positions."""
+    distribution = engine.model(batch.tokens[:, :-1]).logits.log_softmax(-1)
+    logprobs = distribution.gather(2, batch.tokens[:, 1:, None])[:, :, 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    return logprobs[batch.mask[:, 1:]], entropy[batch.mask[:, 1:]]
+
+
+def gradients_of(engine: FsdpEngine, logprobs: torch.Tensor) -> list[torch.Tensor]:
+    weights = torch.linspace(-1, 1, len(logprobs))
+    parameters = list(engine.model.parameters())
+    return list(torch.autograd.grad((logprobs * weights).sum(), parameters))
+
+
+@pytest.mark.parametrize("chunk", [1 << 25, 100])
+def test_logprobs_in_chunks_equal_the_plain_formula(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    engine, batch = engine_on(model_directory, None, micro_batch_tokens=10_000), batch_of(groups_of(5, seed=0))
+    wanted, wanted_entropy = plain_formula(engine, batch)
+    monkeypatch.setattr(fsdp, "_CHUNK_LOGITS", chunk)
+    logprobs, entropy = engine._forward(batch)
+    torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, wanted_entropy, atol=1e-5, rtol=1e-5)
+    for one, other in zip(gradients_of(engine, logprobs), gradients_of(engine, wanted), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(engine.logprobs(batch)[batch.mask], wanted.detach(), atol=1e-5, rtol=1e-5)
+
+
+def small_steps(rank: int, model_directory: Path, address: str, ranks: int) -> dict[str, Any]:
+    """Take steps in bfloat16 with a learning rate that bfloat16 parameters would round away."""
+    group = None
+    if ranks > 1:
+        group = Comm().init_default(store=connect_store(address), rank=rank, size=ranks)
+    engine = engine_on(model_directory, group, learning_rate=1e-6, warmup_steps=0, dtype=torch.bfloat16)
+    before = [fsdp._whole(parameter.detach()).clone() for parameter in engine.model.parameters()]
+    for step in range(3):
+        figures = engine.train_batch(batch_of(groups_of(5, seed=step)[rank::ranks]), loss=PolicyLoss())
+    after = [fsdp._whole(parameter.detach()) for parameter in engine.model.parameters()]
+    changed = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
+    dtypes = {str(tensor.dtype) for _, tensor in engine.named_weights()}
+    if group is not None:
+        group.close()
+    return {"changed": changed / sum(map(torch.numel, after)), "dtypes": dtypes, "grad_norm": figures["grad_norm"]}
+
+
+def test_small_steps_change_the_parameters_of_a_model_that_computes_in_bfloat16(model_directory: Path) -> None:
+    results = [small_steps(0, model_directory, "", 1)]
+    store = serve_store()
+    results += run_processes(small_steps, 2, model_directory, store_address(store), 2)
+    for result in results:
+        assert result["changed"] > 0.5
+        assert result["dtypes"] == {"torch.bfloat16"}
+        assert result["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=0.05)
+
+
+def test_the_exported_model_has_the_dtype_that_was_computed_in(model_directory: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = engine_on(model_directory, None, dtype=torch.bfloat16)
+    engine.export(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(dict(loaded.named_parameters())[name], tensor) for name, tensor in engine.named_weights())
+
+
+def diverge(rank: int, model_directory: Path, address: str) -> str:
+    """Train on rows of which only the first rank's hold a NaN."""
+    group = Comm().init_default(store=connect_store(address), rank=rank, size=2)
+    engine = engine_on(model_directory, group)
+    batch = batch_of(groups_of(4, seed=0)[rank::2])
+    if rank == 0:
+        batch.behaviour_logprobs[0] = float("nan")
+    with pytest.raises(EngineError) as caught:
+        engine.train_batch(batch, loss=PolicyLoss())
+    group.close()
+    return str(caught.value)
+
+
+def test_gradients_that_are_not_finite_on_one_rank_are_an_error_on_all(model_directory: Path) -> None:
+    store = serve_store()
+    messages = run_processes(diverge, 2, model_directory, store_address(store))
+    assert all("norm of the gradients is nan" in message for message in messages)
+
+
+def dropout_directory(tmp_path: Path) -> Path:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=16, n_positions=32, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.5)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_dropout_makes_no_noise_in_logprobs_or_steps(tmp_path: Path) -> None:
+    engine = engine_on(dropout_directory(tmp_path), None)
+    batch = batch_of(groups_of(3, seed=0))
+    assert torch.equal(engine.logprobs(batch), engine.logprobs(batch))
+    losses = [engine.train_batch(batch, loss=PolicyLoss())["loss"]]
+    again = engine_on(tmp_path, None)
+    assert again.train_batch(batch, loss=PolicyLoss())["loss"] == losses[0]
+
+
+def test_persistent_buffers_are_published_with_the_parameters(model_directory: Path) -> None:
+    engine = engine_on(model_directory, None)
+    engine.model.register_buffer("steps_seen", torch.tensor([3.0]))
+    engine.model.register_buffer("scratch", torch.tensor([4.0]), persistent=False)
+    names = [name for name, _ in engine.named_weights()]
+    assert "steps_seen" in names
+    assert "scratch" not in names
+    assert len(names) == len(set(names)) == len(list(engine.model.parameters())) + 1
+
+
+def test_a_built_model_has_the_generation_settings_of_its_directory(model_directory: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model_directory, directory)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    model, loaded = build_model(directory, dtype=torch.float32), load_model(directory, dtype=torch.float32)
+    assert model.generation_config.eos_token_id == [1, 7]
+    assert model.config._attn_implementation == loaded.config._attn_implementation == "sdpa"
+    model.load_state_dict(loaded.state_dict())
+    tokens = torch.arange(12)[None]
+    torch.testing.assert_close(model(tokens).logits, loaded.eval()(tokens).logits)

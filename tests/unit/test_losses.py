@@ -10,7 +10,7 @@ import torch
 
 from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.train.batch import collate
-from hwrl.train.losses import PolicyLoss, group_advantages
+from hwrl.train.losses import PolicyLoss, group_advantages, mismatch_kl
 
 
 def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: int = 2) -> PromptGroup:
@@ -93,3 +93,17 @@ def test_micro_batches_hold_the_budget_cover_each_row_once_and_are_at_most_half_
     for part in batch.micro_batches(max_tokens=10_000):
         lengths = batch.lengths()[part]
         assert 2 * lengths.min() >= lengths.max()
+
+
+def test_the_mismatch_is_the_divergence_of_the_trainer_from_the_behaviour_policy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    behaviour, trainer = torch.randn(2, 50, generator=generator).log_softmax(-1)
+    wanted = (behaviour.exp() * (behaviour - trainer)).sum()
+    other = (trainer.exp() * (trainer - behaviour)).sum()
+    assert abs(wanted - other) > 0.05
+    expected = (behaviour.exp() * mismatch_kl(trainer, behaviour=behaviour)).sum()
+    torch.testing.assert_close(expected, wanted)
+    samples = torch.multinomial(behaviour.exp(), 100_000, replacement=True, generator=generator)
+    drawn = mismatch_kl(trainer[samples], behaviour=behaviour[samples])
+    assert drawn.min() >= 0
+    assert drawn.mean() == pytest.approx(wanted.item(), rel=0.05)

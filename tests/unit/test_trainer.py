@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import hwrl
 from hwrl.errors import EngineError
 from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.run.demo import write_demo
+from hwrl.train.batch import Batch
 from hwrl.train.choices import LossName
+from hwrl.train.engine import TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.trainer import Algorithm, AsyncTrainer
@@ -40,10 +44,8 @@ class Outlet:
         return {"sync/nbytes": float(sum(tensor.nbytes for _, tensor in weights))}
 
 
-def trainer_of(model_directory: Path, outlet: Outlet, **settings: Any) -> AsyncTrainer:
-    engine = FsdpEngine(
-        model_directory, backend=hwrl.get_backend(), group=None, learning_rate=3e-3, total_steps=100, **settings
-    )
+def trainer_of(model_directory: Path, outlet: Outlet) -> AsyncTrainer:
+    engine = FsdpEngine(model_directory, backend=hwrl.get_backend(), group=None, learning_rate=3e-3, total_steps=100)
     return AsyncTrainer(
         engine,
         algorithm=Algorithm(PolicyLoss()),
@@ -129,3 +131,79 @@ def test_every_loss_teaches_what_was_rewarded(model_directory: Path, name: LossN
         chances = engine.model(torch.tensor([[2, 3, 13]])).logits[0, -1].softmax(-1)
     assert chances[GOOD] > 1.2 / 16
     assert chances[BAD] < 0.95 / 16
+
+
+class CountingEngine(TrainEngine):
+    """Trains nothing; keeps the rows of each mini-batch."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def on_device(self, *, optimizer: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+        self.rows.append(batch.rows)
+        return {}
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        return batch.behaviour_logprobs
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def export(self, directory: Path) -> None:
+        pass
+
+
+def counts_of_ranks(*, groups: int, ranks: int, mini_batches: int) -> list[list[int]]:
+    """Return the rows of each mini-batch, for every rank, when ``groups`` groups of two responses are trained on."""
+    counts = []
+    for rank in range(ranks):
+        engine = CountingEngine()
+        algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
+        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0, rank=rank, ranks=ranks)
+        trainer.step([group_of(version=0)] * groups)
+        counts.append(engine.rows)
+    return counts
+
+
+def test_every_rank_takes_the_same_number_of_mini_batches() -> None:
+    # torch.chunk would make 3 parts of the first rank's 6 rows, and 4 of the second rank's 4.
+    assert counts_of_ranks(groups=5, ranks=2, mini_batches=4) == [[2, 2, 1, 1], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(("groups", "mini_batches"), [(3, 3), (1, 1)])
+def test_a_rank_with_fewer_rows_than_mini_batches_is_an_error_on_all_ranks(groups: int, mini_batches: int) -> None:
+    for rank in range(2):
+        engine = CountingEngine()
+        algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
+        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0, rank=rank, ranks=2)
+        with pytest.raises(EngineError, match=r"rank 1 (.|\n)*too few responses(.|\n)*mini-batches"):
+            trainer.step([group_of(version=0)] * groups)
+        assert engine.rows == []
+
+
+def test_a_reward_figure_that_only_some_groups_have_is_averaged_over_these(model_directory: Path) -> None:
+    plain, other = group_of(version=0), replace(group_of(version=0), metrics={"reward": 0.5, "format": 1.0})
+    trainer = AsyncTrainer(CountingEngine(), algorithm=Algorithm(PolicyLoss()), publish=Outlet(), max_staleness=0)
+    figures = trainer.step([plain, other, other])
+    assert figures["reward/format"] == 1.0
+    assert figures["reward/exact"] == 0.25
+
+
+def test_steps_that_are_not_finite_are_neither_applied_nor_published(model_directory: Path) -> None:
+    outlet = Outlet()
+    trainer = trainer_of(model_directory, outlet)
+    before = {name: tensor.clone() for name, tensor in trainer.engine.named_weights()}
+    with pytest.raises(EngineError, match=r"norm of the gradients is nan(.|\n)*loss(.|\n)*learning_rate"):
+        trainer.step([group_of(version=0, logprob=float("nan"))])
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.engine.named_weights())
+    assert outlet.versions == []
+    assert trainer.steps_done == 0
