@@ -9,19 +9,25 @@ from typing import Any
 import torch
 
 from hwrl.errors import EngineError
+from hwrl.models import logits_at
 from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine
 from hwrl.rollout.groups import Response
 from hwrl.rollout.slots import SlotCache
+
+_PREFILL_TOKENS = 1 << 14
+"""The padded tokens of new prompts that one forward pass takes; a longer prompt has a pass of its own."""
 
 
 class EmbeddedEngine(RolloutEngine):
     """Generates with ``model`` (any ``AutoModelForCausalLM`` with full attention), at most ``max_running`` at once.
 
     ``max_length`` bounds prompt plus response, in tokens; memory for all slots is allocated at the first step. The
-    model is the engine's: it writes new weights into its parameters.
+    model is the engine's: it writes new weights into its parameters and buffers, and generates nothing before the
+    first. A model whose layers would not see all of ``max_length`` tokens is an EngineError.
     """
 
     def __init__(self, model: Any, *, eos_ids: Sequence[int], max_running: int, max_length: int, seed: int = 0) -> None:
+        _require_full_attention(model.config, max_length=max_length)
         self._model = model.eval()
         self._device = next(model.parameters()).device
         self._max_running, self._max_length = max_running, max_length
@@ -57,17 +63,19 @@ class EmbeddedEngine(RolloutEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
+        if self.pending() and self.version < 0:
+            raise _no_weights(self.pending())
         started = self._start_waiting()
         running = len(self._slots) - started
         if running:
             self._decode(running)
-        if started:
-            self._prefill(slice(running, running + started))
+        for rows in self._prefill_parts(slice(running, running + started)):
+            self._prefill(rows)
         return self._collect_finished()
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        own = dict(self._model.named_parameters(remove_duplicate=False))
+        own = self._model.state_dict()
         given = dict(weights)
         self._check_names(own, given)
         torch._foreach_copy_([own[name] for name in given], list(given.values()))
@@ -103,7 +111,17 @@ class EmbeddedEngine(RolloutEngine):
         tokens = self._tokens[rows].gather(1, last[:, None]).long()
         mask = (torch.arange(used, device=self._device) <= last[:, None])[:, None, None, :]
         self._cache.place(rows, last[:, None], used)
-        self._sample(rows, self._forward(tokens, last[:, None], mask)[:, -1])
+        self._sample(rows, self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last)))
+
+    def _prefill_parts(self, rows: slice) -> list[slice]:
+        """Cut ``rows`` so that no part has more than ``_PREFILL_TOKENS`` padded tokens, unless it is one prompt."""
+        parts, start, longest = [], rows.start, 0
+        for row, length in enumerate(self._length[rows].tolist(), rows.start):
+            longest = max(longest, length)
+            if row > start and (row + 1 - start) * longest > _PREFILL_TOKENS:
+                parts.append(slice(start, row))
+                start, longest = row, length
+        return [*parts, slice(start, rows.stop)] if start < rows.stop else parts
 
     def _prefill(self, rows: slice) -> None:
         lengths = self._length[rows]
@@ -111,18 +129,24 @@ class EmbeddedEngine(RolloutEngine):
         positions = torch.arange(used, device=self._device).expand(len(lengths), used)
         causal = torch.ones(used, used, dtype=torch.bool, device=self._device).tril()
         self._cache.place(rows, positions, used)
-        hidden = self._forward(self._tokens[rows, :used].long(), positions, causal[None, None])
-        self._sample(rows, hidden[torch.arange(len(lengths), device=self._device), lengths - 1])
+        self._sample(
+            rows, self._last_logits(self._tokens[rows, :used].long(), positions, causal[None, None], lengths - 1)
+        )
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        output = self._model(
+    def _last_logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the model and return, for each row, the logits (rows × vocabulary) at its place ``last``."""
+        return logits_at(
+            self._model,
+            torch.arange(len(tokens), device=self._device),
+            last,
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
         )
-        return output.logits  # type: ignore[no-any-return] # transformers is not followed by the type checker
 
     def _sample(self, rows: slice, logits: torch.Tensor) -> None:
         """Append one token to each slot of ``rows``. ``logits``: rows × vocabulary."""
@@ -195,7 +219,7 @@ class EmbeddedEngine(RolloutEngine):
                 f"request {request.request_id} does not fit the engine",
                 why=f"its prompt has {len(request.prompt_ids)} tokens (at least 1 is needed) and its response may have "
                 f"{request.sampling.max_new_tokens}; together at most {self._max_length} fit",
-                fix="shorten the prompt, lower rollout.max_new_tokens or raise rollout.max_length",
+                fix="shorten the prompt, raise data.max_prompt_tokens or lower rollout.max_new_tokens",
             )
 
     @staticmethod
@@ -210,3 +234,28 @@ class EmbeddedEngine(RolloutEngine):
                 why=f"missing: {missing[:3]}, unknown: {unknown[:3]}, of another shape: {reshaped[:3]}",
                 fix="send the weights of the same model, under their Hugging Face names",
             )
+
+
+def _require_full_attention(config: Any, *, max_length: int) -> None:
+    """Raise EngineError if a layer of a model with ``config`` cannot see all of ``max_length`` tokens."""
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    window = getattr(config, "sliding_window", None)
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    too_short = "sliding_attention" in kinds and window is not None and window < max_length
+    if others or too_short:
+        raise EngineError(
+            "the embedded engine cannot generate with this model",
+            why=f"it serves full attention; the model ({config.model_type}) has "
+            + (f"layers of the kinds {others}" if others else f"a sliding window of {window} tokens")
+            + f", and a prompt with its response may have {max_length} tokens",
+            fix="take a model with full attention in every layer"
+            + ("" if others else ", or lower data.max_prompt_tokens and rollout.max_new_tokens to fit the window"),
+        )
+
+
+def _no_weights(pending: int) -> EngineError:
+    return EngineError(
+        f"{pending} requests are pending, but the engine has no weights",
+        why="its model holds arbitrary values until the first weights arrive",
+        fix="call load_weights before the first step",
+    )

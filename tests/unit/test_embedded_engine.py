@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hwrl.errors import EngineError
+from hwrl.rollout import embedded
 from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.engine import GenerationRequest, Sampling
 from hwrl.rollout.groups import Response
@@ -35,6 +37,13 @@ def tiny_model(seed: int = 0, *, tied: bool = False) -> Any:
         pad_token_id=0,
     )
     return Qwen3ForCausalLM(config)
+
+
+def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), max_running: int, max_length: int) -> EmbeddedEngine:
+    """Return an engine that serves ``model`` with its own weights as version 0."""
+    engine = EmbeddedEngine(model, eos_ids=eos_ids, max_running=max_running, max_length=max_length)
+    engine.load_weights({name: tensor.clone() for name, tensor in model.state_dict().items()}.items(), version=0)
+    return engine
 
 
 def requests_of(count: int, *, temperature: float, longest: int = 12, seed: int = 0) -> list[GenerationRequest]:
@@ -69,7 +78,7 @@ def logprobs_of(model: Any, request: GenerationRequest, response: Response, *, t
 def test_greedy_tokens_equal_transformers_generate_whatever_runs_beside() -> None:
     model = tiny_model()
     requests = requests_of(60, temperature=0.0)
-    responses = generate(EmbeddedEngine(model, eos_ids=[END], max_running=7, max_length=24), requests)
+    responses = generate(engine_of(model, max_running=7, max_length=24), requests)
     for request in requests:
         prompt = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
         wanted = model.generate(prompt, max_new_tokens=request.sampling.max_new_tokens, do_sample=False)
@@ -79,7 +88,7 @@ def test_greedy_tokens_equal_transformers_generate_whatever_runs_beside() -> Non
 def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature() -> None:
     model = tiny_model()
     requests = requests_of(30, temperature=0.7)
-    responses = generate(EmbeddedEngine(model, eos_ids=[END], max_running=8, max_length=24), requests)
+    responses = generate(engine_of(model, max_running=8, max_length=24), requests)
     for request in requests:
         response = responses[request.request_id]
         wanted = logprobs_of(model, request, response, temperature=0.7)
@@ -90,7 +99,7 @@ def test_sampling_follows_the_distribution() -> None:
     model = tiny_model()
     request = GenerationRequest(0, np.array([5, 9], dtype=np.int32), Sampling(1))
     many = [GenerationRequest(index, request.prompt_ids, request.sampling) for index in range(4000)]
-    responses = generate(EmbeddedEngine(model, eos_ids=[END], max_running=4000, max_length=4), many)
+    responses = generate(engine_of(model, max_running=4000, max_length=4), many)
     seen = np.bincount([response.token_ids[0] for response in responses.values()], minlength=16) / len(many)
     with torch.no_grad():
         wanted = model(torch.tensor([[5, 9]])).logits[0, -1].softmax(-1).numpy()
@@ -116,8 +125,77 @@ def test_new_weights_between_two_tokens_are_stamped_and_used() -> None:
     np.testing.assert_allclose(response.logprobs[:3], first, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [1, 30, 100])
+def test_new_prompts_are_taken_in_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    model, requests = tiny_model(), requests_of(20, temperature=0.0)
+    wanted = generate(engine_of(model, max_running=20, max_length=24), requests)
+    monkeypatch.setattr(embedded, "_PREFILL_TOKENS", tokens)
+    shapes: list[tuple[int, ...]] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    engine = engine_of(model, max_running=20, max_length=24)
+    engine.submit(requests)
+    responses = {done.request_id: done.response for done in engine.step()}
+    assert sum(rows for rows, _ in shapes) == 20
+    assert all(rows == 1 or rows * length <= tokens for rows, length in shapes)
+    responses.update(generate(engine, []))
+    for request_id, response in wanted.items():
+        assert responses[request_id].token_ids.tolist() == response.token_ids.tolist()
+
+
+def test_logits_of_a_prompt_are_computed_for_its_last_token_only() -> None:
+    model = tiny_model()
+    places: list[int] = []
+    model.lm_head.register_forward_hook(lambda _, args, logits: places.append(logits[..., 0].numel()))
+    engine = engine_of(model, max_running=5, max_length=24)
+    engine.submit(requests_of(5, temperature=0.0))
+    engine.step()
+    assert places == [5]
+
+
+def test_nothing_is_generated_before_the_first_weights() -> None:
+    model = tiny_model()
+    engine = EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=24)
+    assert engine.version == -1
+    assert engine.step() == []
+    engine.submit(requests_of(3, temperature=0.0))
+    with pytest.raises(EngineError, match=r"3 requests are pending(.|\n)*load_weights"):
+        engine.step()
+    engine.load_weights(tiny_model(1).named_parameters(), version=0)
+    assert len(generate(engine, [])) == 3
+
+
+def test_persistent_buffers_come_with_the_weights() -> None:
+    model, newer = tiny_model(), tiny_model(1)
+    for one, value in ((model, 1.0), (newer, 2.0)):
+        one.register_buffer("scale", torch.tensor([value]))
+    engine = EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=8)
+    with pytest.raises(EngineError, match=r"missing: \['scale'\]"):
+        engine.load_weights(newer.named_parameters(), version=0)
+    engine.load_weights(newer.state_dict().items(), version=0)
+    assert model.scale.item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"sliding_window": 8, "layer_types": None}, "sliding window of 8 tokens"),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, "sliding window of 8 tokens"),
+        ({"sliding_window": None, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}, None),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "full_attention"]}, None),
+    ],
+)
+def test_a_model_that_does_not_see_everything_is_refused(settings: dict[str, Any], fault: str | None) -> None:
+    model = tiny_model()
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    refusal = pytest.raises(EngineError, match=fault) if fault else contextlib.nullcontext()
+    with refusal:
+        EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=24)
+
+
 def test_tied_weights_may_come_under_one_of_their_names() -> None:
-    engine = EmbeddedEngine(tiny_model(tied=True), eos_ids=[END], max_running=2, max_length=8)
+    engine = engine_of(tiny_model(tied=True), max_running=2, max_length=8)
     given = dict(tiny_model(1, tied=True).named_parameters())
     assert "lm_head.weight" not in given
     engine.load_weights(given.items(), version=1)
@@ -126,7 +204,7 @@ def test_tied_weights_may_come_under_one_of_their_names() -> None:
 
 def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on() -> None:
     model = tiny_model()
-    engine = EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=8)
+    engine = engine_of(model, max_running=2, max_length=8)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     wrong = dict(tiny_model(1).named_parameters())
     wrong.pop("model.norm.weight")
@@ -139,13 +217,13 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on() -> Non
 
 @pytest.mark.parametrize("prompt", [0, 9])
 def test_a_request_that_can_never_fit_is_refused(prompt: int) -> None:
-    engine = EmbeddedEngine(tiny_model(), eos_ids=[END], max_running=2, max_length=8)
-    with pytest.raises(EngineError, match="does not fit"):
+    engine = engine_of(tiny_model(), max_running=2, max_length=8)
+    with pytest.raises(EngineError, match=r"does not fit(.|\n)*data.max_prompt_tokens"):
         engine.submit([GenerationRequest(0, np.full(prompt, 3, dtype=np.int32), Sampling(2))])
 
 
 def test_abort_drops_everything_and_the_engine_goes_on() -> None:
-    engine = EmbeddedEngine(tiny_model(), eos_ids=[], max_running=2, max_length=8)
+    engine = engine_of(tiny_model(), eos_ids=[], max_running=2, max_length=8)
     engine.submit(requests_of(5, temperature=1.0, longest=4))
     engine.step()
     assert engine.abort() > 0
