@@ -215,14 +215,14 @@ def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Calla
     run = start(
         f"reward.function={demo / 'slow.py'}:reward",
         "weights.timeout_s=1",
-        "train.steps=6",
+        "train.steps=3",
         "eval.every_steps=0",
         "eval.prompts=8",
         "async_training.partial_rollout=false",
     )
     assert run.wait() == 0, run.output()
     last = run.metrics()[-1]
-    assert (last["step"], last["ledger/rejected"], last["sync/quarantined"]) == (6, 0, 0)
+    assert (last["step"], last["ledger/rejected"], last["sync/quarantined"]) == (3, 0, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
