@@ -285,3 +285,8 @@ def test_a_built_model_has_the_generation_settings_of_its_directory(model_direct
     model.load_state_dict(loaded.state_dict())
     tokens = torch.arange(12)[None]
     torch.testing.assert_close(model(tokens).logits, loaded.eval()(tokens).logits)
+
+
+def test_a_built_model_shares_the_weights_that_are_tied(tmp_path: Path) -> None:
+    model = build_model(dropout_directory(tmp_path), dtype=torch.float32)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
