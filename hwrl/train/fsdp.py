@@ -152,8 +152,9 @@ class FsdpEngine(TrainEngine):
 
     def _micro_batches(self, batch: Batch) -> Iterator[torch.Tensor]:
         parts = list(batch.micro_batches(max_tokens=self._micro_batch_tokens))
+        idle = int(self._max_over_ranks(len(parts))) - len(parts)  # before the first part: it is a collective as well
         yield from parts
-        for _ in range(int(self._max_over_ranks(len(parts))) - len(parts)):
+        for _ in range(idle):
             yield torch.empty(0, dtype=torch.long)
 
     # -- weights and state --------------------------------------------------------------------------------------

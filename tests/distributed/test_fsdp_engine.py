@@ -290,3 +290,23 @@ def test_a_built_model_has_the_generation_settings_of_its_directory(model_direct
 def test_a_built_model_shares_the_weights_that_are_tied(tmp_path: Path) -> None:
     model = build_model(dropout_directory(tmp_path), dtype=torch.float32)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def uneven_parts(rank: int, model_directory: Path, address: str, ranks: int) -> float:
+    """Take a step with every row in a part of its own: the first rank has 12 parts, the second 8."""
+    group = None
+    if ranks > 1:
+        group = Comm().init_default(store=connect_store(address), rank=rank, size=ranks)
+    engine = engine_on(model_directory, group, micro_batch_tokens=1)
+    share = groups_of(5, seed=0)[rank::ranks]
+    grad_norm = engine.train_batch(batch_of(share), loss=PolicyLoss())["grad_norm"]
+    if group is not None:
+        group.close()
+    return grad_norm
+
+
+def test_a_rank_with_fewer_parts_goes_along_with_the_others(model_directory: Path) -> None:
+    alone = uneven_parts(0, model_directory, "", 1)
+    store = serve_store()
+    pair = run_processes(uneven_parts, 2, model_directory, store_address(store), 2, timeout_s=30)
+    assert pair == pytest.approx([alone, alone], rel=1e-3)
