@@ -33,7 +33,7 @@ class ModelConfig(Section):
     path: AbsolutePath
     """A directory that ``AutoModelForCausalLM`` and ``AutoTokenizer`` can load."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights, in training and rollout."""
+    """Of computing, rollout and export; parameters and moments in training are always float32."""
 
 
 class DataConfig(Section):
