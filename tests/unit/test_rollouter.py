@@ -122,6 +122,7 @@ def rollouter_of(
         group_size=2,
         weights=inlet or Inlet(),
         partial_rollout=partial,
+        reward_threads=1,  # in the order in which the responses finished
     )
 
 
