@@ -333,6 +333,14 @@ class Backend:
 
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
+        """Return a handle."""
+        raise NotImplementedError
+
+    def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
+        """Open a handle."""
+        raise NotImplementedError
+
     # -- random numbers -----------------------------------------------------------------------------------------
 
     def rng_state(self) -> torch.Tensor:

@@ -226,6 +226,10 @@ class Pending:
         except RuntimeError as exc:
             raise self._group._failure(exc, self._op) from exc
 
+    def complete(self) -> None:
+        """Wait."""
+        self.wait()
+
 
 class Group:
     """Some processes, and the collectives among them.
