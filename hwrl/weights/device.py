@@ -17,7 +17,7 @@ from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Named, Rounds
+from hwrl.weights.rounds import Reading, Rounds
 
 
 class Lanes:
@@ -88,7 +88,7 @@ class DeviceSender(Rounds):
             name = f"{offer.epoch}.{offer.number}"
         return replace(offer, group=name, lanes=lanes_on(self._backend))
 
-    def _move(self, offer: Offer, named: Named, clock: StageClock) -> None:
+    def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
         lanes = self._lanes_for(offer)
         feed, under_way = (
             TensorFeed(self._layout, named),

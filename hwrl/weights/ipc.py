@@ -17,7 +17,7 @@ from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Named, Rounds
+from hwrl.weights.rounds import Reading, Rounds
 
 _NOTE = "exports"
 
@@ -39,7 +39,7 @@ class IpcSender(Rounds):
         self._sums = Checksums(layout, device=backend.device())
         self._lent: list[torch.Tensor] = []
 
-    def _move(self, offer: Offer, named: Named, clock: StageClock) -> None:
+    def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
         feed = TensorFeed(self._layout, named)
         exports = _Exports(self._backend)
         for index, slab in enumerate(self._layout.slabs):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import ItemsView, Iterable, Sequence
+from collections.abc import Generator, ItemsView, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,7 @@ _AFTER_FAILURE_S = 5.0  # a live receiver reports a lost transfer within millise
 _WATCH_S = 0.5
 
 Named = Iterable[tuple[str, torch.Tensor]]
+Reading = Iterator[tuple[str, torch.Tensor]]
 
 
 class Rounds:
@@ -61,7 +63,7 @@ class Rounds:
         """Return ``offer`` with what the transport's receivers must know."""
         return offer
 
-    def _move(self, offer: Offer, named: Named, clock: StageClock) -> None:
+    def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
         raise NotImplementedError
 
     def _break_off(self) -> None:
@@ -109,9 +111,12 @@ class Rounds:
         return absent
 
     def _try_to_move(self, offer: Offer, named: Named, clock: StageClock) -> CommError | None:
+        reading = iter(named)
         try:
-            with clock("wire"), torch.no_grad():
-                self._move(offer, named, clock)
+            with clock("wire"), torch.no_grad(), contextlib.ExitStack() as stack:
+                if isinstance(reading, Generator):
+                    stack.callback(reading.close)  # now, and not when the failure's traceback is dropped
+                self._move(offer, reading, clock)
         except CommError as exc:
             self._break_off()
             return exc
