@@ -8,6 +8,7 @@ do it faster. This module imports torch inside functions, so that a probe can ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -256,7 +257,7 @@ class Backend:
 
     # -- device and streams -------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def device_module(self) -> Any:
         """torch's module for this device, for what hwrl does not cover."""
         import torch
@@ -334,12 +335,28 @@ class Backend:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
-        """Return a handle."""
-        raise NotImplementedError
+        """Return a JSON-able handle with which other processes of this host can open ``memory``.
+
+        ``memory`` is contiguous, on this backend's device and not empty; a part of a larger storage will do. It stays
+        the caller's: the handle is good for any number of :meth:`open_memory` as long as this process keeps the
+        storage alive. Nothing is ordered between the processes: wait for the device before you tell a reader that
+        data is there, and let readers answer before you free the storage or write again. Raises UnsupportedError if
+        the backend cannot, or not with memory of this allocator.
+        """
+        raise self._lacks_ipc("export device memory")
 
     def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
-        """Open a handle."""
-        raise NotImplementedError
+        """Return the bytes that another process exported, as a 1-d uint8 tensor over the same memory.
+
+        It lives on the exporter's device, under the number that this process has for it. Its memory is mapped until
+        the last tensor over it is gone. Raises UnsupportedError in the exporting process itself, and CommError for a
+        handle that is damaged, stale, from another host, or of a device that this process does not see.
+        """
+        raise self._lacks_ipc("open another process's device memory")
+
+    def _lacks_ipc(self, needed_for: str) -> Exception:
+        self.require(Capability.DEVICE_IPC, needed_for=needed_for)
+        return NotImplementedError(f"{self!r} says that it has device_ipc, and does not implement it")
 
     # -- random numbers -----------------------------------------------------------------------------------------
 
@@ -376,6 +393,13 @@ class Backend:
         group: ProcessGroup = helper(size, rank, [], self.comm_library(), store, group_name=name, timeout=timeout)[0]
         c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}  # else it cannot be destroyed
         return group
+
+    def await_work(self, work: Any) -> None:
+        """Order this thread's current stream after ``work``, which a group's operation returned.
+
+        Blocks only on a device without streams, until the work is done; may raise what the library found.
+        """
+        work.wait()
 
     def abort_process_group(self, group: ProcessGroup) -> None:
         """End every collective of ``group`` that is blocked in another thread, and make the group unusable."""

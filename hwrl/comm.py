@@ -2,25 +2,39 @@
 
 Ranks are always the group's own. Streams behave as torch's: an operation is ordered after what the caller's current
 stream holds, and ``wait`` orders that stream after the operation; on a device whose work is done when a call returns,
-``wait`` blocks. Nothing is pickled: groups carry tensors only.
+``wait`` blocks. ``complete`` blocks on every device. Nothing is pickled: groups carry tensors only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from hwrl.backend import Backend
+from hwrl.backend import Backend, Capability
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError, UnsupportedError
+from hwrl.store import await_keys, clone_store, connect_store, first_line, serve_store, store_address, store_failures
+
+__all__ = [
+    "Comm",
+    "Group",
+    "Pending",
+    "ReduceOp",
+    "await_keys",
+    "clone_store",
+    "connect_store",
+    "raw_bytes",
+    "serve_store",
+    "store_address",
+    "store_failures",
+]
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -29,94 +43,7 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 # in all_gather). Any other dtype is moved as its bytes, which is exact.
 _CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8)
 _REDUCED = (*_CARRIED, torch.float64, torch.int64, torch.uint8)
-_POLL_S = (0.0001, 0.005)  # a store is asked this often: at first, and after a while
-
-
-def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
-    """Return a store that other processes reach at ``store_address(store)``; it lives as long as this object.
-
-    ``port`` 0 takes a free one. ``timeout_s`` bounds its blocking calls. Raises CommError if the port is taken.
-    """
-    try:
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    except dist.DistError as exc:
-        raise CommError(
-            f"cannot serve a store on {host}:{port}",
-            why=_first_line(exc),
-            fix="choose another port, or 0 for a free one",
-        ) from exc
-
-
-def store_address(store: TCPStore) -> str:
-    """Return ``host:port``, which :func:`connect_store` takes."""
-    return f"{store.host}:{store.port}"
-
-
-def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
-    """Return a client of the store at ``address`` ("host:port"), waiting up to ``timeout_s`` for it to be served.
-
-    Raises CommTimeoutError if nothing answers there in time.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise CommError(f"{address!r} is no store address", why="it must be host:port", fix="use store_address(store)")
-    _await_server(host, int(port), timeout_s)
-    try:
-        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=max(timeout_s, 1.0)))
-    except dist.DistError as exc:
-        raise CommError(f"cannot use the store at {address}", why=_first_line(exc), fix="is it a torch store?") from exc
-
-
-def _await_server(host: str, port: int, timeout_s: float) -> None:
-    # TCPStore retries too, but prints a C++ stack for every try and overruns its timeout (torch 2.13).
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.05, deadline - time.monotonic())).close()
-            return
-        except OSError as exc:
-            if time.monotonic() >= deadline:
-                raise CommTimeoutError(
-                    f"no store answers at {host}:{port}",
-                    why=f"tried for {timeout_s:g} s; the last answer was: {exc}",
-                    fix="start the process that serves it, or correct the address",
-                ) from exc
-            time.sleep(0.05)
-
-
-def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tuple[str, ...]:
-    """Block until ``keys`` are in ``store`` or ``timeout_s`` passed; return those still missing, in order.
-
-    Asks again and again, because ``Store.wait`` locks the client for other threads and logs each timeout.
-    """
-    begin = time.monotonic()
-    with store_failures():
-        missing = [key for key in keys if not store.check([key])]
-        while missing:
-            passed_s = time.monotonic() - begin
-            if passed_s >= timeout_s:
-                break
-            time.sleep(_POLL_S[0] if passed_s < 0.05 else _POLL_S[1])
-            missing = [key for key in missing if not store.check([key])]
-    return tuple(missing)
-
-
-@contextlib.contextmanager
-def store_failures() -> Iterator[None]:
-    """Raise PeerLostError for what torch raises when a store cannot be reached."""
-    try:
-        yield
-    except dist.DistError as exc:
-        raise PeerLostError(
-            "the store cannot be reached", why=_first_line(exc), fix="is the process alive that serves it?"
-        ) from exc
-
-
-def clone_store(store: Store) -> Store:
-    """Return another connection to ``store``'s server."""
-    with store_failures():
-        cloned: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-    return cloned
+_POLLS = ((0.001, 0.0), (0.05, 0.0001), (float("inf"), 0.005))  # for so long, a device is asked this often; seconds
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,7 +85,9 @@ class Comm:
             dist.init_process_group(self.backend.comm_library(), timeout=timedelta(seconds=timeout_s), **place)
         except (RuntimeError, ValueError) as exc:
             raise _translated(exc, "make the default group") from exc
-        return self.default_group()
+        group = self.default_group()
+        group.timeout_s = timeout_s
+        return group
 
     def default_group(self) -> Group:
         """Return torch's default group; raises CommError if there is none."""
@@ -218,17 +147,36 @@ class Pending:
         self._group, self._op, self._work = group, op, work
 
     def wait(self) -> None:
-        """Finish the operation as the stream semantics say; raises what a blocking call would raise."""
+        """Order the caller's current stream after the operation; without streams, block until it is done.
+
+        With streams the host goes on, so a peer that died shows in :meth:`complete` only. Raises what a blocking call
+        would raise.
+        """
         if self._work is None:
             return
         try:
-            self._work.wait()
+            self._group.backend.await_work(self._work)
         except RuntimeError as exc:
             raise self._group._failure(exc, self._op) from exc
 
     def complete(self) -> None:
-        """Wait."""
-        self.wait()
+        """Block the host until the operation is done on the device; the current stream comes after it, too.
+
+        Raises CommTimeoutError when it is not done ``timeout_s`` of the group after this call, PeerLostError as soon
+        as the library tells, CommAbortedError when the group is ended meanwhile. In the first two cases the group
+        has been aborted where the backend can do that: a device that waits for a dead peer runs nothing else.
+        """
+        if self._work is None:
+            return
+        if not self._group._has_streams:
+            self.wait()
+            return
+        try:
+            self._group._watch(self._work, self._op)
+        except RuntimeError as exc:
+            error = self._group._failure(exc, self._op)
+            self._group._give_up(error)
+            raise error from exc
 
 
 class Group:
@@ -236,7 +184,9 @@ class Group:
 
     Operations raise CommTimeoutError (a peer did not come within ``timeout_s``), PeerLostError (a peer's connection
     closed) or CommAbortedError (``abort`` or ``close`` was called). After the first two the group is of no more use:
-    ``rebuild`` it with the survivors. Made by :class:`Comm`; a context manager that closes it.
+    ``rebuild`` it with the survivors. On a device with streams an operation has only been queued when the call
+    returns; there the errors come from :meth:`Pending.complete` and ``barrier``. Made by :class:`Comm`; a context
+    manager that closes it.
     """
 
     def __init__(
@@ -252,7 +202,10 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._process_group = process_group
+        self._has_streams = backend.supports(Capability.STREAMS).usable
         self._ended: str | None = None
+        self._failed = False
+        self._watchers = 0
         self._rebuilds = 0
         self._warm_ups = 0
 
@@ -262,7 +215,8 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self._failed = self._failed or kind is not None
         self.close()
 
     # -- collectives --------------------------------------------------------------------------------------------
@@ -306,14 +260,17 @@ class Group:
     def barrier(self) -> None:
         """Block this thread until every rank came."""
         token = torch.ones(1, dtype=torch.int32, device=self.backend.device())
-        self._run("barrier", lambda group: group.allreduce(token, dist.ReduceOp.SUM), token, async_op=False)
-        token.item()
+        self._run("barrier", lambda group: group.allreduce(token, dist.ReduceOp.SUM), token, async_op=True).complete()
 
     def warm_up(self, *, timeout_s: float = 60.0) -> None:
-        """Open the connections now. Meets over the store first, so that CommTimeoutError names who did not come."""
+        """Open the connections now. Meets over the store first, so that CommTimeoutError names who did not come.
+
+        A library may connect at the first operation of a kind, and block the host in it for a peer that is not there.
+        """
         self._warm_ups += 1
         self._meet(f"warm/{self._warm_ups}", range(self.size), f"cannot warm up {self.name!r}", timeout_s)
         self.barrier()
+        self.broadcast(torch.zeros(1, device=self.backend.device()), src=0, async_op=True).complete()
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -331,16 +288,21 @@ class Group:
         except UnsupportedError:
             self._ended = None
             raise
+        except RuntimeError as exc:
+            raise _translated(exc, f"abort group {self.name!r}", timeout_s=self.timeout_s) from exc
 
     def close(self) -> None:
         """Give the group up; later operations raise CommAbortedError. Blocked ones are ended where that is possible.
 
-        Closing torch's default group, or a group made of it, destroys it in torch too.
+        On a device with streams, first blocks up to ``timeout_s`` until the current stream is through: what it was
+        ordered after still reaches the peers. Closing torch's default group, or a group made of it, destroys it in
+        torch too.
         """
         if self._process_group is None:
             return
-        with contextlib.suppress(UnsupportedError):
-            self.abort("the group was closed")
+        if not self._is_quiet():
+            with contextlib.suppress(UnsupportedError):
+                self.abort("the group was closed")
         self._ended = self._ended or "the group was closed"
         with contextlib.suppress(ValueError):  # torch does not know it: the backend made it without torch's registry
             dist.destroy_process_group(self._process_group)
@@ -358,6 +320,7 @@ class Group:
                 why=f"it is not among the survivors {list(survivors)}",
                 fix="only survivors call rebuild",
             )
+        self._failed = True  # a peer is gone: nothing that is still queued can be waited for
         self.close()
         self._rebuilds += 1
         key = f"rebuild/{self._rebuilds}"
@@ -384,6 +347,39 @@ class Group:
             pending.wait()
         return pending
 
+    def _watch(self, work: Any, op: str) -> None:
+        """Block until ``work`` is done on the device; raise the library's error, or ours at the deadline."""
+        begin = time.monotonic()
+        self._watchers += 1
+        try:
+            while not work.is_completed() and self._ended is None:
+                passed_s = time.monotonic() - begin
+                if passed_s >= self.timeout_s:
+                    raise RuntimeError("timed out: the device still waits for a peer that died, hangs or is late")
+                _pause(passed_s)
+            if self._ended is not None:
+                raise self._failure(None, op)
+            work.wait()  # does not block any more; orders the stream, and raises what the library found
+        finally:
+            self._watchers -= 1
+
+    def _give_up(self, error: CommError) -> None:
+        """Free the device from what failed."""
+        with contextlib.suppress(UnsupportedError):
+            self.abort(f"an operation failed: {error.what}")
+
+    def _is_quiet(self) -> bool:
+        """Return whether nothing can be under way, waiting ``timeout_s`` for it; without streams nobody can know."""
+        if not self._has_streams or self._ended is not None or self._failed or self._watchers:
+            return False
+        begin, stream = time.monotonic(), self.backend.current_stream()
+        while not stream.query():
+            passed_s = time.monotonic() - begin
+            if passed_s >= self.timeout_s:
+                return False
+            _pause(passed_s)
+        return True
+
     def _meet(self, key: str, ranks: Collection[int], what: str, timeout_s: float) -> None:
         self.store.set(f"{key}/{self.rank}", "here")
         missing = await_keys(self.store, [f"{key}/{rank}" for rank in ranks], timeout_s=timeout_s)
@@ -392,9 +388,14 @@ class Group:
 
     def _failure(self, exc: RuntimeError | None, op: str) -> CommError:
         where = f"{op} in group {self.name!r} on rank {self.rank} of {self.size}"
+        self._failed = True
         if self._ended is not None or exc is None:
             return CommAbortedError(f"{where} was aborted", why=self._ended or "", fix="make a new group")
         return _translated(exc, where, timeout_s=self.timeout_s)
+
+
+def _pause(passed_s: float) -> None:
+    time.sleep(next(poll_s for until_s, poll_s in _POLLS if passed_s < until_s))
 
 
 def _given(value: int | None, name: str) -> int:
@@ -441,19 +442,15 @@ def _absent(what: str, ranks: Sequence[int], size: int, timeout_s: float) -> Com
     )
 
 
-def _first_line(exc: BaseException) -> str:
-    return str(exc).partition("\n")[0]
-
-
 def _translated(exc: Exception, what: str, *, timeout_s: float | None = None) -> CommError:
     text = str(exc).lower()
     if "timed out" in text or "timeout" in text:
         limit = "" if timeout_s is None else f" within {timeout_s:g} s"
         return CommTimeoutError(
-            f"{what} did not finish{limit}", why=_first_line(exc), fix="look at the other ranks' logs"
+            f"{what} did not finish{limit}", why=first_line(exc), fix="look at the other ranks' logs"
         )
     if any(
         sign in text for sign in ("connection closed", "connection reset", "broken pipe", "remote process", "refused")
     ):
-        return PeerLostError(f"{what} lost a peer", why=_first_line(exc), fix="rebuild() the group with the survivors")
-    return CommError(f"{what} failed", why=_first_line(exc), fix="look at the cause below")
+        return PeerLostError(f"{what} lost a peer", why=first_line(exc), fix="rebuild() the group with the survivors")
+    return CommError(f"{what} failed", why=first_line(exc), fix="look at the cause below")

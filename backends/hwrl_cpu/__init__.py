@@ -10,6 +10,7 @@ import ctypes
 import functools
 import mmap
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import hwrl
@@ -33,7 +34,7 @@ _SUPPORT = {
     Capability.MEMORY_STATS: Support("supported", "counted by the C library"),
     Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
     Capability.SHARED_DEVICE_GROUPS: Support("supported", "groups are of processes, not of devices"),
-    Capability.DEVICE_IPC: Support("unsupported", "heap memory cannot be opened by another process"),
+    Capability.DEVICE_IPC: Support("supported", "an exported tensor is moved into a shared memory file, in place"),
 }
 
 
@@ -115,6 +116,16 @@ class CpuBackend(Backend):
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
+        from hwrl_cpu import shared
+
+        return shared.export(memory)
+
+    def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
+        from hwrl_cpu import shared
+
+        return shared.open(handle)
 
     def rng_state(self) -> torch.Tensor:
         import torch

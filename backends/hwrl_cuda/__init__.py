@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, Finding, ProbeContext, ProbeResult, Support
 
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+    from torch._C._distributed_c10d import ProcessGroup, Store
+
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_PROVEN = (Capability.STREAMS, Capability.PINNED_MEMORY, Capability.MEMORY_STATS)
+_making_group = threading.Lock()  # it changes the environment, which is the process's
+_PROVEN = Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
+_SUPPORT = {
+    Capability.STREAMS: _PROVEN,
+    Capability.PINNED_MEMORY: _PROVEN,
+    Capability.MEMORY_STATS: _PROVEN,
+    Capability.COMM_ABORT: Support("unverified", "NCCL's own abort, and groups without torch's watchdog"),
+    Capability.DEVICE_IPC: Support("unverified", "the driver's IPC; not with expandable_segments or cudaMallocAsync"),
+}
 
 
 @hwrl.hookimpl
@@ -71,11 +88,51 @@ class CudaDeviceMap(DeviceMap):
 
 
 class CudaBackend(Backend):
-    """torch's CUDA device, unchanged; only the way processes are given devices is its own."""
+    """torch's CUDA device, unchanged but for how processes are given devices, share memory and end a group."""
 
     devices = CudaDeviceMap(visible_variable=VISIBLE, ray_resource="GPU")
 
     def supports(self, capability: Capability) -> Support:
-        if capability in _PROVEN:
-            return Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
-        return super().supports(capability)
+        return _SUPPORT.get(capability) or super().supports(capability)
+
+    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
+        from hwrl_cuda import ipc
+
+        return ipc.export(memory)
+
+    def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
+        from hwrl_cuda import ipc
+
+        return ipc.open(handle)
+
+    def create_process_group(
+        self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
+    ) -> ProcessGroup:
+        with _without_watchdog():
+            group = super().create_process_group(store, rank=rank, size=size, name=name, timeout=timeout)
+        # Connected now, where all ranks are known to be there. Later, torch would make one communicator more for each
+        # pair that sends and receives, and the host would block in it for a peer that does not come, beyond any abort.
+        group._get_backend(self.device()).eager_connect_single_device(self.device())
+        return group
+
+    def await_work(self, work: Any) -> None:
+        work.synchronize()  # in a group without a watchdog, wait() would block the host
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """While this is entered, torch makes groups without a watchdog thread.
+
+    Some time after an operation timed out or failed, the watchdog ends this process, and those of other groups over
+    the same store. This variable, which torch (2.10 to 2.13) reads when a group is made, is what leaves the watchdog
+    out; hwrl's ``Pending.complete`` watches instead, from the thread that waits.
+    """
+    with _making_group:
+        before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        try:
+            yield
+        finally:
+            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
+            if before is not None:
+                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before

@@ -21,6 +21,7 @@ from hwrl.testing.contracts.device import (  # noqa: E402 - after the line above
     DeviceContract,
     DeviceMapContract,
 )
+from hwrl.testing.contracts.ipc import DeviceIpcContract  # noqa: E402 - after the line above
 from hwrl.testing.contracts.memory import (  # noqa: E402 - after the line above
     DeviceMemoryContract,
     OffloadContract,
@@ -33,6 +34,7 @@ __all__ = [
     "CapabilityContract",
     "CommContract",
     "DeviceContract",
+    "DeviceIpcContract",
     "DeviceMapContract",
     "DeviceMemoryContract",
     "OffloadContract",

@@ -29,6 +29,10 @@ class TestDeviceMemory(conformance.DeviceMemoryContract):
     """Device memory."""
 
 
+class TestDeviceIpc(conformance.DeviceIpcContract):
+    """Device memory that another process opens."""
+
+
 class TestOffload(conformance.OffloadContract):
     """A model on the way to the host and back."""
 

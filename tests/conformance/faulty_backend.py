@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import hwrl
 import hwrl_cpu
 from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, MemoryInfo, ProbeContext, ProbeResult, Support
+from hwrl.errors import UnsupportedError
 from hwrl_cpu.inline import InlineEvent, InlineStream
 
 INFO = BackendInfo(name="faulty", device_type="cpu", description="the reference backend with one fault")
@@ -135,8 +137,28 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
             return replace(info, free_nbytes=info.total_nbytes + 1)
         return info
 
+    def export_memory(self, memory: Any) -> Any:
+        if fault("anything is exported"):
+            return {}
+        handle = super().export_memory(memory)
+        if fault("an exported part is the whole"):
+            handle["offset"] = 0
+        return handle
+
+    def open_memory(self, handle: Any) -> Any:
+        try:
+            opened = super().open_memory(handle)
+        except hwrl.HwrlError as error:
+            own = isinstance(error, UnsupportedError)
+            if fault("the exporter opens its own memory" if own else "a damaged handle is opened"):
+                return super().pinned_empty(8)
+            raise
+        return opened.clone() if fault("opened memory is a copy") else opened
+
     def create_process_group(self, store: Any, **place: Any) -> Any:
         group = super().create_process_group(store, **place)
+        if fault("a dead peer goes unnoticed"):
+            return DeafGroup(group)
         return MuteGroup(group) if fault("a broadcast does nothing") else group
 
     def abort_process_group(self, group: Any) -> None:
@@ -157,3 +179,12 @@ class MuteGroup:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = getattr(self.whole, name)
         return found
+
+
+class DeafGroup(MuteGroup):
+    """A process group whose broadcasts end well whatever happens."""
+
+    def broadcast(self, *args: Any) -> Any:
+        """Broadcast, and keep what goes wrong to itself."""
+        with contextlib.suppress(RuntimeError):
+            self.whole.broadcast(*args).wait()

@@ -44,6 +44,12 @@ FAULTS = {
     "more is free than there is": "test_the_numbers_fit_each_other",
     "a broadcast does nothing": "test_collectives_are_right",
     "abort does nothing": "test_abort_ends_what_is_blocked_or_is_refused",
+    "a dead peer goes unnoticed": "test_a_killed_peer_is_noticed_and_replaced",
+    "opened memory is a copy": "test_both_processes_see_the_same_bytes",
+    "an exported part is the whole": "test_both_processes_see_the_same_bytes",
+    "the exporter opens its own memory": "test_the_exporter_itself_is_refused",
+    "a damaged handle is opened": "test_a_damaged_handle_is_refused",
+    "anything is exported": "test_what_is_no_piece_of_memory_is_refused",
 }
 """Each fault, and the check that must fail because of it."""
 

@@ -27,6 +27,7 @@ LAYERS = [  # an arrow may point to the left, or to another part of the same lay
     {"hookspecs"},
     {"loading"},
     {"registry"},
+    {"store"},
     {"comm", "memory"},
     {"weights"},
     {"checkpoint", "rollout", "train", "models"},

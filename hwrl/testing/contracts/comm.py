@@ -9,10 +9,10 @@ import torch
 
 import hwrl
 from hwrl.backend import Backend, Capability
-from hwrl.comm import Comm, Group, connect_store
-from hwrl.errors import CommAbortedError, CommTimeoutError, UnsupportedError
+from hwrl.comm import Comm, Group, await_keys, connect_store
+from hwrl.errors import CommAbortedError, CommTimeoutError, PeerLostError, UnsupportedError
 from hwrl.testing.contracts.pair import StoreAddress, need_two_ranks, place
-from hwrl.testing.processes import run_processes
+from hwrl.testing.processes import Processes, run_processes
 
 _DTYPES = (
     torch.float32,
@@ -25,6 +25,9 @@ _DTYPES = (
     torch.bool,
 )
 _ABORT_S = 5.0
+_NOTICE_S = 5.0
+_UNDER_WAY = 4
+_SUM = 3.0
 
 
 class CommContract:
@@ -58,6 +61,20 @@ class CommContract:
         able = backend.supports(Capability.COMM_ABORT).usable
         wanted = [CommAbortedError.__name__ if able else UnsupportedError.__name__, ""]
         assert run_processes(_abort_blocked_receive, 2, backend.info.name, str(address)) == wanted
+
+    def test_a_killed_peer_is_noticed_and_replaced(self, backend: Backend, address: StoreAddress) -> None:
+        """A rank that is killed in mid-broadcast gives the other an error in time; that one goes on in new groups."""
+        if not backend.supports(Capability.COMM_ABORT).usable:
+            pytest.skip("needs comm_abort: a device that waits for a dead peer cannot be freed")
+        store = connect_store(str(address))
+        with Processes(_survive_or_be_killed, 2, backend.info.name, str(address), timeout_s=120.0) as pair:
+            assert not await_keys(store, ["moving"], timeout_s=60.0), "the two never moved anything"
+            pair.kill(1)
+            assert not await_keys(store, ["noticed"], timeout_s=2 * _NOTICE_S), "nobody noticed within the timeout"
+            with Processes(_replace, 1, backend.info.name, str(address), timeout_s=60.0) as replacement:
+                survived, replaced = pair.wait(0), replacement.wait(0)
+        assert replaced.value == _SUM, replaced.error
+        assert survived.value == _SUM, survived.error
 
 
 def _group(rank: int, name: str, address: str) -> Group:
@@ -126,11 +143,13 @@ def _reduce_in_default_group(rank: int, name: str, address: str) -> float:
 def _abort_blocked_receive(rank: int, name: str, address: str) -> str:
     """Return the name of the error that ends the receive, or that refuses the abort; rank 1 only stays until then."""
     group, store = _group(rank, name, address), connect_store(address)
-    group.barrier()
+    first = torch.zeros(4, device=group.backend.device())
     if rank == 1:
+        group.send(first, dst=0)
         store.wait(["tried"])
         return ""
     try:
+        group.recv(first, src=1, async_op=True).complete()
         return _end_of_receive(group)
     finally:
         store.set("tried", "yes")
@@ -138,12 +157,11 @@ def _abort_blocked_receive(rank: int, name: str, address: str) -> str:
 
 def _end_of_receive(group: Group) -> str:
     ended: list[str] = []
+    buffer = torch.zeros(4, device=group.backend.device())
 
     def receive() -> None:
         try:
-            buffer = torch.zeros(4, device=group.backend.device())
-            group.recv(buffer, src=1)
-            group.backend.synchronize()
+            group.recv(buffer, src=1, async_op=True).complete()
         except hwrl.HwrlError as error:
             ended.append(type(error).__name__)
 
@@ -156,3 +174,37 @@ def _end_of_receive(group: Group) -> str:
         return type(error).__name__
     blocked.join(_ABORT_S)
     return ended[0] if ended else f"the receive is still blocked {_ABORT_S:g} s after abort"
+
+
+def _survive_or_be_killed(rank: int, name: str, address: str) -> float:
+    """Broadcast from rank 0 until rank 1 is killed; return the sum in a group with its replacement."""
+    backend, store = place(rank, name), connect_store(address)
+    store.set(f"started/{rank}", "")  # processes start slowly, and the group is to be impatient
+    assert not await_keys(store, ["started/0", "started/1"], timeout_s=60.0)
+    group = Comm(backend).standalone_group(store, rank=rank, size=2, name="doomed", timeout_s=_NOTICE_S)
+    group.warm_up()
+    tensor = torch.zeros(1 << 22, device=backend.device())
+    with pytest.raises((CommTimeoutError, PeerLostError)):
+        for _ in range(1_000_000):
+            pending = [group.broadcast(tensor, src=0, async_op=True) for _ in range(_UNDER_WAY)]
+            for one in pending:
+                one.complete()
+            if rank == 0:
+                store.set("moving", "")
+    store.set("noticed", "")
+    backend.synchronize()
+    with group.rebuild(survivors=[0]) as alone:
+        alone.barrier()
+    return _sum_in_new_pair(backend, address, rank=0)
+
+
+def _replace(_: int, name: str, address: str) -> float:
+    return _sum_in_new_pair(place(1, name), address, rank=1)
+
+
+def _sum_in_new_pair(backend: Backend, address: str, *, rank: int) -> float:
+    store = connect_store(address)
+    with Comm(backend).standalone_group(store, rank=rank, size=2, name="after", timeout_s=60.0) as group:
+        total = torch.tensor(float(rank + 1), device=backend.device())
+        group.all_reduce(total, async_op=True).complete()
+        return total.item()

@@ -1,0 +1,68 @@
+"""Tensors whose memory other processes open: their storage is moved into a shared memory file, in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hwrl.errors import CommError, UnsupportedError
+
+_FIELDS = ("pid", "fd", "inode", "offset", "nbytes")
+
+
+def export(memory: torch.Tensor) -> dict[str, str | int]:
+    """Return a handle of ``memory``, whose address changes; see :meth:`hwrl.Backend.export_memory`."""
+    if memory.device.type != "cpu" or not memory.is_contiguous() or memory.numel() == 0:
+        raise CommError(
+            "cannot export this tensor",
+            why=f"it is on {memory.device}, has shape {tuple(memory.shape)} and strides {memory.stride()}",
+            fix="export a contiguous tensor that is on the CPU and not empty",
+        )
+    fd, _ = memory.untyped_storage()._share_fd_cpu_()
+    offset = memory.storage_offset() * memory.element_size()
+    inode = os.fstat(fd).st_ino
+    return {"pid": os.getpid(), "fd": fd, "inode": inode, "offset": offset, "nbytes": memory.nbytes}
+
+
+def open(handle: Mapping[str, str | int]) -> torch.Tensor:
+    """Return the memory of ``handle``; see :meth:`hwrl.Backend.open_memory`."""
+    wrong = [name for name in _FIELDS if type(handle.get(name)) is not int]
+    if wrong:
+        raise CommError(
+            "this is no handle of memory",
+            why=f"{', '.join(wrong)} cannot be right in {dict(handle)!r:.200}",
+            fix="pass on unchanged what export_memory returned",
+        )
+    pid, fd, inode, offset, nbytes = (int(handle[name]) for name in _FIELDS)
+    if pid == os.getpid():
+        raise UnsupportedError(
+            "cannot open the memory of this process itself",
+            why="it would be a second mapping, which devices do not have",
+            fix="use the tensor that was exported",
+        )
+    return _mapped(pid, fd, inode)[offset : offset + nbytes]
+
+
+def _mapped(pid: int, fd: int, inode: int) -> torch.Tensor:
+    try:
+        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+    except OSError as exc:
+        raise _stale(f"process {pid} shows no open file {fd}: {exc}") from exc
+    try:
+        status = os.fstat(mine)
+        if status.st_ino != inode:
+            raise _stale(f"file {fd} of process {pid} is another one by now")
+        kind: Any = torch.UntypedStorage  # torch's stubs lack the method
+        storage: torch.UntypedStorage = kind._new_shared_fd_cpu(mine, status.st_size)
+    finally:
+        os.close(mine)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _stale(why: str) -> CommError:
+    return CommError(
+        "cannot open another process's memory", why=why, fix="open it while the exporter lives and keeps the tensor"
+    )

@@ -1,0 +1,174 @@
+"""Device memory that other processes open, through the driver's own IPC calls.
+
+torch's multiprocessing has such calls too. The driver's serve better here: they are documented and do not change with
+torch's version, a handle serves any number of readers, and no counter is left behind when a reader is killed (torch
+then keeps the exporter's memory until the process ends). Both share what is underneath, and its limits: memory that
+came from ``cudaMalloc``, which expandable segments and stream-ordered pools do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hwrl.errors import CommError, UnsupportedError
+
+_HANDLE_NBYTES = 64  # CU_IPC_HANDLE_SIZE
+_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_FIELDS = {"process": str, "device": str, "memory": str, "offset": int, "nbytes": int}
+_LOADED = uuid.uuid4().hex
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * _HANDLE_NBYTES)]
+
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuMemGetAddressRange_v2": [ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64],
+    "cuIpcGetMemHandle": [ctypes.POINTER(_IpcHandle), ctypes.c_uint64],
+    "cuIpcOpenMemHandle_v2": [ctypes.POINTER(ctypes.c_uint64), _IpcHandle, ctypes.c_uint],
+    "cuIpcCloseMemHandle": [ctypes.c_uint64],
+    "cuGetErrorName": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
+}
+
+
+class _DriverError(Exception):
+    """The driver refused a call; the message is the call and the driver's name of the error."""
+
+
+def export(memory: torch.Tensor) -> dict[str, str | int]:
+    """Return a handle of ``memory``; see :meth:`hwrl.Backend.export_memory`."""
+    if memory.device.type != "cuda" or not memory.is_contiguous() or memory.numel() == 0:
+        raise CommError(
+            "cannot export this tensor",
+            why=f"it is on {memory.device}, has shape {tuple(memory.shape)} and strides {memory.stride()}",
+            fix="export a contiguous tensor that is on a GPU and not empty",
+        )
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
+    with _context(memory.device.index):
+        try:
+            _call("cuMemGetAddressRange_v2", base, size, memory.data_ptr())
+            _call("cuIpcGetMemHandle", handle, base)
+        except _DriverError as exc:
+            raise UnsupportedError(
+                "cannot export this memory",
+                why=f"{exc}; the driver shares what cudaMalloc gave, no expandable segment and no stream-ordered pool",
+                fix="take expandable_segments and cudaMallocAsync out of PYTORCH_ALLOC_CONF, or do not use IPC",
+            ) from exc
+    return {
+        "process": _process(),
+        "device": _uuid(memory.device.index),
+        "memory": bytes(handle.reserved).hex(),
+        "offset": memory.data_ptr() - base.value,
+        "nbytes": memory.nbytes,
+    }
+
+
+def open(handle: Mapping[str, str | int]) -> torch.Tensor:
+    """Return the memory of ``handle``; see :meth:`hwrl.Backend.open_memory`."""
+    raw = _checked(handle)
+    index = _index_of(str(handle["device"]))
+    base = ctypes.c_uint64()
+    with _context(index):
+        try:
+            _call("cuIpcOpenMemHandle_v2", base, _IpcHandle.from_buffer_copy(raw), _ENABLE_PEER_ACCESS)
+        except _DriverError as exc:
+            raise CommError(
+                "cannot open another process's memory",
+                why=f"{exc}; its process must live, keep the tensor, and be in no other IPC namespace",
+                fix="open it while the exporter keeps it; share the host's IPC and PID namespaces between containers",
+            ) from exc
+    mapping = _Mapping(base.value, index=index, offset=int(handle["offset"]), nbytes=int(handle["nbytes"]))
+    return torch.as_tensor(mapping, device=torch.device("cuda", index))
+
+
+class _Mapping:
+    """An opened handle, closed when the last tensor over it is gone: a tensor keeps what it was made from."""
+
+    def __init__(self, base: int, *, index: int, offset: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (base + offset, False),
+            "strides": None,
+            "version": 2,
+        }
+        weakref.finalize(self, _close, base, index).atexit = False  # the driver closes what a process leaves
+
+
+def _close(base: int, index: int) -> None:
+    with _context(index):
+        torch.cuda.current_stream(index).synchronize()  # what still reads it was queued before the tensor went
+        _call("cuIpcCloseMemHandle", base)
+
+
+def _checked(handle: Mapping[str, str | int]) -> bytes:
+    """Return the driver's part of ``handle``, once all of it can be right."""
+    wrong = [name for name, kind in _FIELDS.items() if type(handle.get(name)) is not kind]
+    with contextlib.suppress(ValueError):
+        raw = b"" if wrong else bytes.fromhex(str(handle["memory"]))
+        if len(raw) == _HANDLE_NBYTES and int(handle["offset"]) >= 0 and int(handle["nbytes"]) > 0:
+            if handle["process"] == _process():
+                raise UnsupportedError(
+                    "cannot open the memory of this process itself",
+                    why="the driver maps memory into other processes only",
+                    fix="use the tensor that was exported",
+                )
+            return raw
+    raise CommError(
+        "this is no handle of device memory",
+        why=f"{', '.join(wrong) or 'memory, offset or nbytes'} cannot be right in {dict(handle)!r:.200}",
+        fix="pass on unchanged what export_memory returned",
+    )
+
+
+def _index_of(device: str) -> int:
+    visible = [_uuid(index) for index in range(torch.cuda.device_count())]
+    if device not in visible:
+        raise CommError(
+            "cannot open memory of a device that this process does not see",
+            why=f"it is on {device}, and visible here are {', '.join(visible) or 'none'}",
+            fix="run both processes on one host, and show this one the exporter's device in CUDA_VISIBLE_DEVICES",
+        )
+    return visible.index(device)
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _process() -> str:
+    return f"{os.getpid()}-{_LOADED}"  # a number is used again, a forked child has its parent's name
+
+
+@contextlib.contextmanager
+def _context(index: int) -> Iterator[None]:
+    """Make the device's context current in this thread, which the driver's calls need, and torch makes late."""
+    with torch.cuda.device(index):
+        torch.cuda.mem_get_info(index)
+        yield
+
+
+def _call(name: str, *args: Any) -> None:
+    driver = _driver()
+    status = getattr(driver, name)(*args)
+    if status:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorName(status, text)
+        raise _DriverError(f"{name} failed with {text.value.decode() if text.value else status}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name, arguments in _SIGNATURES.items():
+        getattr(driver, name).argtypes = arguments
+    return driver

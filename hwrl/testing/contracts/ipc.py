@@ -1,0 +1,120 @@
+"""What a backend promises about device memory that another process opens."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import hwrl
+from hwrl.backend import Backend, Capability
+from hwrl.comm import await_keys, connect_store
+from hwrl.errors import CommError, UnsupportedError
+from hwrl.testing.contracts.pair import StoreAddress, place
+from hwrl.testing.processes import run_processes
+
+_WAIT_S = 60.0
+_FIRST, _END, _LENGTH = 100, 612, 1000
+
+
+class DeviceIpcContract:
+    """Memory that one process exports is opened by another: the same bytes, on the same device, under any number."""
+
+    @pytest.fixture(autouse=True)
+    def _only_where_memory_can_be_opened(self, backend: Backend) -> None:
+        support = backend.supports(Capability.DEVICE_IPC)
+        if not support.usable:
+            pytest.skip(f"no device_ipc: {support.reason}")
+
+    @pytest.mark.parametrize("reader", ["on the device", "on another device", "that numbers devices otherwise"])
+    def test_both_processes_see_the_same_bytes(self, backend: Backend, reader: str) -> None:
+        """A part of a larger storage: its values, what the exporter writes later, and what the reader writes."""
+        if reader != "on the device" and backend.device_count() < 2:
+            pytest.skip("needs two devices")
+        address = StoreAddress()
+        assert run_processes(_export_or_open, 2, backend.info.name, str(address), reader) == [[], []]
+
+    def test_the_exporter_itself_is_refused(self, backend: Backend) -> None:
+        """Drivers map memory into other processes only; an own handle must not crash or give other memory."""
+        memory = torch.ones(8, device=backend.device())
+        with pytest.raises(UnsupportedError):
+            backend.open_memory(backend.export_memory(memory))
+
+    @pytest.mark.parametrize("damage", ["nothing left", "a field lost", "numbers for text", "text for numbers"])
+    def test_a_damaged_handle_is_refused(self, backend: Backend, damage: str) -> None:
+        """Whatever came over the wire, it is an error and never a crash."""
+        memory = torch.ones(8, device=backend.device())
+        handle: dict[str, Any] = dict(backend.export_memory(memory))
+        damaged = {
+            "nothing left": {},
+            "a field lost": dict(list(handle.items())[:-1]),
+            "numbers for text": dict.fromkeys(handle, -1),
+            "text for numbers": dict.fromkeys(handle, "zz"),
+        }
+        with pytest.raises(CommError):
+            backend.open_memory(damaged[damage])
+
+    @pytest.mark.parametrize("shape", ["strided", "empty"])
+    def test_what_is_no_piece_of_memory_is_refused(self, backend: Backend, shape: str) -> None:
+        """Only contiguous tensors with bytes can be exported."""
+        whole = torch.ones(4, 4, device=backend.device())
+        with pytest.raises(CommError):
+            backend.export_memory(whole[:, 0] if shape == "strided" else whole[:0])
+
+
+def _export_or_open(rank: int, name: str, address: str, reader: str) -> list[str]:
+    """Return what went wrong, one line each."""
+    return _export(place(0, name), address) if rank == 0 else _open(name, address, reader)
+
+
+def _export(backend: Backend, address: str) -> list[str]:
+    store = connect_store(address)
+    whole = torch.arange(_LENGTH, dtype=torch.int32, device=backend.device())
+    handle = backend.export_memory(whole[_FIRST:_END])
+    backend.synchronize()
+    store.set("handle", json.dumps(handle))
+    store.set("again", json.dumps(backend.export_memory(whole[_FIRST:_END])))
+    _await(store, "read")
+    whole.add_(1)
+    backend.synchronize()
+    store.set("changed", "")
+    _await(store, "written")
+    wanted = torch.arange(1, _LENGTH + 1, dtype=torch.int32)
+    wanted[_FIRST:_END] = 0
+    return [] if torch.equal(whole.cpu(), wanted) else ["what the reader wrote is not what the exporter sees"]
+
+
+def _open(name: str, address: str, reader: str) -> list[str]:
+    hwrl.set_backend(name)
+    backend, store = hwrl.get_backend(), connect_store(address)
+    if reader == "that numbers devices otherwise":
+        os.environ.update(backend.devices.render((1, 0)))  # not read before the first use of the device
+    backend.set_device(0 if reader == "on the device" else 1)
+    theirs = backend.device(1 if reader == "that numbers devices otherwise" else 0)
+    _await(store, "again")
+    opened, again = (backend.open_memory(json.loads(store.get(key))) for key in ("handle", "again"))
+    wrong = _differences(opened, again, device=theirs, plus=0)
+    store.set("read", "")
+    _await(store, "changed")
+    wrong += _differences(opened, again, device=theirs, plus=1)
+    del again  # the other mapping stays
+    opened.zero_()
+    backend.synchronize()
+    store.set("written", "")
+    return wrong
+
+
+def _differences(*opened: torch.Tensor, device: torch.device, plus: int) -> list[str]:
+    wanted = torch.arange(_FIRST + plus, _END + plus, dtype=torch.int32)
+    return [
+        f"the opened tensor is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, with other values than {plus=}"
+        for tensor in opened
+        if tensor.device != device or not torch.equal(tensor.cpu(), wanted.view(torch.uint8))
+    ]
+
+
+def _await(store: Any, key: str) -> None:
+    assert not await_keys(store, [key], timeout_s=_WAIT_S), f"the other process did not come to {key!r}"
