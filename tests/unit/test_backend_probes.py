@@ -180,3 +180,18 @@ def test_doctor_is_told_that_the_npu_order_shows_no_device(machine: Machine) -> 
         "ASCEND_RT_VISIBLE_DEVICES='1,0' shows no device: the runtime wants strictly ascending numbers",
         fix="set ASCEND_RT_VISIBLE_DEVICES=0,1",
     )
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_trainer_on_gpus_gets_expandable_segments_unless_the_user_configures_the_allocator(name: str) -> None:
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert hwrl_cuda.hwrl_process_env(role="trainer", env={}) == wanted
+    assert hwrl_cuda.hwrl_process_env(role="trainer", env={name: ""}) == {}
+    assert hwrl_cuda.hwrl_process_env(role="rollout", env={}) == {}
+
+
+def test_doctor_is_told_about_two_allocator_settings(machine: Machine) -> None:
+    env = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": ""}
+    findings = list(hwrl_cuda.hwrl_doctor(machine.context(**env)))
+    assert findings[-1].level == "warning"
+    assert findings[-1].fix == "unset PYTORCH_CUDA_ALLOC_CONF"
