@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from hwrl.rollout.rollouter import LedgerClient, Rollouter
 from hwrl.run.config import Config
 from hwrl.train.engine import TrainEngine
 from hwrl.train.fsdp import FsdpEngine
+from hwrl.train.gather import SharedWeights
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.trainer import Algorithm, AsyncTrainer
 from hwrl.weights import Received, WeightReceiver, WeightSender
@@ -228,12 +228,12 @@ class TrainerParts:
             if self._group is not None:
                 self._group.close()
 
-    def _send(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, float]:
-        if self._sender is None:
-            for _ in weights:  # gathering is collective: this rank takes part, and keeps nothing
-                pass
-            return {}
-        report = self._sender.publish(version, weights)
+    def _send(self, version: int, engine: TrainEngine) -> dict[str, float]:
+        with SharedWeights(engine, self._group) as weights:
+            if self._sender is None:
+                weights.follow()
+                return {}
+            report = self._sender.publish(version, weights)
         return {
             "sync/nbytes": float(report.nbytes),
             "sync/receivers": float(report.receivers),

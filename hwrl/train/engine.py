@@ -40,12 +40,16 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter and persistent buffer whole, under its Hugging Face name.
+        """Yield every parameter and persistent buffer whole, under its Hugging Face name, on the first rank.
 
-        All ranks must exhaust it, since gathering is collective; only the sender keeps what it yields. What is yielded
-        stays valid and unchanged until the iterator is exhausted and the publishing that asked for it has returned;
-        the caller changes nothing in the engine before that.
+        All ranks must exhaust it, since gathering is collective; the others yield nothing. A tensor that was yielded
+        is the reader's to drop; it may be the engine's own memory, so that nothing is changed in the engine while the
+        reader still needs it.
         """
+
+    @abstractmethod
+    def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what :meth:`named_weights` yields, as tensors on the meta device; not collective."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

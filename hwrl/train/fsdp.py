@@ -24,6 +24,7 @@ from hwrl.memory import Offloader
 from hwrl.models import load_model, load_tokenizer, logits_at
 from hwrl.train.batch import Batch
 from hwrl.train.engine import TrainEngine
+from hwrl.train.gather import gathered
 from hwrl.train.losses import PolicyLoss, mismatch_kl
 
 if TYPE_CHECKING:
@@ -161,12 +162,21 @@ class FsdpEngine(TrainEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        yield from gathered(parameters, self._group, dtype=self._dtype)
+        if self._group is None or self._group.rank == 0:
+            yield from self._buffers()
+
+    def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, _whole(parameter.detach()).to(self._dtype)
+            yield name, torch.empty(parameter.shape, dtype=self._dtype, device="meta")
+        for name, buffer in self._buffers():
+            yield name, buffer.to("meta")
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers that a checkpoint holds; every rank has them whole."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name, tensor in self.model.state_dict().items():
-            if name not in parameters:
-                yield name, _whole(tensor)
+        yield from ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in parameters)
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)

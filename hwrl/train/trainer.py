@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from hwrl.train.choices import AdvantageName
 from hwrl.train.engine import TrainEngine
 from hwrl.train.losses import PolicyLoss, group_advantages
 
-Publish = Callable[[int, Iterator[tuple[str, torch.Tensor]]], Mapping[str, float]]
-"""``publish(version, named_weights)``: send the weights, exhaust the iterator, return figures of the transfer."""
+Publish = Callable[[int, TrainEngine], Mapping[str, float]]
+"""``publish(version, engine)``: send the engine's weights, on all ranks together; return figures of the transfer."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AsyncTrainer:
     def publish(self) -> dict[str, float]:
         """Publish the current weights as :attr:`version`; at the start and after a resume."""
         with self.engine.on_device(optimizer=False), self._clock.during("sync"):
-            return dict(self._publish(self.version, self.engine.named_weights()))
+            return dict(self._publish(self.version, self.engine))
 
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Train on ``groups`` and return the figures of the step; ``steps_done`` and perhaps ``version`` go up."""

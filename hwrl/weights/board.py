@@ -20,8 +20,8 @@ Metadata = Mapping[str, str | int | float]
 class Offer:
     """A version that the sender offers. ``number`` grows with every offer of every sender of the link.
 
-    ``to`` are the receivers (their join numbers) of a device transfer, in rank order from 1; ``group`` its group's
-    name. ``directory`` and ``slot`` say where a host version lies.
+    ``to`` are the receivers (their join numbers) of a device or ipc transfer, in rank order from 1; ``group`` names the
+    groups, ``lanes`` many, or the exported memory. ``directory`` and ``slot`` say where a host version lies.
     """
 
     number: int
@@ -31,6 +31,7 @@ class Offer:
     layout: str
     to: list[int] = field(default_factory=list)
     group: str = ""
+    lanes: int = 1
     directory: str = ""
     slot: int = 0
     metadata: dict[str, str | int | float] = field(default_factory=dict)
@@ -89,6 +90,10 @@ class Board:
         """Tell the receivers how the transfer ended; if it did not commit, another offer follows."""
         self._notes.set(f"verdict/{offer.number}", "committed" if committed else "again")
 
+    def put_note(self, offer: Offer, note: str, text: str) -> None:
+        """Tell the receivers of ``offer`` something that only its transport understands."""
+        self._notes.set(f"{note}/{offer.number}", text)
+
     def exclude(self, member: int, why: str) -> None:
         """Strike a receiver off; it reads ``why``."""
         self._notes.set(f"excluded/{member}", why)
@@ -115,7 +120,9 @@ class Board:
     def forget(self, offer: Offer) -> None:
         """Delete the notes of an offer that no receiver waits for any more."""
         notes = [f"{note}/{offer.number}/{member}" for note in ("here", "vote") for member in offer.to]
-        for key in [*notes, f"go/{offer.number}", f"verdict/{offer.number}", f"offer/{offer.number}"]:
+        for note in ("go", "exports", "verdict", "offer"):
+            notes.append(f"{note}/{offer.number}")
+        for key in notes:
             self._notes.delete(key)
 
     # -- the receivers write ------------------------------------------------------------------------------------

@@ -1,29 +1,39 @@
-"""The sender's ring of slabs, and the receiver's room for a whole model."""
+"""The ring of slabs on either side of the wire, and a receiver's places for a whole model."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from hwrl.backend import Backend
-from hwrl.comm import Pending, raw_bytes
-from hwrl.errors import WeightsError
-from hwrl.weights.layout import Slab, WeightLayout, view_bytes
+from hwrl.comm import raw_bytes
+from hwrl.errors import LayoutMismatchError, WeightsError
+from hwrl.memory.fingerprint import bytes_of
+from hwrl.weights.layout import Entry, Piece, Slab, WeightLayout, view_bytes
+
+
+class Waitable(Protocol):
+    """An operation under way: a :class:`~hwrl.comm.Pending`, or an event of the backend."""
+
+    def wait(self) -> None:
+        """Finish the operation, or order this thread's stream after it."""
 
 
 @dataclass
 class _Slot:
     memory: torch.Tensor
     generation: int = 0
-    in_use: Pending | None = None
-    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    in_use: Waitable | None = None
+    views: dict[int, list[tuple[list[int], list[torch.Tensor]]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Lease:
-    """``memory`` holds slab ``index``'s bytes until the ring comes round; ``copied`` says whether they were packed."""
+    """``memory`` is slab ``index``'s until the ring comes round; ``copied`` says whether it is memory of the ring."""
 
     index: int
     memory: torch.Tensor
@@ -31,7 +41,7 @@ class Lease:
     _slot: _Slot | None
     _generation: int
 
-    def in_use_until(self, pending: Pending) -> None:
+    def in_use_until(self, pending: Waitable) -> None:
         """Keep the memory unchanged until ``pending`` is done: the next lease of this slot waits for it.
 
         The wait is the operation's own: on a device with streams it orders the packing after the operation and does
@@ -50,27 +60,47 @@ class Lease:
 
 
 class BroadcastBuffer:
-    """A ring of preallocated slabs on the device, into which tensors are packed for sending.
+    """A ring of preallocated slabs on the device, out of which tensors are sent and into which they are received.
 
-    A slab that is one contiguous tensor, or a part of one, is lent as it lies, without a copy. The others are packed
-    by one batched copy. Memory is taken at the first need and reused; packing the same layout again allocates nothing,
-    except a temporary for each tensor that is at once large and not contiguous.
+    A slab whose tensors lie in memory as the layout lays them out (one contiguous tensor, or a part of one; several of
+    a flat storage) is lent as it lies, without a copy. The others are packed and unpacked by one batched copy for each
+    dtype. Memory is taken at the first need and reused; using the same layout again allocates nothing, except a
+    temporary for each tensor that is at once larger than a slab and not contiguous.
     """
 
     def __init__(self, layout: WeightLayout, *, backend: Backend, slabs: int = 2) -> None:
-        self._layout, self._backend = layout, backend
+        self._layout, self._device = layout, backend.device()
         self._slots: list[_Slot | None] = [None] * slabs
-        self._slot_nbytes = max((slab.nbytes for slab in layout.slabs), default=0)
+        self._last = self._turn = -1
+        self._slot_nbytes = 0
 
-    def lease(self, index: int, tensors: Sequence[torch.Tensor]) -> Lease:
-        """Return the bytes of slab ``index`` of ``tensors`` (all of the layout's, in its order)."""
+    def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> Lease:
+        """Return the bytes of slab ``index``, to be sent. ``tensors`` are those of the slab's pieces."""
         slab = self._layout.slabs[index]
-        lying = self._as_it_lies(slab, tensors)
+        lying = self._as_it_lies(slab, tensors, gaps=True)
         if lying is not None:
             return Lease(index, lying, copied=False, _slot=None, _generation=0)
         slot = self._next_slot(index)
-        self._pack(slot, index, tensors)
+        for which, views in self._views(slot, index):
+            torch._foreach_copy_(views, [self._source(slab.pieces[number], tensors[number]) for number in which])
         return Lease(index, slot.memory[: slab.nbytes], copied=True, _slot=slot, _generation=slot.generation)
+
+    def room(self, index: int, tensors: Sequence[torch.Tensor]) -> Lease:
+        """Return memory into which slab ``index`` can be received: that of ``tensors`` itself where it is possible."""
+        slab = self._layout.slabs[index]
+        lying = self._as_it_lies(slab, tensors, gaps=False)
+        if lying is not None:
+            return Lease(index, lying, copied=False, _slot=None, _generation=0)
+        slot = self._next_slot(index)
+        return Lease(index, slot.memory[: slab.nbytes], copied=True, _slot=slot, _generation=slot.generation)
+
+    def unpack(self, lease: Lease, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy what was received into ``lease``, of :meth:`room`, to ``tensors``; nothing to do if it lies there."""
+        if lease._slot is None:
+            return
+        slab = self._layout.slabs[lease.index]
+        for which, views in self._views(lease._slot, lease.index):
+            torch._foreach_copy_([self._target(slab.pieces[number], tensors[number]) for number in which], views)
 
     def free_all(self) -> None:
         """Forget the operations that were under way: their group is closed, and waiting for them would only fail."""
@@ -78,20 +108,30 @@ class BroadcastBuffer:
             if slot is not None:
                 slot.in_use = None
 
-    def _as_it_lies(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        tensor = tensors[slab.pieces[0].entry]
-        if len(slab.pieces) > 1 or not tensor.is_contiguous() or tensor.device != self._backend.device():
+    def _as_it_lies(self, slab: Slab, tensors: Sequence[torch.Tensor], *, gaps: bool) -> torch.Tensor | None:
+        """Return the slab as memory of ``tensors``; ``gaps`` says whether bytes between them may belong to others."""
+        storage, base = tensors[0].untyped_storage(), tensors[0].data_ptr() - slab.pieces[0].at + slab.pieces[0].start
+        for piece, tensor in zip(slab.pieces, tensors, strict=True):
+            if tensor.data_ptr() + piece.start != base + piece.at or not tensor.is_contiguous():
+                return None
+        pairs = itertools.pairwise(slab.pieces)
+        if not gaps and any(before.at + before.nbytes != after.at for before, after in pairs):
             return None
-        raw = raw_bytes(tensor)
-        if raw.storage_offset() % 8:  # the checksum reads 64-bit words
+        begin = base - storage.data_ptr()
+        if tensors[0].device != self._device or begin % 8 or begin + slab.nbytes > storage.nbytes():
+            return None  # the checksum reads 64-bit words
+        if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors[1:]):
             return None
-        return raw.narrow(0, slab.pieces[0].start, slab.nbytes)
+        return bytes_of(storage)[begin : begin + slab.nbytes]
 
     def _next_slot(self, index: int) -> _Slot:
-        number = index % len(self._slots)
+        # Each transfer begins with the same slot, so that a slab meets the views that were made for it.
+        self._turn = 0 if index <= self._last else (self._turn + 1) % len(self._slots)
+        self._last, number = index, self._turn
         slot = self._slots[number]
         if slot is None:
-            memory = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self._backend.device())
+            self._slot_nbytes = self._slot_nbytes or max(slab.nbytes for slab in self._layout.slabs)
+            memory = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self._device)
             slot = self._slots[number] = _Slot(memory)
         if slot.in_use is not None:
             slot.in_use.wait()
@@ -99,21 +139,48 @@ class BroadcastBuffer:
         slot.generation += 1
         return slot
 
-    def _pack(self, slot: _Slot, index: int, tensors: Sequence[torch.Tensor]) -> None:
-        slab = self._layout.slabs[index]
-        entries = self._layout.entries
-        whole = all(piece.nbytes == entries[piece.entry].nbytes for piece in slab.pieces)
-        if not whole:
-            (piece,) = slab.pieces
-            raw = raw_bytes(tensors[piece.entry].contiguous())
-            slot.memory[: piece.nbytes].copy_(raw[piece.start : piece.start + piece.nbytes])
-            return
+    def _views(self, slot: _Slot, index: int) -> list[tuple[list[int], list[torch.Tensor]]]:
+        """Return slab ``index``'s places in ``slot``: for each dtype, which pieces they are and views of them."""
         if index not in slot.views:
-            slot.views[index] = [
-                view_bytes(slot.memory[piece.at : piece.at + piece.nbytes], entries[piece.entry])
-                for piece in slab.pieces
-            ]
-        torch._foreach_copy_(slot.views[index], [tensors[piece.entry] for piece in slab.pieces])
+            by_dtype: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+            for number, piece in enumerate(self._layout.slabs[index].pieces):
+                raw, entry = slot.memory[piece.at : piece.at + piece.nbytes], self._layout.entries[piece.entry]
+                view = view_bytes(raw, entry) if _is_whole(piece, entry) else raw
+                which, views = by_dtype.setdefault(view.dtype, ([], []))
+                which.append(number)
+                views.append(view)
+            slot.views[index] = list(by_dtype.values())
+        return slot.views[index]
+
+    def _source(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        if _is_whole(piece, self._layout.entries[piece.entry]):
+            return tensor
+        return raw_bytes(tensor.contiguous())[piece.start : piece.start + piece.nbytes]
+
+    def _target(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        if _is_whole(piece, self._layout.entries[piece.entry]):
+            return tensor
+        return raw_bytes(tensor)[piece.start : piece.start + piece.nbytes]
+
+
+def _is_whole(piece: Piece, entry: Entry) -> bool:
+    return piece.nbytes == entry.nbytes
+
+
+class Place(Protocol):
+    """Where a receiver puts a version, slab by slab."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """The version's tensors, in the sender's order; whole when every slab has landed and ``finish`` was called."""
+
+    def room(self, index: int) -> Lease:
+        """Return the memory to receive slab ``index`` into."""
+
+    def land(self, lease: Lease) -> None:
+        """Bring what was received to where it belongs; ordered on the current stream."""
+
+    def finish(self) -> None:
+        """Complete the version after its last slab."""
 
 
 class Staging:
@@ -130,3 +197,85 @@ class Staging:
     def on(cls, device: torch.device, layout: WeightLayout) -> Staging:
         """Allocate room on ``device``."""
         return cls(layout, flat=torch.empty(layout.nbytes, dtype=torch.uint8, device=device))
+
+    def room(self, index: int) -> Lease:
+        """Return slab ``index``'s part of the room."""
+        return Lease(index, self.slabs[index], copied=False, _slot=None, _generation=0)
+
+    def land(self, lease: Lease) -> None:
+        """Return: slabs are received where they belong."""
+
+    def finish(self) -> None:
+        """Return: tied tensors are the same views."""
+
+
+class InPlace:
+    """The receiver's own tensors, ``targets``: the version replaces their content, with a ring's memory at most.
+
+    Raises LayoutMismatchError if a tensor of the layout is missing, or has another dtype, shape or device.
+    """
+
+    def __init__(
+        self, layout: WeightLayout, targets: Mapping[str, torch.Tensor], *, backend: Backend, slabs: int
+    ) -> None:
+        for entry in layout.entries:
+            _check_target(entry, targets.get(entry.name), backend.device(), layout.slab_nbytes)
+        self.tensors: Mapping[str, torch.Tensor] = {e.name: targets[e.name].detach() for e in layout.entries}
+        self._layout, self._buffer = layout, BroadcastBuffer(layout, backend=backend, slabs=slabs)
+        aliases = [(self.tensors[e.name], self.tensors[e.alias_of]) for e in layout.entries if e.alias_of is not None]
+        self._copies = [(alias, whole) for alias, whole in aliases if alias.data_ptr() != whole.data_ptr()]
+        self._flat = _flat_memory(layout, self.tensors)
+
+    def room(self, index: int) -> Lease:
+        """Return the tensors' own memory where slab ``index`` can be received into it, else a slot of the ring."""
+        if self._flat is not None:
+            slab = self._layout.slabs[index]
+            memory = self._flat[slab.offset : slab.offset + slab.nbytes]
+            return Lease(index, memory, copied=False, _slot=None, _generation=0)
+        return self._buffer.room(index, self._of(index))
+
+    def land(self, lease: Lease) -> None:
+        """Copy what came into the ring to the tensors."""
+        self._buffer.unpack(lease, self._of(lease.index) if lease.copied else ())
+
+    def finish(self) -> None:
+        """Copy tied tensors to targets that are not tied here."""
+        for alias, whole in self._copies:
+            alias.copy_(whole)
+
+    def _of(self, index: int) -> list[torch.Tensor]:
+        names = (self._layout.entries[piece.entry].name for piece in self._layout.slabs[index].pieces)
+        return [self.tensors[name] for name in names]
+
+
+def _check_target(entry: Entry, target: torch.Tensor | None, device: torch.device, slab_nbytes: int) -> None:
+    if target is None:
+        why = "the receiver has no tensor of this name"
+    elif target.dtype != entry.dtype or target.shape != entry.shape:
+        sent = f"{entry.dtype} {list(entry.shape)}"
+        why = f"the sender has it as {sent}, the receiver as {target.dtype} {list(target.shape)}"
+    elif target.device != device:
+        why = f"the receiver has it on {target.device}, and receives on {device}"
+    elif entry.nbytes > slab_nbytes and not target.is_contiguous():
+        why = f"it is larger than a slab of {slab_nbytes:,} bytes and not contiguous"
+    else:
+        return
+    raise LayoutMismatchError(
+        f"tensor {entry.name!r} cannot be received in place",
+        why=why,
+        fix="give WeightReceiver(into=…) tensors like the sender's, or receive without it and load what you get",
+    )
+
+
+def _flat_memory(layout: WeightLayout, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the storage of ``tensors`` if they are ``layout.views`` of a storage of their own."""
+    own = [(entry, tensors[entry.name]) for entry in layout.entries if entry.nbytes]
+    if not own:
+        return None
+    storage = own[0][1].untyped_storage()
+    base = storage.data_ptr()
+    if storage.nbytes() != layout.nbytes or base % 8:
+        return None
+    if not all(tensor.data_ptr() == base + entry.offset and tensor.is_contiguous() for entry, tensor in own):
+        return None
+    return bytes_of(storage)

@@ -23,6 +23,7 @@ class Checksums:
 
     def __init__(self, layout: WeightLayout, *, device: torch.device, values: torch.Tensor | None = None) -> None:
         rows = [-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs]
+        self.slabs = len(rows)
         self._begins = list(itertools.accumulate(rows, initial=0))
         self.values = torch.zeros(self._begins[-1], dtype=torch.int64, device=device) if values is None else values
 
@@ -40,10 +41,13 @@ class Checksums:
         if raw.numel() % _ROW_NBYTES:
             self.values[begin + whole] = _short_sum(raw[whole * _ROW_NBYTES :])
 
-    def differing(self, theirs: torch.Tensor) -> list[int]:
-        """Return the slabs with other sums than ``theirs``; waits for the device."""
+    def vote(self, theirs: torch.Tensor) -> str:
+        """Compare with the sender's sums: "whole", or "corrupt" and which slabs; waits for the device."""
+        if torch.equal(self.values, theirs):
+            return "whole"
         rows: list[int] = (self.values != theirs).nonzero().view(-1).tolist()
-        return sorted({bisect.bisect_right(self._begins, row) - 1 for row in rows})
+        wrong = sorted({bisect.bisect_right(self._begins, row) - 1 for row in rows})
+        return f"corrupt: slabs {wrong[:8]} of {self.slabs}"
 
 
 def _short_sum(raw: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,12 @@ import torch
 from hwrl.backend import Backend
 from hwrl.errors import TransferFailedError, WeightsError
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import Staging
+from hwrl.weights.buffer import Place, Staging
 from hwrl.weights.checksum import Checksums
-from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
+from hwrl.weights.layout import ALIGNMENT_NBYTES, TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
+from hwrl.weights.roster import Roster
+from hwrl.weights.rounds import Named
 
 _PREFIX = "hwrl-weights-"
 _HOST = torch.device("cpu")
@@ -37,6 +39,7 @@ class HostSender:
     def __init__(
         self,
         board: Board,
+        roster: Roster,
         layout: WeightLayout,
         *,
         backend: Backend,
@@ -44,21 +47,25 @@ class HostSender:
         versions: int,
         timeout_s: float,
     ) -> None:
-        self._board, self._layout, self._backend, self._timeout_s = board, layout, backend, timeout_s
+        self._board, self._roster, self._layout = board, roster, layout
+        self._backend, self._timeout_s = backend, timeout_s
         base = directory or _memory_directory()
         _sweep(base)
         self.directory, self._owner = _new_directory(base)
         self._places: list[_Place | None] = [None] * versions
         self._newest: Offer | None = None
 
-    def publish(self, base: Offer, tensors: Sequence[torch.Tensor], clock: StageClock) -> None:
-        """Copy ``tensors`` into a free place and offer it; does not wait for receivers, only for a free place."""
+    def publish(self, base: Offer, named: Named, clock: StageClock) -> tuple[int, dict[str, str]]:
+        """Copy ``named`` into a free place and offer it; does not wait for receivers, only for a free place.
+
+        Returns how many receivers may pull it; nobody is excluded.
+        """
         with clock("claim"):
             number = self._free_place()
             place = self._places[number]
             assert place is not None, "just claimed"
         with clock("copy"):
-            place.write(tensors)
+            place.write(named)
             self._backend.current_stream().synchronize()
             place.sum()
         place.unlock()
@@ -72,6 +79,8 @@ class HostSender:
         if self._newest is not None:
             self._board.forget(self._newest)
         self._newest = offer
+        self._roster.refresh()
+        return len(self._roster.members), {}
 
     def close(self) -> None:
         """Delete the files. A receiver that is reading one finishes undisturbed."""
@@ -133,13 +142,14 @@ class _Place:
         """Let receivers read."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+    def write(self, named: Named) -> None:
         """Copy all tensors in, tied ones once."""
-        entries = self._layout.entries
-        own = [index for index, entry in enumerate(entries) if entry.alias_of is None]
-        views = [self._staging.tensors[entries[index].name] for index in own]
-        if own:
-            torch._foreach_copy_(views, [tensors[index] for index in own])
+        feed = TensorFeed(self._layout, named)
+        for slab in self._layout.slabs:
+            for piece, tensor in zip(slab.pieces, feed.of(slab), strict=True):
+                if piece.start == 0:
+                    self._staging.tensors[self._layout.entries[piece.entry].name].copy_(tensor)
+        feed.finish()
 
     def sum(self) -> None:
         """Write the checksums of what was copied in."""
@@ -157,8 +167,8 @@ class HostReceiver:
     def __init__(self, board: Board) -> None:
         self._board = board
 
-    def receive(self, offer: Offer, layout: WeightLayout, staging: Staging, sums: Checksums) -> bool:
-        """Copy the offered version into ``staging``; return False if a newer one has replaced it.
+    def receive(self, offer: Offer, layout: WeightLayout, place: Place, sums: Checksums) -> bool:
+        """Copy the offered version into ``place``; return False if a newer one has replaced it.
 
         Raises TransferFailedError if the files are not there or hold other bytes than were written.
         """
@@ -167,13 +177,15 @@ class HostReceiver:
                 return False
             source, written = _parts(layout, mmap.mmap(file, 0))
             for index, raw in enumerate(source.slabs):
-                staging.slabs[index].copy_(raw)
-                sums.add(index, staging.slabs[index])
-            wrong = sums.differing(written.values.to(sums.values.device))
-        if wrong:
+                lease = place.room(index)
+                lease.memory.copy_(raw)
+                sums.add(index, lease.memory)
+                place.land(lease)
+            vote = sums.vote(written.values.to(sums.values.device))
+        if vote != "whole":
             raise TransferFailedError(
                 f"version {offer.version} was not received",
-                why=f"slabs {wrong[:8]} of {len(layout.slabs)} hold other bytes than were written",
+                why=f"other bytes came than were written ({vote})",
                 fix="publish it again; this receiver goes on with the version that it has",
             )
         return True

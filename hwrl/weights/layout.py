@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from hwrl.errors import LayoutMismatchError
 
 ALIGNMENT_NBYTES = 512
-# A tensor this large travels in slabs of its own, so that the sender need not copy it into one first.
-_OWN_SLAB_NBYTES = 4 << 20
+OWN_NBYTES = 1 << 20
 _MAX_NBYTES = 1 << 50
 _MAX_SLABS = 1 << 20
-_FORMAT = 1
+_FORMAT = 2
+_KEYS = ("slab_nbytes", "own_nbytes", "alignment")
+_ALIGNMENTS = (512, 256, 128, 64, 32, 16)
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -69,8 +70,11 @@ class Slab:
 class WeightLayout:
     """Names, dtypes, shapes and offsets of a model's tensors, and their division into slabs.
 
-    Every tensor begins at a multiple of 512 bytes. Tensors of one storage, offset, shape and stride (tied weights)
-    take their bytes once. A tensor larger than a slab is divided by bytes. Immutable; equal layouts have equal hashes.
+    A tensor of at least ``own_nbytes`` travels in slabs of its own, so that it can be sent as it lies; smaller ones
+    share slabs, in which they begin at multiples of ``alignment`` bytes. Tensors that already lie one behind the
+    other in one storage share slabs whatever their size: such a slab is sent as it lies, too. Tensors of one storage,
+    offset, shape and stride (tied weights) take their bytes once. A tensor larger than a slab is divided by bytes.
+    Slabs are in the order in which the last tensor of each comes. Immutable; equal layouts have equal hashes.
 
     >>> layout = WeightLayout.plan([("w", torch.zeros(300)), ("scale", torch.tensor(1.0))])
     >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes, layout.payload_nbytes
@@ -81,15 +85,22 @@ class WeightLayout:
 
     entries: tuple[Entry, ...]
     slab_nbytes: int
+    own_nbytes: int
+    alignment: int
     slabs: tuple[Slab, ...]
 
     @classmethod
-    def plan(cls, named: Iterable[tuple[str, torch.Tensor]], *, slab_nbytes: int = 16 << 20) -> WeightLayout:
-        """Plan the layout of ``named`` tensors, in that order; reads no values and keeps no tensor."""
+    def plan(
+        cls, named: Iterable[tuple[str, torch.Tensor]], *, slab_nbytes: int = 16 << 20, own_nbytes: int = OWN_NBYTES
+    ) -> WeightLayout:
+        """Plan the layout of ``named`` tensors (meta tensors do), in that order; reads no values, keeps no tensor."""
         tensors = list(named)  # all alive at once: a freed tensor's address would look like a tie
         ties = find_ties(tensors)
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
-        return _build(rows, slab_nbytes)
+        flat = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
+        if flat is not None:
+            return _build(rows, slab_nbytes, _MAX_NBYTES, flat)
+        return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes // 4), ALIGNMENT_NBYTES)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightLayout:
@@ -98,20 +109,19 @@ class WeightLayout:
             found = json.loads(text)
         except (ValueError, RecursionError) as exc:
             raise _malformed(f"it is no JSON ({type(exc).__name__})") from exc
-        if not isinstance(found, dict) or found.keys() != {"format", "slab_nbytes", "tensors"}:
-            raise _malformed("it has other keys than format, slab_nbytes and tensors")
+        if not isinstance(found, dict) or found.keys() != {"format", *_KEYS, "tensors"}:
+            raise _malformed(f"it has other keys than format, {', '.join(_KEYS)} and tensors")
         if found["format"] != _FORMAT:
             raise _malformed(f"its format is {found['format']!r}, and this hwrl reads format {_FORMAT}")
         if not isinstance(found["tensors"], list):
             raise _malformed("tensors is no list")
-        return _build([_row(item) for item in found["tensors"]], found["slab_nbytes"])
+        return _build([_row(item) for item in found["tensors"]], *(found[key] for key in _KEYS))
 
     def to_json(self) -> str:
         """Return the layout as canonical JSON: equal layouts give equal text."""
         tensors = [[e.name, str(e.dtype).removeprefix("torch."), list(e.shape), e.alias_of] for e in self.entries]
-        return json.dumps(
-            {"format": _FORMAT, "slab_nbytes": self.slab_nbytes, "tensors": tensors}, separators=(",", ":")
-        )
+        sizes = {key: getattr(self, key) for key in _KEYS}
+        return json.dumps({"format": _FORMAT, **sizes, "tensors": tensors}, separators=(",", ":"))
 
     @functools.cached_property
     def hash(self) -> str:
@@ -134,14 +144,49 @@ class WeightLayout:
             entry.name: view_bytes(flat[entry.offset : entry.offset + entry.nbytes], entry) for entry in self.entries
         }
 
-    def check(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raise LayoutMismatchError, naming the first difference, unless ``named`` are the planned tensors in order."""
-        tensors = list(named)
-        ties = find_ties(tensors)
-        for entry, (name, tensor) in zip(self.entries, tensors, strict=False):
-            _check_entry(entry, name, tensor, ties.get(name))
-        if len(tensors) != len(self.entries):
-            raise _changed(f"{len(self.entries)} tensors were planned and {len(tensors)} came")
+
+class TensorFeed:
+    """Reads ``named`` tensors once, in the layout's order, no further than asked, and checks each of them."""
+
+    def __init__(self, layout: WeightLayout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._layout, self._named = layout, iter(named)
+        self._held: dict[int, torch.Tensor] = {}
+        self._next = 0
+        self._address_of = {entry.alias_of: 0 for entry in layout.entries if entry.alias_of is not None}
+
+    def of(self, slab: Slab) -> list[torch.Tensor]:
+        """Return the tensors of ``slab``'s pieces; each slab once, in order. What later slabs need is held.
+
+        Raises LayoutMismatchError, naming the first difference, if other tensors come than were planned.
+        """
+        while self._next <= slab.pieces[-1].entry:
+            self._read()
+        return [self._held.pop(piece.entry) if self._ends(piece) else self._held[piece.entry] for piece in slab.pieces]
+
+    def finish(self) -> None:
+        """Read what follows the last slab (tied and empty tensors); raise LayoutMismatchError if that is too much."""
+        while self._next < len(self._layout.entries):
+            self._read()
+        if next(self._named, None) is not None:
+            raise _changed(f"{len(self._layout.entries)} tensors were planned and more came")
+
+    def _read(self) -> None:
+        entry = self._layout.entries[self._next]
+        name, tensor = next(self._named, (None, None))
+        if name is None or tensor is None:
+            raise _changed(f"{len(self._layout.entries)} tensors were planned and {self._next} came")
+        if name != entry.name or tensor.dtype != entry.dtype or tensor.shape != entry.shape:
+            raise _changed(_difference(entry, name, tensor))
+        if entry.alias_of is not None and tensor.data_ptr() != self._address_of[entry.alias_of]:
+            raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
+        if name in self._address_of:
+            self._address_of[name] = tensor.data_ptr()
+        if entry.alias_of is None and entry.nbytes:
+            self._held[self._next] = tensor
+        self._next += 1
+
+    def _ends(self, piece: Piece) -> bool:
+        return piece.start + piece.nbytes == self._layout.entries[piece.entry].nbytes
 
 
 def view_bytes(raw: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -168,69 +213,108 @@ def find_ties(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 _Row = tuple[str, torch.dtype, tuple[int, ...], str | None]
 
 
-def _build(rows: list[_Row], slab_nbytes: Any) -> WeightLayout:
+def _build(rows: list[_Row], slab_nbytes: Any, own_nbytes: Any, alignment: Any) -> WeightLayout:
     if not _is_count(slab_nbytes) or slab_nbytes == 0 or slab_nbytes % ALIGNMENT_NBYTES:
         raise _malformed(f"slab_nbytes is {slab_nbytes!r}, no positive multiple of {ALIGNMENT_NBYTES}")
-    planner = _Planner(slab_nbytes)
+    if not _is_count(own_nbytes):
+        raise _malformed(f"own_nbytes is {own_nbytes!r}")
+    if alignment not in _ALIGNMENTS:
+        raise _malformed(f"alignment is {alignment!r}, none of {_ALIGNMENTS}")
+    planner = _Planner(slab_nbytes, own_nbytes, alignment)
     for row in rows:
         planner.add(*row)
     return planner.finish()
 
 
 class _Planner:
-    """Gives each tensor its offset, and closes a slab whenever the next tensor does not belong into it."""
+    """Gives each tensor its place. Slabs get their offsets when they are closed; one of small tensors stays open."""
 
-    def __init__(self, slab_nbytes: int) -> None:
-        self._slab_nbytes = slab_nbytes
-        self._own_nbytes = min(_OWN_SLAB_NBYTES, slab_nbytes // 4)
+    def __init__(self, slab_nbytes: int, own_nbytes: int, alignment: int) -> None:
+        self._slab_nbytes, self._own_nbytes, self._alignment = slab_nbytes, own_nbytes, alignment
         self._entries: dict[str, Entry] = {}
+        self._offsets: dict[int, int] = {}  # by the entry's number
         self._slabs: list[Slab] = []
-        self._pieces: list[Piece] = []
-        self._begin = self._end = 0
+        self._open: list[Piece] = []
+        self._end = 0
 
     def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], alias_of: str | None) -> None:
         if name in self._entries:
             raise _malformed(f"two tensors are called {name!r}")
         if str(dtype).removeprefix("torch.") not in _DTYPES:
             raise _malformed(f"tensor {name!r} has dtype {dtype}, which cannot be sent")
+        entry = Entry(name, dtype, shape, 0, alias_of)
         if alias_of is not None:
-            self._entries[name] = self._alias(name, dtype, shape, alias_of)
-            return
-        entry = Entry(name, dtype, shape, self._end + -self._end % ALIGNMENT_NBYTES)
-        if entry.nbytes == 0:
-            entry = replace(entry, offset=0)  # the end may be beyond the buffer, and not aligned there
-        self._place(entry, len(self._entries))
+            self._check_alias(entry)
+        else:
+            self._place(entry, len(self._entries))
         self._entries[name] = entry
 
     def finish(self) -> WeightLayout:
-        self._close()
-        return WeightLayout(tuple(self._entries.values()), self._slab_nbytes, tuple(self._slabs))
+        self._close(self._open)
+        placed: dict[str, Entry] = {}
+        for index, entry in enumerate(self._entries.values()):
+            offset = self._offsets.get(index, 0) if entry.alias_of is None else placed[entry.alias_of].offset
+            placed[entry.name] = replace(entry, offset=offset)
+        sizes = (self._slab_nbytes, self._own_nbytes, self._alignment)
+        return WeightLayout(tuple(placed.values()), *sizes, tuple(self._slabs))
 
-    def _alias(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], alias_of: str) -> Entry:
-        target = self._entries.get(alias_of)
-        if target is None or target.alias_of is not None or (target.dtype, target.shape) != (dtype, shape):
-            raise _malformed(f"tensor {name!r} is tied to {alias_of!r}, which is no earlier tensor of its kind")
-        return Entry(name, dtype, shape, target.offset, alias_of)
+    def _check_alias(self, entry: Entry) -> None:
+        target = self._entries.get(entry.alias_of or "")
+        if target is None or target.alias_of is not None or (target.dtype, target.shape) != (entry.dtype, entry.shape):
+            raise _malformed(
+                f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which is no earlier tensor of its kind"
+            )
 
     def _place(self, entry: Entry, index: int) -> None:
-        if entry.offset + entry.nbytes > min(_MAX_NBYTES, _MAX_SLABS * self._slab_nbytes):
+        if self._end + self._open_end() + entry.nbytes > min(_MAX_NBYTES, _MAX_SLABS * self._slab_nbytes):
             raise _malformed(f"tensor {entry.name!r} ends beyond {_MAX_SLABS:,} slabs or {_MAX_NBYTES:,} bytes")
-        alone = entry.nbytes >= self._own_nbytes
-        if alone or entry.offset + entry.nbytes > self._begin + self._slab_nbytes:
-            self._close()
-            self._begin = entry.offset
+        own = entry.nbytes >= self._own_nbytes
+        if not own and self._aligned(self._open_end()) + entry.nbytes > self._slab_nbytes:
+            self._close(self._open)
+        pieces: list[Piece] = [] if own else self._open
         for start in range(0, entry.nbytes, self._slab_nbytes):
             nbytes = min(self._slab_nbytes, entry.nbytes - start)
-            self._pieces.append(Piece(index, start, nbytes, entry.offset + start - self._begin))
-            self._end = entry.offset + start + nbytes
-            if alone:
-                self._close()
+            at = self._aligned(pieces[-1].at + pieces[-1].nbytes) if pieces else 0
+            pieces.append(Piece(index, start, nbytes, at))
+            if own or nbytes == self._slab_nbytes:
+                self._close(pieces)
 
-    def _close(self) -> None:
-        if self._pieces:
-            self._slabs.append(Slab(self._begin, self._end - self._begin, tuple(self._pieces)))
-        self._pieces = []
-        self._begin = self._end + -self._end % ALIGNMENT_NBYTES
+    def _open_end(self) -> int:
+        return self._open[-1].at + self._open[-1].nbytes if self._open else 0
+
+    def _aligned(self, offset: int) -> int:
+        return offset + -offset % self._alignment
+
+    def _close(self, pieces: list[Piece]) -> None:
+        """Make a slab of ``pieces``, and empty the list."""
+        if not pieces:
+            return
+        begin = self._aligned(self._end)
+        self._end = begin + pieces[-1].at + pieces[-1].nbytes
+        self._offsets |= {piece.entry: begin + piece.at for piece in pieces if piece.start == 0}
+        self._slabs.append(Slab(begin, self._end - begin, tuple(pieces)))
+        pieces.clear()
+
+
+def _flat_alignment(tensors: Sequence[torch.Tensor]) -> int | None:
+    """Return the alignment at which ``tensors`` lie one behind the other in one storage, or None if they do not."""
+    whole = [tensor for tensor in tensors if tensor.numel()]
+    if len(whole) < 2 or whole[0].device.type == "meta" or not all(tensor.is_contiguous() for tensor in whole):
+        return None
+    base = whole[0].data_ptr()
+    if base % ALIGNMENT_NBYTES or len({tensor.untyped_storage().data_ptr() for tensor in whole}) > 1:
+        return None
+    return next((alignment for alignment in _ALIGNMENTS if _lie_at(whole, base, alignment)), None)
+
+
+def _lie_at(tensors: Sequence[torch.Tensor], base: int, alignment: int) -> bool:
+    at = base
+    for tensor in tensors:
+        at += -at % alignment
+        if tensor.data_ptr() != at:
+            return False
+        at += tensor.nbytes
+    return True
 
 
 def _row(item: Any) -> _Row:
@@ -256,14 +340,11 @@ def _shown(value: Any) -> str:
     return repr(value)[:80]
 
 
-def _check_entry(entry: Entry, name: str, tensor: torch.Tensor, tie: str | None) -> None:
+def _difference(entry: Entry, name: str, tensor: torch.Tensor) -> str:
     if name != entry.name:
-        raise _changed(f"tensor {entry.name!r} was planned here and {name!r} came")
-    if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
-        planned = f"{entry.dtype} {list(entry.shape)}"
-        raise _changed(f"tensor {name!r} was planned as {planned} and came as {tensor.dtype} {list(tensor.shape)}")
-    if entry.alias_of is not None and tie != entry.alias_of:
-        raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
+        return f"tensor {entry.name!r} was planned here and {name!r} came"
+    planned = f"{entry.dtype} {list(entry.shape)}"
+    return f"tensor {name!r} was planned as {planned} and came as {tensor.dtype} {list(tensor.shape)}"
 
 
 def _changed(why: str) -> LayoutMismatchError:

@@ -10,12 +10,13 @@ from torch._C._distributed_c10d import Store
 
 from hwrl.backend import Backend
 from hwrl.comm import Comm
-from hwrl.errors import CommTimeoutError, QuarantinedError, TransferFailedError
+from hwrl.errors import CommTimeoutError, LayoutMismatchError, QuarantinedError, TransferFailedError
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import Staging
+from hwrl.weights.buffer import InPlace, Place, Staging
 from hwrl.weights.checksum import Checksums
 from hwrl.weights.device import DeviceReceiver
 from hwrl.weights.host import HostReceiver
+from hwrl.weights.ipc import IpcReceiver
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
 
@@ -48,8 +49,12 @@ class Received(Mapping[str, torch.Tensor]):
 class WeightReceiver:
     """A rollout replica's end of the link ``name``; joins when made, and uses whichever transport the sender offers.
 
-    Holds room for two versions, so that the old one serves until the new one is whole. One thread. A restarted replica
-    takes its namesake's place. A context manager.
+    Without ``into`` it holds room for two versions, so that the old one serves until the new one is whole. With
+    ``into`` (names → tensors on this process's device, at least those that are sent) a version is received into
+    those tensors; besides them a ring of ``slabs`` slabs is held, for small tensors only. The old version is gone then
+    as soon as a transfer begins: :attr:`version` is None, and the tensors must not be used, until one has succeeded.
+
+    One thread. A restarted replica takes its namesake's place. A context manager.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class WeightReceiver:
         name: str = "policy",
         replica: str,
         backend: Backend | None = None,
+        into: Mapping[str, torch.Tensor] | None = None,
         slabs: int = 4,
         timeout_s: float = 60.0,
     ) -> None:
@@ -66,9 +72,12 @@ class WeightReceiver:
         self._board = Board(store, name=name)
         self.replica, self._timeout_s = replica, timeout_s
         self.version: int | None = None
+        """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
         self._done = 0  # offers up to this number are taken, withdrawn or failed
+        self._into, self._slabs = into, slabs
         self._rooms: _Rooms | None = None
         self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs, timeout_s=timeout_s)
+        self._ipc = IpcReceiver(self._board, backend=self._backend, timeout_s=timeout_s)
         self._host = HostReceiver(self._board)
         self.join()
 
@@ -106,14 +115,15 @@ class WeightReceiver:
             rooms = self._rooms_for(offer)
             self._done = offer.number
             if self._take(offer, rooms, deadline, clock):
-                self.version = offer.version
                 tensors = rooms.flip()
+                self.version = offer.version
                 return Received(offer, tensors, rooms.layout.payload_nbytes, clock.seconds)
 
     def close(self) -> None:
         """Leave the link and free the memory; tensors that were received must not be used after."""
         self._board.leave(self._member)
         self._device.close()
+        self._ipc.close()
         self._rooms = None
 
     def _offered(self) -> Offer | None:
@@ -121,7 +131,7 @@ class WeightReceiver:
         if newest <= self._done:
             return None
         offer = self._board.offer(newest)
-        if offer is None or (offer.transport == "device" and self._member not in offer.to):
+        if offer is None or (offer.transport != "host" and self._member not in offer.to):
             return None
         return offer
 
@@ -143,16 +153,26 @@ class WeightReceiver:
     def _take(self, offer: Offer, rooms: _Rooms, deadline: float, clock: StageClock) -> bool:
         if offer.transport == "host":
             with clock("copy"):
-                return self._host.receive(offer, rooms.layout, rooms.spare(), rooms.sums)
+                return self._host.receive(offer, rooms.layout, self._spare(rooms), rooms.sums)
         self._board.say(offer, self._member, note="here", text="here")
         with clock("rendezvous"):
             if self._await_note(offer, "go", deadline) != b"go":
                 return False
-        with clock("wire"):
-            vote = self._device.receive(offer, self._member, rooms.spare(), rooms.sums)
+        with clock("wire"), torch.no_grad():
+            vote = self._move(offer, rooms)
         with clock("vote"):
             self._board.say(offer, self._member, note="vote", text=vote)
             return self._await_note(offer, "verdict", deadline) == b"committed"
+
+    def _move(self, offer: Offer, rooms: _Rooms) -> str:
+        if offer.transport == "ipc":
+            return self._ipc.receive(offer, self._spare(rooms), rooms.sums)
+        return self._device.receive(offer, self._member, self._spare(rooms), rooms.sums)
+
+    def _spare(self, rooms: _Rooms) -> Place:
+        if self._into is not None:
+            self.version = None  # whatever happens now, the old version is no longer whole
+        return rooms.spare()
 
     def _await_note(self, offer: Offer, note: str, deadline: float) -> bytes | None:
         """Wait for the sender's note on ``offer``; None if another offer came instead."""
@@ -180,19 +200,28 @@ class WeightReceiver:
 
     def _rooms_for(self, offer: Offer) -> _Rooms:
         if self._rooms is None or self._rooms.layout.hash != offer.layout:
-            self._rooms = _Rooms(self._board.layout(offer), device=self._backend.device())
+            self._rooms = None  # free the old room first
+            try:
+                layout = self._board.layout(offer)
+                self._rooms = _Rooms(layout, backend=self._backend, into=self._into, slabs=self._slabs)
+            except LayoutMismatchError:
+                self._board.leave(self._member)  # the sender need not wait for one that can't receive
+                raise
         return self._rooms
 
 
 class _Rooms:
-    """Two stagings: one holds the version that serves, the other receives."""
+    """Where a version goes: into the receiver's tensors, or into the one of two stagings that does not serve."""
 
-    def __init__(self, layout: WeightLayout, *, device: torch.device) -> None:
-        self.layout, self._device = layout, device
-        self.sums = Checksums(layout, device=device)
-        self._pair: list[Staging | None] = [None, None]
+    def __init__(
+        self, layout: WeightLayout, *, backend: Backend, into: Mapping[str, torch.Tensor] | None, slabs: int
+    ) -> None:
+        self.layout, self._device = layout, backend.device()
+        self.sums = Checksums(layout, device=self._device)
+        in_place = None if into is None else InPlace(layout, into, backend=backend, slabs=slabs)
+        self._pair: list[Place | None] = [in_place, in_place]
 
-    def spare(self) -> Staging:
+    def spare(self) -> Place:
         """Return the one to receive into."""
         room = self._pair[0] or Staging.on(self._device, self.layout)
         self._pair[0] = room
@@ -200,6 +229,7 @@ class _Rooms:
 
     def flip(self) -> Mapping[str, torch.Tensor]:
         """Let the version that was just received serve; return its tensors."""
-        tensors = self.spare().tensors
+        room = self.spare()
+        room.finish()
         self._pair.reverse()
-        return tensors
+        return room.tensors

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from hwrl.backend import Backend
+from hwrl.backend import Backend, Capability
 from hwrl.comm import Comm
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.weights.board import Board, Metadata, Offer, checked_metadata
 from hwrl.weights.device import DeviceSender
 from hwrl.weights.host import HostSender
+from hwrl.weights.ipc import IpcSender
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.roster import Roster
+from hwrl.weights.rounds import Named, Rounds
 
-Transport = Literal["device", "host"]
+Transport = Literal["device", "host", "ipc"]
 
 
 class WeightSender:
     """The trainer's end of the link ``name``; one at a time, and one thread.
 
     A new sender of the same name on the same store deposes the old one and begins a new epoch: receivers follow it,
-    even if its versions are lower. ``transport`` "device" broadcasts to all receivers at once and waits for them;
-    "host" copies into memory-mapped files on this host (``versions`` of them at most, under ``directory``, by default
-    in memory) from which receivers pull later. ``slabs`` of ``slab_nbytes`` are under way at once. ``timeout_s``
-    bounds each wait for receivers. A context manager.
+    even if its versions are lower. ``transport`` "device" broadcasts to all receivers at once and waits for them.
+    "ipc" lets receivers on this host read the tensors where they lie, and waits for them too; the backend must be able
+    to open device memory of another process. "host" copies into memory-mapped files on this host (``versions`` of them
+    at most, under ``directory``, by default in memory) from which receivers pull later. ``slabs`` of ``slab_nbytes``
+    (None: what suits the device) are under way at once. ``timeout_s`` bounds each wait for receivers. A context
+    manager.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class WeightSender:
         name: str = "policy",
         backend: Backend | None = None,
         transport: Transport = "device",
-        slab_nbytes: int = 16 << 20,
+        slab_nbytes: int | None = None,
         slabs: int = 4,
         versions: int = 3,
         directory: Path | None = None,
@@ -49,13 +53,14 @@ class WeightSender:
         _check_options(transport=transport, slabs=slabs, versions=versions)
         self.transport = transport
         self._backend = Comm(backend).backend
-        self._slab_nbytes, self._slabs, self._versions, self._directory = slab_nbytes, slabs, versions, directory
+        usual, self._own_nbytes = _sizes(self._backend)
+        self._slab_nbytes = usual if slab_nbytes is None else slab_nbytes
+        self._slabs, self._versions, self._directory = slabs, versions, directory
         self._timeout_s = timeout_s
         self._board = Board(store, name=name)
         self._roster = Roster(self._board)
         self._epoch = self._board.begin_epoch()
-        self._layout: WeightLayout | None = None
-        self._link: DeviceSender | HostSender | None = None
+        self._link: Rounds | HostSender | None = None
         self.version: int | None = None
 
     def __enter__(self) -> WeightSender:
@@ -64,42 +69,37 @@ class WeightSender:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def publish(
-        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]], metadata: Metadata | None = None
-    ) -> TransferReport:
+    def publish(self, version: int, named_tensors: Named, metadata: Metadata | None = None) -> TransferReport:
         """Send ``named_tensors`` as ``version``; return when every receiver has committed it or is excluded.
 
-        All tensors are held until then and must not change meanwhile; with the host transport, only until they are
-        copied. The first call plans the layout; later ones must bring the same names, dtypes and shapes in the same
-        order (LayoutMismatchError). A version names its content: publishing the newest one again reaches only the
-        receivers that joined since. Without a receiver the device transport sends nothing and reports 0 receivers.
+        A list, a dict's ``items()``, or any object with ``__iter__`` is read as the transfer goes on, and again if the
+        transfer must be repeated; of tensors that are made while it is read only some slabs' worth is held at a time.
+        An iterator can be read only once, so all that it yields is held. Tensors must not change until this returns;
+        with the host transport, only until they are copied. The first call plans the layout, from
+        ``named_tensors.metadata()`` (names and meta tensors) where there is such a method; later ones must bring the
+        same names, dtypes and shapes in the same order (LayoutMismatchError). A version names its content: publishing
+        the newest one again reaches only the receivers that joined since. Without a receiver the device transport
+        sends nothing and reports 0 receivers.
 
         Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if
         the transfer fails with no receiver to blame.
         """
         clock = StageClock()
+        self._check_turn(version)
         with clock("gather"), torch.no_grad():
-            named = [(key, tensor.detach()) for key, tensor in named_tensors]
-            self._check_turn(version)
-            link = self._agree(named)
+            named = list(named_tensors) if isinstance(named_tensors, Iterator) else named_tensors
+            link = self._link or self._connect(named)
         base = Offer(
             number=0,
             epoch=self._epoch,
             version=version,
             transport=self.transport,
-            layout=self._layout_hash,
+            layout=self._layout.hash,
             metadata=checked_metadata(metadata),
         )
-        tensors = [tensor for _, tensor in named]
-        excluded: dict[str, str] = {}
-        if isinstance(link, DeviceSender):
-            receivers, excluded = link.publish(base, tensors, clock)
-        else:
-            link.publish(base, tensors, clock)
-            self._roster.refresh()
-            receivers = len(self._roster.members)
+        receivers, excluded = link.publish(base, named, clock)
         self.version = version
-        return TransferReport(version, self._payload_nbytes, clock.seconds, receivers, excluded)
+        return TransferReport(version, self._layout.payload_nbytes, clock.seconds, receivers, excluded)
 
     def joiners(self) -> tuple[str, ...]:
         """Return the replicas that have joined and lack the newest version; cheap.
@@ -147,41 +147,37 @@ class WeightSender:
                 fix="make a new WeightSender when training goes back to an older state",
             )
 
-    def _agree(self, named: list[tuple[str, torch.Tensor]]) -> DeviceSender | HostSender:
-        if self._link is not None and self._layout is not None:
-            self._layout.check(named)
-            return self._link
-        self._layout = WeightLayout.plan(named, slab_nbytes=self._slab_nbytes)
-        self._layout_hash, self._payload_nbytes = self._layout.hash, self._layout.payload_nbytes
+    def _connect(self, named: Named) -> Rounds | HostSender:
+        """Plan the layout, tell the receivers, and return the transport's end."""
+        described = named.metadata() if hasattr(named, "metadata") else named
+        self._layout = WeightLayout.plan(described, slab_nbytes=self._slab_nbytes, own_nbytes=self._own_nbytes)
         self._board.put_layout(self._layout)
-        self._link = self._connect(self._layout)
+        options: dict[str, Any] = {"backend": self._backend, "timeout_s": self._timeout_s}
+        parts = (self._board, self._roster, self._layout)
+        if self.transport == "device":
+            self._link = DeviceSender(*parts, slabs=self._slabs, **options)
+        elif self.transport == "ipc":
+            self._link = IpcSender(*parts, **options)
+        else:
+            self._link = HostSender(*parts, directory=self._directory, versions=self._versions, **options)
         return self._link
 
-    def _connect(self, layout: WeightLayout) -> DeviceSender | HostSender:
-        if self.transport == "device":
-            return DeviceSender(
-                self._board,
-                self._roster,
-                layout,
-                backend=self._backend,
-                slabs=self._slabs,
-                timeout_s=self._timeout_s,
-            )
-        return HostSender(
-            self._board,
-            layout,
-            backend=self._backend,
-            directory=self._directory,
-            versions=self._versions,
-            timeout_s=self._timeout_s,
-        )
+
+def _sizes(backend: Backend) -> tuple[int, int]:
+    """Return the sizes from which on more is no faster: of a slab, and of a tensor that is sent as it lies.
+
+    A collective on a device with streams needs 100 MiB to reach the wire's speed, and 20 µs of the host to begin;
+    where the host does the work, a slab should fit into its caches (docs/benchmarks.md).
+    """
+    if backend.supports(Capability.STREAMS).usable:
+        return 256 << 20, 16 << 20
+    return 16 << 20, 1 << 20
 
 
 def _check_options(*, transport: str, slabs: int, versions: int) -> None:
-    if transport not in ("device", "host"):
-        raise ConfigError(
-            f"there is no transport {transport!r}", why="known are 'device' and 'host'", fix="choose one of them"
-        )
+    if transport not in get_args(Transport):
+        known = ", ".join(get_args(Transport))
+        raise ConfigError(f"there is no transport {transport!r}", why=f"known are {known}", fix="choose one of them")
     if slabs < 1 or versions < 2:
         raise ConfigError(
             f"slabs={slabs}, versions={versions} cannot work",

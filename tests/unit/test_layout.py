@@ -13,6 +13,7 @@ from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.weights import BroadcastBuffer, WeightLayout
 from hwrl.weights.buffer import Staging
 from hwrl.weights.checksum import Checksums
+from hwrl.weights.layout import TensorFeed
 from hwrl_cpu import INFO, CpuBackend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
@@ -49,12 +50,14 @@ def _sent(layout: WeightLayout, named: Named) -> Staging:
     buffer = BroadcastBuffer(layout, backend=CPU)
     staging = Staging.on(torch.device("cpu"), layout)
     ours, theirs = Checksums(layout, device=torch.device("cpu")), Checksums(layout, device=torch.device("cpu"))
+    feed = TensorFeed(layout, named)
     for index in range(len(layout.slabs)):
-        lease = buffer.lease(index, [tensor for _, tensor in named])
+        lease = buffer.pack(index, feed.of(layout.slabs[index]))
         ours.add(index, lease.memory)
         staging.slabs[index].copy_(lease.memory)
         theirs.add(index, staging.slabs[index])
-    assert theirs.differing(ours.values) == []
+    feed.finish()
+    assert theirs.vote(ours.values) == "whole"
     return staging
 
 
@@ -110,7 +113,18 @@ _ROWS = st.lists(
 )
 
 
-@given(_JSON | st.fixed_dictionaries({"format": st.just(1), "slab_nbytes": st.just(512) | _JSON, "tensors": _ROWS}))
+@given(
+    _JSON
+    | st.fixed_dictionaries(
+        {
+            "format": st.just(2),
+            "slab_nbytes": st.just(512) | _JSON,
+            "own_nbytes": st.just(512) | _JSON,
+            "alignment": st.just(16) | _JSON,
+            "tensors": _ROWS,
+        }
+    )
+)
 @settings(deadline=None, max_examples=150)
 def test_hostile_json_is_refused_or_is_a_layout(found: object) -> None:
     try:
@@ -153,18 +167,19 @@ def test_a_part_of_a_storage_is_no_tie() -> None:
     ("change", "difference"),
     [
         (lambda named: named[:2], "3 tensors were planned and 2 came"),
+        (lambda named: [*named, ("more", torch.zeros(1))], "3 tensors were planned and more came"),
         (lambda named: [named[1], *named[1:]], "'embed' was planned here and 'other' came"),
         (lambda named: [("embed", torch.zeros(7)), *named[1:]], r"planned as torch.float32 \[6\] and came as"),
         (lambda named: [*named[:2], ("head", torch.zeros(6))], "was tied to 'embed' and no longer is"),
     ],
-    ids=["fewer", "name", "shape", "untied"],
+    ids=["fewer", "more", "name", "shape", "untied"],
 )
 def test_other_tensors_than_planned_are_named(change: Callable[[Named], Named], difference: str) -> None:
     named = _tied()
     layout = WeightLayout.plan(named)
-    layout.check(named)
+    TensorFeed(layout, named).finish()
     with pytest.raises(LayoutMismatchError, match=difference):
-        layout.check(change(named))
+        TensorFeed(layout, change(named)).finish()
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
@@ -183,14 +198,15 @@ def test_the_checksum_finds_every_changed_byte(nbytes: int, place: int, change: 
     before.add(0, staging.slabs[0])
     staging.slabs[0][place % nbytes] ^= change
     after.add(0, staging.slabs[0])
-    assert after.differing(before.values) == [0]
+    assert after.vote(before.values) == "corrupt: slabs [0] of 1"
 
 
 def test_large_contiguous_tensors_are_lent_as_they_lie() -> None:
     big, turned = torch.randn(64, 64), torch.randn(64, 64).T
     layout = WeightLayout.plan([("big", big), ("turned", turned)], slab_nbytes=8192)
     buffer = BroadcastBuffer(layout, backend=CPU)
-    leases = [buffer.lease(index, [big, turned]) for index in range(len(layout.slabs))]
+    feed = TensorFeed(layout, [("big", big), ("turned", turned)])
+    leases = [buffer.pack(index, feed.of(slab)) for index, slab in enumerate(layout.slabs)]
     assert [lease.copied for lease in leases] == [False, False, True, True]
     assert leases[0].memory.data_ptr() == big.data_ptr()
 
@@ -208,12 +224,12 @@ class _Done(Pending):
 def test_a_slot_is_packed_again_only_after_its_broadcast() -> None:
     named = [(f"t{number}", torch.full((200,), number, dtype=torch.uint8)) for number in range(12)]
     layout = WeightLayout.plan(named, slab_nbytes=1024)
-    buffer, tensors = BroadcastBuffer(layout, backend=CPU, slabs=2), [tensor for _, tensor in named]
-    first, broadcast = buffer.lease(0, tensors), _Done()
+    buffer, feed = BroadcastBuffer(layout, backend=CPU, slabs=2), TensorFeed(layout, named)
+    first, broadcast = buffer.pack(0, feed.of(layout.slabs[0])), _Done()
     first.in_use_until(broadcast)
-    buffer.lease(1, tensors)
+    buffer.pack(1, feed.of(layout.slabs[1]))
     assert not broadcast.waited
-    buffer.lease(2, tensors)
+    buffer.pack(2, feed.of(layout.slabs[2]))
     assert broadcast.waited
     with pytest.raises(WeightsError, match="slab 0 is no longer in the broadcast buffer"):
         first.in_use_until(broadcast)
@@ -222,6 +238,11 @@ def test_a_slot_is_packed_again_only_after_its_broadcast() -> None:
 def test_packing_again_allocates_no_slab() -> None:
     named = [(f"t{number}", torch.zeros(3, 5).T) for number in range(200)]
     layout = WeightLayout.plan(named, slab_nbytes=1 << 16)
-    buffer, tensors = BroadcastBuffer(layout, backend=CPU), [tensor for _, tensor in named]
-    places = [[buffer.lease(index, tensors).memory.data_ptr() for index in range(len(layout.slabs))] for _ in range(3)]
+    buffer = BroadcastBuffer(layout, backend=CPU)
+
+    def pack() -> list[int]:
+        feed = TensorFeed(layout, named)
+        return [buffer.pack(index, feed.of(slab)).memory.data_ptr() for index, slab in enumerate(layout.slabs)]
+
+    places = [pack() for _ in range(3)]
     assert places[0] == places[1] == places[2] and len(set(places[0])) <= 2

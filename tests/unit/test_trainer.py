@@ -39,9 +39,9 @@ class Outlet:
     def __init__(self) -> None:
         self.versions: list[int] = []
 
-    def __call__(self, version: int, weights: Iterator[tuple[str, torch.Tensor]]) -> Mapping[str, float]:
+    def __call__(self, version: int, engine: TrainEngine) -> Mapping[str, float]:
         self.versions.append(version)
-        return {"sync/nbytes": float(sum(tensor.nbytes for _, tensor in weights))}
+        return {"sync/nbytes": float(sum(tensor.nbytes for _, tensor in engine.named_weights()))}
 
 
 def trainer_of(model_directory: Path, outlet: Outlet) -> AsyncTrainer:
@@ -150,6 +150,9 @@ class CountingEngine(TrainEngine):
         return batch.behaviour_logprobs
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
+    def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()
 
     def state_dict(self) -> dict[str, Any]:

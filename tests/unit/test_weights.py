@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,86 @@ def test_an_error_while_tensors_are_read_reaches_the_caller_and_spoils_nothing(s
         _exchange(sender, [receiver], 1)
 
 
+def _into(store: Store, targets: dict[str, torch.Tensor]) -> WeightReceiver:
+    return WeightReceiver(store, replica="r0", backend=CpuBackend(INFO), into=targets, timeout_s=10.0)
+
+
+def test_a_version_is_received_into_the_receivers_own_tensors(store: Store) -> None:
+    targets = {"b": torch.zeros(()), "w": torch.zeros(1400)[::2], "other": torch.ones(3)}
+    places = {name: tensor.data_ptr() for name, tensor in targets.items()}
+    with _sender(store, slab_nbytes=1024) as sender:
+        targets["w"] = torch.zeros(700)  # larger than a slab, so it must be contiguous
+        places["w"] = targets["w"].data_ptr()
+        with _into(store, targets) as receiver:
+            for version in (1, 2):
+                _exchange(sender, [receiver], version)
+                assert targets["w"].eq(version).all() and targets["b"].item() == version
+    assert {name: tensor.data_ptr() for name, tensor in targets.items()} == places
+    assert targets["other"].eq(1).all()
+
+
+def test_tied_tensors_reach_targets_that_are_not_tied(store: Store) -> None:
+    weight = torch.arange(5.0)
+    targets = {"embed": torch.zeros(5), "head": torch.zeros(5)}
+    with _sender(store) as sender, _into(store, targets) as receiver:
+        waiting = _beside(lambda: receiver.receive(timeout_s=10.0))
+        sender.publish(1, [("embed", weight), ("head", weight)])
+        waiting()
+    assert torch.equal(targets["embed"], weight) and torch.equal(targets["head"], weight)
+
+
+@pytest.mark.parametrize(
+    ("targets", "why"),
+    [
+        ({"w": torch.zeros(700)}, "'b' cannot be received in place[\\s\\S]*no tensor of this name"),
+        ({"w": torch.zeros(70), "b": torch.zeros(())}, r"has it as torch.float32 \[700\], the receiver as"),
+        ({"w": torch.zeros(1400)[::2], "b": torch.zeros(())}, "larger than a slab of 1,024 bytes and not contiguous"),
+    ],
+    ids=["missing", "shape", "strided"],
+)
+def test_targets_that_do_not_fit_are_named_and_hold_nobody_up(
+    store: Store, targets: dict[str, torch.Tensor], why: str
+) -> None:
+    with _sender(store, slab_nbytes=1024) as sender, _into(store, targets) as receiver:
+        publishing = _beside(lambda: sender.publish(1, _model(1)))
+        with pytest.raises(LayoutMismatchError, match=why):
+            receiver.receive(timeout_s=10.0)
+        assert publishing().receivers == 0
+        assert not any(tensor.any() for tensor in targets.values())
+
+
+class _Made:
+    """Weights that are made while they are read; counts how many are alive at once, and how often it was read."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.alive, self.most, self.read = count, 0, 0, 0
+
+    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"t{number}", torch.empty(2000, device="meta")) for number in range(self.count))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.read += 1
+        for number in range(self.count):
+            tensor = torch.full((2000,), float(number))
+            weakref.finalize(tensor, self._forget)
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+            yield f"t{number}", tensor
+
+    def _forget(self) -> None:
+        self.alive -= 1
+
+
+def test_tensors_that_are_made_while_they_are_read_are_not_all_held(store: Store) -> None:
+    made = _Made(50)
+    with _sender(store, slab_nbytes=8192, slabs=2) as sender, _receiver(store) as receiver:
+        waiting = _beside(lambda: receiver.receive(timeout_s=10.0))
+        sender.publish(1, made)
+        received = waiting()
+    assert [int(received[f"t{number}"][0]) for number in range(50)] == list(range(50))
+    assert made.read == 1 and made.most <= 6
+
+
 def test_waiting_says_who_came_and_what_was_not_offered(store: Store) -> None:
     with _sender(store) as sender, _receiver(store, "only") as receiver:
         with pytest.raises(CommTimeoutError, match=r"1 of 2 receivers joined[\s\S]*\['only'\]"):
@@ -222,7 +303,9 @@ def test_corrupted_host_bytes_are_refused_and_the_old_version_stays(store: Store
         (changed,) = [path for path in tmp_path.glob("*/[0-9]*") if path.read_bytes()[:4] == b"\x00\x00\x00\x40"]
         with changed.open("r+b") as file:
             file.write(b"\x01")
-        with pytest.raises(TransferFailedError, match=r"slabs \[0\] of 1 hold other bytes"):
+        with pytest.raises(
+            TransferFailedError, match=r"other bytes came than were written \(corrupt: slabs \[0\] of 1"
+        ):
             receiver.receive(timeout_s=1.0)
         assert receiver.version == 1 and old["w"][0].item() == 1.0
         sender.publish(3, _model(3))

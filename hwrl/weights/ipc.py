@@ -1,0 +1,157 @@
+"""The ipc transport: receivers of the same host copy out of the sender's device memory, which they have opened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hwrl.backend import Backend, Capability
+from hwrl.errors import CommError, TransferFailedError
+from hwrl.memory.fingerprint import bytes_of
+from hwrl.weights.board import Board, Offer
+from hwrl.weights.buffer import BroadcastBuffer, Place
+from hwrl.weights.checksum import Checksums
+from hwrl.weights.layout import TensorFeed, WeightLayout
+from hwrl.weights.report import StageClock
+from hwrl.weights.roster import Roster
+from hwrl.weights.rounds import Reading, Rounds
+
+_NOTE = "exports"
+
+
+class IpcSender(Rounds):
+    """Lets receivers read the tensors where they lie; only slabs of several small tensors are copied, and kept.
+
+    The tensors are held, and must not change, until every receiver has voted.
+    """
+
+    def __init__(
+        self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, timeout_s: float
+    ) -> None:
+        super().__init__(board, roster, layout, timeout_s=timeout_s)
+        backend.require(Capability.DEVICE_IPC, needed_for="send weights by the ipc transport")
+        self._backend = backend
+        # A slot for each slab: what is packed stays until the receivers have copied it. Empty slots cost nothing.
+        self._buffer = BroadcastBuffer(layout, backend=backend, slabs=max(1, len(layout.slabs)))
+        self._sums = Checksums(layout, device=backend.device())
+        self._lent: list[torch.Tensor] = []
+
+    def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
+        feed = TensorFeed(self._layout, named)
+        exports = _Exports(self._backend)
+        for index, slab in enumerate(self._layout.slabs):
+            with clock("gather"):
+                tensors = feed.of(slab)
+            with clock("pack"):
+                lease = self._buffer.pack(index, tensors)
+            self._sums.add(index, lease.memory)
+            exports.add(lease.memory)
+        feed.finish()
+        exports.add(self._sums.values.view(torch.uint8))
+        self._backend.current_stream().synchronize()  # receivers read on streams of their own
+        self._lent = exports.memories
+        self._board.put_note(offer, _NOTE, exports.to_json())
+
+    def _count_votes(self, *args: Any) -> bool:
+        committed = super()._count_votes(*args)
+        self._lent = []
+        return committed
+
+    def _break_off(self) -> None:
+        self._lent = []
+
+
+class _Exports:
+    """Handles of whole storages, each once, and where in them each slab lies."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._numbers: dict[int, int] = {}
+        self._handles: list[dict[str, str | int]] = []
+        self._places: list[tuple[int, int]] = []
+        self.memories: list[torch.Tensor] = []
+
+    def add(self, memory: torch.Tensor) -> None:
+        storage = memory.untyped_storage()
+        base = storage.data_ptr()
+        if base not in self._numbers:
+            whole = bytes_of(storage)
+            self._numbers[base] = len(self._handles)
+            self._handles.append(self._backend.export_memory(whole))
+            self.memories.append(whole)
+        self._places.append((self._numbers[base], memory.data_ptr() - base))
+
+    def to_json(self) -> str:
+        return json.dumps({"handles": self._handles, "places": self._places})
+
+
+class IpcReceiver:
+    """A receiver's end: keeps the sender's memory open for the next version."""
+
+    def __init__(self, board: Board, *, backend: Backend, timeout_s: float) -> None:
+        self._board, self._backend, self._timeout_s = board, backend, timeout_s
+        self._opened: dict[str, torch.Tensor] = {}
+
+    def receive(self, offer: Offer, place: Place, sums: Checksums) -> str:
+        """Copy ``offer`` into ``place``; return the vote: "whole", "corrupt …" or "torn …"."""
+        note = self._board.await_note(offer, _NOTE, timeout_s=self._timeout_s)
+        if note is None:
+            return f"torn: the sender did not export its memory within {self._timeout_s:g} s"
+        try:
+            theirs = self._copy(_read(note, sums.slabs), place, sums)
+        except CommError as exc:
+            return f"torn: {exc.what}: {exc.why}"
+        return sums.vote(theirs)
+
+    def close(self) -> None:
+        """Close the sender's memory."""
+        self._opened = {}
+
+    def _copy(self, exports: _Opening, place: Place, sums: Checksums) -> torch.Tensor:
+        self._opened = {
+            key: self._opened[key] if key in self._opened else self._backend.open_memory(handle)
+            for key, handle in exports.handles.items()
+        }
+        opened = list(self._opened.values())
+        for index in range(sums.slabs):
+            lease = place.room(index)
+            number, offset = exports.places[index]
+            lease.memory.copy_(_part(opened[number], offset, lease.memory.numel()), non_blocking=True)
+            sums.add(index, lease.memory)
+            place.land(lease)
+        number, offset = exports.places[-1]
+        theirs = torch.empty_like(sums.values)
+        return theirs.copy_(_part(opened[number], offset, theirs.nbytes).view(torch.int64))
+
+
+class _Opening:
+    """What the sender wrote: handles by their text, and a (handle, offset) for each slab and for the checksums."""
+
+    def __init__(self, handles: Mapping[str, Mapping[str, str | int]], places: list[tuple[int, int]]) -> None:
+        self.handles, self.places = handles, places
+
+
+def _read(note: bytes, slabs: int) -> _Opening:
+    try:
+        found = json.loads(note)
+        handles = {json.dumps(handle, sort_keys=True): dict(handle) for handle in found["handles"]}
+        places = [(int(number), int(offset)) for number, offset in found["places"]]
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+        raise _unreadable(f"{type(exc).__name__} in {note[:80]!r}") from exc
+    good = all(0 <= number < len(handles) and offset >= 0 for number, offset in places)
+    if len(handles) != len(found["handles"]) or len(places) != slabs + 1 or not good:
+        raise _unreadable(f"{len(places)} places in {len(handles)} memories for {slabs} slabs")
+    return _Opening(handles, places)
+
+
+def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    if offset + nbytes > memory.numel():
+        raise _unreadable(f"bytes {offset} to {offset + nbytes} of a memory of {memory.numel()}")
+    return memory[offset : offset + nbytes]
+
+
+def _unreadable(why: str) -> TransferFailedError:
+    return TransferFailedError("the sender's memory cannot be opened", why=why, fix="use the same hwrl on both sides")

@@ -1,0 +1,154 @@
+"""The sender's end of a transfer in which all receivers take part at once: offer, rendezvous, move, vote, verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator, ItemsView, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from hwrl.errors import CommError, TransferFailedError
+from hwrl.weights.board import Board, Offer
+from hwrl.weights.layout import TensorFeed, WeightLayout
+from hwrl.weights.report import StageClock
+from hwrl.weights.roster import Roster
+
+_log = logging.getLogger("hwrl.weights")
+_ATTEMPTS_WITHOUT_CULPRIT = 3
+_AFTER_FAILURE_S = 5.0  # a live receiver reports a lost transfer within milliseconds; the rest is for a busy machine
+_WATCH_S = 0.5
+
+Named = Iterable[tuple[str, torch.Tensor]]
+Reading = Iterator[tuple[str, torch.Tensor]]
+
+
+class Rounds:
+    """Repeats rounds until each member of the roster has the version or is excluded.
+
+    A transport says how a round moves the tensors: ``_begin`` completes the offer, ``_move`` moves (CommError: the
+    round is lost), ``_break_off`` ends what a lost round left under way.
+    """
+
+    def __init__(self, board: Board, roster: Roster, layout: WeightLayout, *, timeout_s: float) -> None:
+        self._board, self._roster, self._layout, self._timeout_s = board, roster, layout, timeout_s
+        self._past: Offer | None = None
+        self._trouble = ""
+
+    def publish(self, base: Offer, named: Named, clock: StageClock) -> tuple[int, dict[str, str]]:
+        """Send ``named``, which is iterated once a round, to each member that lacks the version.
+
+        Returns how many have it now, and who was excluded, with the reason.
+        """
+        excluded: dict[str, str] = {}
+        fruitless = 0
+        while fruitless < _ATTEMPTS_WITHOUT_CULPRIT:
+            self._roster.refresh()
+            to, blamed = self._roster.without(base.version), len(excluded)
+            if not to or self._round(self._offer(base, to), named, excluded, clock):
+                return len(self._roster.members), excluded
+            fruitless += len(excluded) == blamed
+        raise TransferFailedError(
+            f"version {base.version} could not be sent",
+            why=f"{fruitless} attempts failed although every receiver answered; the last: {self._trouble}",
+            fix="look at the connection between the machines; receivers go on with the version that they have",
+        )
+
+    def close(self) -> None:
+        """Give up what the transport holds."""
+        self._break_off()
+
+    def _begin(self, offer: Offer) -> Offer:
+        """Return ``offer`` with what the transport's receivers must know."""
+        return offer
+
+    def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
+        raise NotImplementedError
+
+    def _break_off(self) -> None:
+        raise NotImplementedError
+
+    def _offer(self, base: Offer, to: list[int]) -> Offer:
+        offer = self._begin(replace(base, number=self._board.newest() + 1, to=to))
+        self._board.put_offer(offer)
+        return offer
+
+    def _round(self, offer: Offer, named: Named, excluded: dict[str, str], clock: StageClock) -> bool:
+        self._check(offer, named)
+        with clock("rendezvous"):
+            absent = self._absent(offer)
+            excluded |= self._roster.exclude(absent, f"it did not come to receive within {self._timeout_s:g} s")
+            self._board.say_go(offer, go=not absent)
+        if absent:
+            return False
+        self._forget_past(offer)
+        failure = self._try_to_move(offer, named, clock)
+        with clock("vote"):
+            return self._count_votes(offer, failure, excluded)
+
+    def _check(self, offer: Offer, named: Named) -> None:
+        """Check what can be checked before anything is sent: receivers are on their way meanwhile."""
+        if isinstance(named, (Sequence, ItemsView)):
+            try:
+                TensorFeed(self._layout, named).finish()
+            except BaseException:
+                self._board.say_go(offer, go=False)
+                raise
+
+    def _absent(self, offer: Offer) -> list[int]:
+        """Wait for all receivers; return those which did not come, have left, or were replaced meanwhile."""
+        absent, waited_s = offer.to, 0.0
+        while waited_s < self._timeout_s:
+            slice_s = min(_WATCH_S, self._timeout_s - waited_s)
+            absent = self._board.absent(offer, absent, note="here", timeout_s=slice_s)
+            waited_s += slice_s
+            if not absent:
+                return []
+            self._roster.refresh()
+            if any(member not in self._roster.members for member in absent):
+                return [member for member in absent if member not in self._roster.members]
+        return absent
+
+    def _try_to_move(self, offer: Offer, named: Named, clock: StageClock) -> CommError | None:
+        reading = iter(named)
+        try:
+            with clock("wire"), torch.no_grad(), contextlib.ExitStack() as stack:
+                if isinstance(reading, Generator):
+                    stack.callback(reading.close)  # now, and not when the failure's traceback is dropped
+                self._move(offer, reading, clock)
+        except CommError as exc:
+            self._break_off()
+            return exc
+        except BaseException:  # whatever ended the sending, the receivers must not wait for the rest
+            self._break_off()
+            self._board.put_verdict(offer, committed=False)
+            raise
+        return None
+
+    def _count_votes(self, offer: Offer, failure: CommError | None, excluded: dict[str, str]) -> bool:
+        patience_s = self._timeout_s if failure is None else min(self._timeout_s, _AFTER_FAILURE_S)
+        silent = self._board.absent(offer, offer.to, note="vote", timeout_s=patience_s)
+        votes = {member: self._board.vote(offer, member) for member in offer.to if member not in silent}
+        why = "it did not vote in time" if failure is None else f"it was lost in the transfer ({failure.why})"
+        excluded |= self._roster.exclude(silent, why)
+        for member, vote in votes.items():
+            if vote.startswith("corrupt"):
+                excluded |= self._roster.exclude([member], f"it received other bytes than were sent ({vote})")
+        whole = [member for member, vote in votes.items() if vote == "whole"]
+        torn = {self._roster.members[member]: vote for member, vote in votes.items() if vote.startswith("torn")}
+        committed = bool(whole) and not torn
+        if not committed or silent:
+            self._break_off()
+        if not committed:
+            self._trouble = f"the sender's side: {failure}; the receivers' side: {torn}"
+            _log.warning("version %s is sent again; %s", offer.version, self._trouble)
+        self._roster.served |= dict.fromkeys(whole if committed else [], offer.version)
+        self._board.put_verdict(offer, committed=committed)
+        return committed
+
+    def _forget_past(self, offer: Offer) -> None:
+        """Delete the last offer's notes: every receiver of this one has left it behind."""
+        if self._past is not None:
+            self._board.forget(self._past)
+        self._past = offer

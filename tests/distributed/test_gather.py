@@ -1,0 +1,50 @@
+"""Whole weights out of a sharded model: on two real ranks, read again, and given up half way."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import hwrl
+from hwrl.comm import Comm, connect_store, serve_store, store_address
+from hwrl.run.demo import write_demo
+from hwrl.testing.processes import run_processes
+from hwrl.train.fsdp import FsdpEngine
+from hwrl.train.gather import SharedWeights
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo(directory, seed=3, prompts=16)
+    return directory / "model"
+
+
+def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Tensor]:
+    backend = hwrl.get_backend()
+    with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
+        engine = FsdpEngine(model_directory, backend=backend, group=group, learning_rate=1e-3, total_steps=1)
+        with SharedWeights(engine, group) as weights:
+            if rank:
+                weights.follow()
+                return {}
+            given_up = iter(weights)
+            assert len(list(itertools.islice(given_up, 3))) == 3
+            given_up.close()  # type: ignore[attr-defined]  # it is a generator
+            first, second = dict(weights), dict(weights)
+            assert first.keys() == second.keys()
+            described = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.metadata()}
+            assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in first.items()}
+            return second
+
+
+def test_the_first_rank_reads_whole_weights_as_often_as_it_likes(model_directory: Path) -> None:
+    store = serve_store()
+    whole, nothing = run_processes(_read, 2, model_directory, store_address(store))
+    assert nothing == {}
+    backend = hwrl.get_backend()
+    alone = FsdpEngine(model_directory, backend=backend, group=None, learning_rate=1e-3, total_steps=1)
+    wanted = dict(alone.named_weights())
+    assert whole.keys() == wanted.keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in wanted.items())
