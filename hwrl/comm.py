@@ -187,8 +187,8 @@ class Group:
     Operations raise CommTimeoutError (a peer did not come within ``timeout_s``), PeerLostError (a peer's connection
     closed) or CommAbortedError (``abort`` or ``close`` was called). After the first two the group is of no more use:
     ``rebuild`` it with the survivors. On a device with streams an operation has only been queued when the call
-    returns; there the errors come from :meth:`Pending.complete` and ``barrier``. Made by :class:`Comm`; a context
-    manager that closes it.
+    returns; there the errors come from :meth:`Pending.complete` and ``barrier``, and the group keeps the newest
+    operation's tensors until one of them. Made by :class:`Comm`; a context manager that closes it.
     """
 
     def __init__(
@@ -209,6 +209,7 @@ class Group:
         self._ended: str | None = None
         self._failed = False
         self._watchers = 0
+        self._newest: Any = None
         self._rebuilds = 0
         self._warm_ups = 0
 
@@ -297,9 +298,9 @@ class Group:
     def close(self) -> None:
         """Give the group up; later operations raise CommAbortedError. Blocked ones are ended where that is possible.
 
-        On a device with streams, first blocks up to ``timeout_s`` until the current stream is through: what it was
-        ordered after still reaches the peers. Closing torch's default group, or a group made of it, destroys it in
-        torch too.
+        On a device with streams, first blocks up to ``timeout_s`` until what is queued has reached the peers; where a
+        peer is known to be gone, ``abort`` before. Closing torch's default group, or a group made of it, destroys it
+        in torch too.
         """
         if self._process_group is None:
             return
@@ -345,6 +346,8 @@ class Group:
             work = call(self._process_group) if moved.numel() else None
             if work is not None and not async_op:
                 self._await_work(work)
+            if self._has_streams:
+                self._newest = work
         except RuntimeError as exc:
             raise self._failure(exc, op) from exc
         return Pending(self, op, work)
@@ -364,6 +367,8 @@ class Group:
             work.wait()  # does not block any more; orders the stream, and raises what the library found
         finally:
             self._watchers -= 1
+        if self._newest is work:
+            self._newest = None
 
     def _give_up(self, error: CommError) -> None:
         """Free the device from what failed."""
@@ -371,15 +376,14 @@ class Group:
             self.abort(f"an operation failed: {error.what}")
 
     def _is_quiet(self) -> bool:
-        """Return whether nothing can be under way, waiting ``timeout_s`` for it; without streams nobody can know."""
+        """Return whether nothing is under way, waiting ``timeout_s`` for it; without streams nobody can know."""
         if not self._has_streams or self._ended is not None or self._failed or self._watchers:
             return False
-        begin, stream = time.monotonic(), self.backend.current_stream()
-        while not stream.query():
-            passed_s = time.monotonic() - begin
-            if passed_s >= self.timeout_s:
-                return False
-            _pause(passed_s)
+        try:
+            if self._newest is not None:
+                self._watch(self._newest, "close")
+        except (RuntimeError, CommError):
+            return False
         return True
 
     def _meet(self, key: str, ranks: Collection[int], what: str, timeout_s: float) -> None:
