@@ -104,6 +104,9 @@ class CudaBackend(Backend):
     devices = CudaDeviceMap(visible_variable=VISIBLE, ray_resource="GPU")
 
     def supports(self, capability: Capability) -> Support:
+        settings = "".join(os.environ.get(name, "") for name in ALLOCATOR).replace(" ", "")
+        if capability is Capability.DEVICE_IPC and "expandable_segments:True" in settings:
+            return Support("unsupported", "expandable_segments is on, whose memory the driver does not share")
         return _SUPPORT.get(capability) or super().supports(capability)
 
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:

@@ -13,7 +13,7 @@ import pytest
 import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
-from hwrl.backend import Finding, ProbeContext
+from hwrl.backend import Capability, Finding, ProbeContext
 from hwrl.errors import BackendUnavailableError, ConfigError
 
 CUDA_TORCH = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -195,3 +195,11 @@ def test_doctor_is_told_about_two_allocator_settings(machine: Machine) -> None:
     findings = list(hwrl_cuda.hwrl_doctor(machine.context(**env)))
     assert findings[-1].level == "warning"
     assert findings[-1].fix == "unset PYTORCH_CUDA_ALLOC_CONF"
+
+
+def test_expandable_segments_cannot_be_opened_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = hwrl_cuda.CudaBackend(hwrl_cuda.INFO)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+    assert not backend.supports(Capability.DEVICE_IPC).usable
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert backend.supports(Capability.DEVICE_IPC).usable
