@@ -371,8 +371,8 @@ class Group:
             self._newest = None
 
     def _give_up(self, error: CommError) -> None:
-        """Free the device from what failed."""
-        with contextlib.suppress(UnsupportedError):
+        """Free the device from what failed; if that fails too, ``error`` says more."""
+        with contextlib.suppress(UnsupportedError, CommError):
             self.abort(f"an operation failed: {error.what}")
 
     def _is_quiet(self) -> bool:
