@@ -74,8 +74,8 @@ class DeviceSender(Rounds):
     def __init__(
         self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, slabs: int, timeout_s: float
     ) -> None:
-        super().__init__(board, roster, layout, timeout_s=timeout_s)
-        self._backend, self._slabs = backend, slabs
+        super().__init__(board, roster, layout, backend=backend, timeout_s=timeout_s)
+        self._slabs = slabs
         self._buffer = BroadcastBuffer(layout, backend=backend, slabs=slabs)
         self._sums = Checksums(layout, device=backend.device())
         self._lanes: Lanes | None = None

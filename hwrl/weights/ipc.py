@@ -31,9 +31,8 @@ class IpcSender(Rounds):
     def __init__(
         self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, timeout_s: float
     ) -> None:
-        super().__init__(board, roster, layout, timeout_s=timeout_s)
+        super().__init__(board, roster, layout, backend=backend, timeout_s=timeout_s)
         backend.require(Capability.DEVICE_IPC, needed_for="send weights by the ipc transport")
-        self._backend = backend
         # A slot for each slab: what is packed stays until the receivers have copied it. Empty slots cost nothing.
         self._buffer = BroadcastBuffer(layout, backend=backend, slabs=max(1, len(layout.slabs)))
         self._sums = Checksums(layout, device=backend.device())
@@ -41,16 +40,18 @@ class IpcSender(Rounds):
 
     def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
         feed = TensorFeed(self._layout, named)
-        exports = _Exports(self._backend)
+        memories = []
         for index, slab in enumerate(self._layout.slabs):
             with clock("gather"):
                 tensors = feed.of(slab)
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
             self._sums.add(index, lease.memory)
-            exports.add(lease.memory)
+            memories.append(lease.memory)
         feed.finish()
-        exports.add(self._sums.values.view(torch.uint8))
+        exports = _Exports(self._backend)
+        for memory in (*memories, self._sums.values.view(torch.uint8)):
+            exports.add(memory)  # not earlier: a backend may move memory to where it can be opened
         self._backend.current_stream().synchronize()  # receivers read on streams of their own
         self._lent = exports.memories
         self._board.put_note(offer, _NOTE, exports.to_json())
@@ -76,13 +77,11 @@ class _Exports:
 
     def add(self, memory: torch.Tensor) -> None:
         storage = memory.untyped_storage()
-        base = storage.data_ptr()
-        if base not in self._numbers:
-            whole = bytes_of(storage)
-            self._numbers[base] = len(self._handles)
-            self._handles.append(self._backend.export_memory(whole))
-            self.memories.append(whole)
-        self._places.append((self._numbers[base], memory.data_ptr() - base))
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = len(self._handles)
+            self.memories.append(bytes_of(storage))
+            self._handles.append(self._backend.export_memory(self.memories[-1]))
+        self._places.append((self._numbers[storage._cdata], memory.storage_offset()))
 
     def to_json(self) -> str:
         return json.dumps({"handles": self._handles, "places": self._places})

@@ -91,15 +91,24 @@ class WeightLayout:
 
     @classmethod
     def plan(
-        cls, named: Iterable[tuple[str, torch.Tensor]], *, slab_nbytes: int = 16 << 20, own_nbytes: int = OWN_NBYTES
+        cls,
+        named: Iterable[tuple[str, torch.Tensor]],
+        *,
+        slab_nbytes: int = 16 << 20,
+        own_nbytes: int = OWN_NBYTES,
+        flat: bool = False,
     ) -> WeightLayout:
-        """Plan the layout of ``named`` tensors (meta tensors do), in that order; reads no values, keeps no tensor."""
+        """Plan the layout of ``named`` tensors (meta tensors do), in that order; reads no values, keeps no tensor.
+
+        ``flat`` asks for the layout of a storage that is yet to be made, for :meth:`views`: tensors one behind the
+        other, and slabs of any of them.
+        """
         tensors = list(named)  # all alive at once: a freed tensor's address would look like a tie
         ties = find_ties(tensors)
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
-        flat = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
-        if flat is not None:
-            return _build(rows, slab_nbytes, _MAX_NBYTES, flat)
+        lying = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
+        if flat or lying is not None:
+            return _build(rows, slab_nbytes, _MAX_NBYTES, lying or ALIGNMENT_NBYTES)
         return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes // 4), ALIGNMENT_NBYTES)
 
     @classmethod
@@ -302,18 +311,18 @@ def _flat_alignment(tensors: Sequence[torch.Tensor]) -> int | None:
     if len(whole) < 2 or whole[0].device.type == "meta" or not all(tensor.is_contiguous() for tensor in whole):
         return None
     base = whole[0].data_ptr()
-    if base % ALIGNMENT_NBYTES or len({tensor.untyped_storage().data_ptr() for tensor in whole}) > 1:
+    if base % _ALIGNMENTS[-1] or len({tensor.untyped_storage().data_ptr() for tensor in whole}) > 1:
         return None
     return next((alignment for alignment in _ALIGNMENTS if _lie_at(whole, base, alignment)), None)
 
 
 def _lie_at(tensors: Sequence[torch.Tensor], base: int, alignment: int) -> bool:
-    at = base
+    offset = 0
     for tensor in tensors:
-        at += -at % alignment
-        if tensor.data_ptr() != at:
+        offset += -offset % alignment
+        if tensor.data_ptr() != base + offset:
             return False
-        at += tensor.nbytes
+        offset += tensor.nbytes
     return True
 
 

@@ -30,10 +30,12 @@ class Received(Mapping[str, torch.Tensor]):
     that until the one after it begins to write: copy what must live longer.
     """
 
-    def __init__(
-        self, offer: Offer, tensors: Mapping[str, torch.Tensor], nbytes: int, seconds: Mapping[str, float]
-    ) -> None:
-        self.version, self.metadata, self.nbytes, self.seconds = offer.version, offer.metadata, nbytes, seconds
+    def __init__(self, offer: Offer, tensors: Mapping[str, torch.Tensor], nbytes: int, clock: StageClock) -> None:
+        self.version, self.metadata, self.nbytes = offer.version, offer.metadata, nbytes
+        self.seconds: Mapping[str, float] = clock.seconds
+        """The host's seconds, by stage."""
+        self.transfer_s = clock.span_s()
+        """The seconds between the first and the last byte, measured on the device."""
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -117,7 +119,7 @@ class WeightReceiver:
             if self._take(offer, rooms, deadline, clock):
                 tensors = rooms.flip()
                 self.version = offer.version
-                return Received(offer, tensors, rooms.layout.payload_nbytes, clock.seconds)
+                return Received(offer, tensors, rooms.layout.payload_nbytes, clock)
 
     def close(self) -> None:
         """Leave the link and free the memory; tensors that were received must not be used after."""
@@ -158,7 +160,7 @@ class WeightReceiver:
         with clock("rendezvous"):
             if self._await_note(offer, "go", deadline) != b"go":
                 return False
-        with clock("wire"), torch.no_grad():
+        with clock("wire"), torch.no_grad(), clock.span(self._backend):
             vote = self._move(offer, rooms)
         with clock("vote"):
             self._board.say(offer, self._member, note="vote", text=vote)

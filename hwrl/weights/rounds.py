@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from hwrl.backend import Backend
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.layout import TensorFeed, WeightLayout
@@ -31,8 +32,11 @@ class Rounds:
     round is lost), ``_break_off`` ends what a lost round left under way.
     """
 
-    def __init__(self, board: Board, roster: Roster, layout: WeightLayout, *, timeout_s: float) -> None:
-        self._board, self._roster, self._layout, self._timeout_s = board, roster, layout, timeout_s
+    def __init__(
+        self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, timeout_s: float
+    ) -> None:
+        self._board, self._roster, self._layout = board, roster, layout
+        self._backend, self._timeout_s = backend, timeout_s
         self._past: Offer | None = None
         self._trouble = ""
 
@@ -116,7 +120,8 @@ class Rounds:
             with clock("wire"), torch.no_grad(), contextlib.ExitStack() as stack:
                 if isinstance(reading, Generator):
                     stack.callback(reading.close)  # now, and not when the failure's traceback is dropped
-                self._move(offer, reading, clock)
+                with clock.span(self._backend):
+                    self._move(offer, reading, clock)
         except CommError as exc:
             self._break_off()
             return exc

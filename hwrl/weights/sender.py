@@ -99,7 +99,7 @@ class WeightSender:
         )
         receivers, excluded = link.publish(base, named, clock)
         self.version = version
-        return TransferReport(version, self._layout.payload_nbytes, clock.seconds, receivers, excluded)
+        return TransferReport(version, self._layout.payload_nbytes, clock.seconds, receivers, excluded, clock.span_s())
 
     def joiners(self) -> tuple[str, ...]:
         """Return the replicas that have joined and lack the newest version; cheap.
