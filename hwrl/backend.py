@@ -296,13 +296,13 @@ class Backend:
         """Return the stream on which this thread's work is queued."""
         import torch
 
-        return torch.accelerator.current_stream(self.device())
+        return torch.accelerator.current_stream()
 
     def event(self, *, timing: bool = False) -> Any:
         """Return a ``torch.Event``; with ``timing`` it can measure ``elapsed_time`` in milliseconds."""
         import torch
 
-        return torch.Event(device=self.device(), enable_timing=timing)
+        return torch.Event(self.info.device_type, enable_timing=timing)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager that marks a named range in the profiler's timeline."""
@@ -314,14 +314,14 @@ class Backend:
 
     def memory_info(self) -> MemoryInfo:
         """Return what is used and free on the current device."""
-        module = self.device_module
-        free, total = module.mem_get_info()
+        free, total = self.device_module.mem_get_info()
+        stats = self.device_module.memory_stats()  # once: each of the module's shorter questions asks for all of them
         return MemoryInfo(
             free_nbytes=free,
             total_nbytes=total,
-            allocated_nbytes=module.memory_allocated(),
-            reserved_nbytes=module.memory_reserved(),
-            peak_nbytes=module.max_memory_allocated(),
+            allocated_nbytes=stats.get("allocated_bytes.all.current", 0),
+            reserved_nbytes=stats.get("reserved_bytes.all.current", 0),
+            peak_nbytes=stats.get("allocated_bytes.all.peak", 0),
         )
 
     def empty_cache(self) -> None:

@@ -41,8 +41,8 @@ ReduceOp = Literal["sum", "max", "min"]
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # What every collective library moves as it is, in every operation (one accepts no 8-bit unsigned and no 64-bit numbers
 # in all_gather). Any other dtype is moved as its bytes, which is exact.
-_CARRIED = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8)
-_REDUCED = (*_CARRIED, torch.float64, torch.int64, torch.uint8)
+_CARRIED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8})
+_REDUCED = frozenset({*_CARRIED, torch.float64, torch.int64, torch.uint8})
 _POLLS = ((0.001, 0.0), (0.05, 0.0001), (float("inf"), 0.005))  # for so long, a device is asked this often; seconds
 
 
@@ -143,6 +143,8 @@ def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float
 class Pending:
     """An operation under way, or done unless ``async_op`` was asked for. Keep its tensors unchanged until ``wait``."""
 
+    __slots__ = ("_group", "_op", "_work")
+
     def __init__(self, group: Group, op: str, work: Any) -> None:
         self._group, self._op, self._work = group, op, work
 
@@ -155,7 +157,7 @@ class Pending:
         if self._work is None:
             return
         try:
-            self._group.backend.await_work(self._work)
+            self._group._await_work(self._work)
         except RuntimeError as exc:
             raise self._group._failure(exc, self._op) from exc
 
@@ -185,8 +187,8 @@ class Group:
     Operations raise CommTimeoutError (a peer did not come within ``timeout_s``), PeerLostError (a peer's connection
     closed) or CommAbortedError (``abort`` or ``close`` was called). After the first two the group is of no more use:
     ``rebuild`` it with the survivors. On a device with streams an operation has only been queued when the call
-    returns; there the errors come from :meth:`Pending.complete` and ``barrier``. Made by :class:`Comm`; a context
-    manager that closes it.
+    returns; there the errors come from :meth:`Pending.complete` and ``barrier``, and the group keeps the newest
+    operation's tensors until one of them. Made by :class:`Comm`; a context manager that closes it.
     """
 
     def __init__(
@@ -202,10 +204,12 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._process_group = process_group
+        self._await_work = backend.await_work
         self._has_streams = backend.supports(Capability.STREAMS).usable
         self._ended: str | None = None
         self._failed = False
         self._watchers = 0
+        self._newest: Any = None
         self._rebuilds = 0
         self._warm_ups = 0
 
@@ -229,7 +233,7 @@ class Group:
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Fill ``output`` with every rank's ``input``, in rank order. Any dtype; contiguous; size × input's length."""
         _check_lengths("all_gather", whole=output, part=input, size=self.size)
-        out, mine = _carried(output, "all_gather"), _carried(input, "all_gather")
+        out, mine = _flat(_carried(output, "all_gather")), _flat(_carried(input, "all_gather"))
         return self._run("all_gather", lambda group: group._allgather_base(out, mine), mine, async_op=async_op)
 
     def reduce_scatter(
@@ -294,9 +298,9 @@ class Group:
     def close(self) -> None:
         """Give the group up; later operations raise CommAbortedError. Blocked ones are ended where that is possible.
 
-        On a device with streams, first blocks up to ``timeout_s`` until the current stream is through: what it was
-        ordered after still reaches the peers. Closing torch's default group, or a group made of it, destroys it in
-        torch too.
+        On a device with streams, first blocks up to ``timeout_s`` until what is queued has reached the peers; where a
+        peer is known to be gone, ``abort`` before. Closing torch's default group, or a group made of it, destroys it
+        in torch too.
         """
         if self._process_group is None:
             return
@@ -340,12 +344,13 @@ class Group:
             raise self._failure(None, op)
         try:
             work = call(self._process_group) if moved.numel() else None
+            if work is not None and not async_op:
+                self._await_work(work)
+            if self._has_streams:
+                self._newest = work
         except RuntimeError as exc:
             raise self._failure(exc, op) from exc
-        pending = Pending(self, op, work)
-        if not async_op:
-            pending.wait()
-        return pending
+        return Pending(self, op, work)
 
     def _watch(self, work: Any, op: str) -> None:
         """Block until ``work`` is done on the device; raise the library's error, or ours at the deadline."""
@@ -362,22 +367,23 @@ class Group:
             work.wait()  # does not block any more; orders the stream, and raises what the library found
         finally:
             self._watchers -= 1
+        if self._newest is work:
+            self._newest = None
 
     def _give_up(self, error: CommError) -> None:
-        """Free the device from what failed."""
-        with contextlib.suppress(UnsupportedError):
+        """Free the device from what failed; if that fails too, ``error`` says more."""
+        with contextlib.suppress(UnsupportedError, CommError):
             self.abort(f"an operation failed: {error.what}")
 
     def _is_quiet(self) -> bool:
-        """Return whether nothing can be under way, waiting ``timeout_s`` for it; without streams nobody can know."""
+        """Return whether nothing is under way, waiting ``timeout_s`` for it; without streams nobody can know."""
         if not self._has_streams or self._ended is not None or self._failed or self._watchers:
             return False
-        begin, stream = time.monotonic(), self.backend.current_stream()
-        while not stream.query():
-            passed_s = time.monotonic() - begin
-            if passed_s >= self.timeout_s:
-                return False
-            _pause(passed_s)
+        try:
+            if self._newest is not None:
+                self._watch(self._newest, "close")
+        except (RuntimeError, CommError):
+            return False
         return True
 
     def _meet(self, key: str, ranks: Collection[int], what: str, timeout_s: float) -> None:
@@ -409,8 +415,13 @@ def _carried(tensor: torch.Tensor, op: str) -> torch.Tensor:
         raise CommError(
             f"{op} needs a contiguous tensor", why=f"its strides are {tensor.stride()}", fix=".contiguous()"
         )
-    # A 0-d tensor, too, becomes a vector, as the libraries want.
-    return tensor.view(-1) if tensor.dtype in _CARRIED else raw_bytes(tensor).view(torch.int8)
+    if tensor.dtype not in _CARRIED:
+        return raw_bytes(tensor).view(torch.int8)
+    return tensor if tensor.dim() else _flat(tensor)  # libraries want dimensions; a view costs as much as all the rest
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _reduction(tensor: torch.Tensor, op: str, name: ReduceOp) -> Any:

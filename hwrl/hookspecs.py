@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from hwrl.backend import Backend, BackendInfo, Finding, ProbeContext, ProbeResult
 
@@ -34,6 +34,12 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
 @hookspec(firstresult=True)
 def hwrl_create_backend() -> Backend:
     """Return the backend. May import torch and the vendor's library; called once per process, when chosen."""
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_process_env(role: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a worker of ``role`` should start, given the driver's ``env``. Optional."""
     raise NotImplementedError
 
 

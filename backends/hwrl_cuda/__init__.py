@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name, and the one that torch 2.9 deprecated
 _making_group = threading.Lock()  # it changes the environment, which is the process's
 _PROVEN = Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
 _SUPPORT = {
@@ -67,12 +68,22 @@ def hwrl_create_backend() -> Backend:
 
 
 @hwrl.hookimpl
+def hwrl_process_env(role: str, env: Mapping[str, str]) -> dict[str, str]:
+    if role != "trainer" or any(name in env for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
+
+
+@hwrl.hookimpl
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
-    for name in (VISIBLE, "NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in (VISIBLE, "NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", *ALLOCATOR):
         if name in context.env:
             yield Finding("info", f"{name}={context.env[name]}")
     if context.env.get(VISIBLE) in ("", "-1"):
         yield Finding("warning", f"{VISIBLE} hides every GPU: this process sees no device", fix=f"unset {VISIBLE}")
+    if all(name in context.env for name in ALLOCATOR):
+        both = " and ".join(ALLOCATOR)
+        yield Finding("warning", f"{both} are set: torch reads some options of each", fix=f"unset {ALLOCATOR[1]}")
 
 
 class CudaDeviceMap(DeviceMap):
@@ -93,6 +104,9 @@ class CudaBackend(Backend):
     devices = CudaDeviceMap(visible_variable=VISIBLE, ray_resource="GPU")
 
     def supports(self, capability: Capability) -> Support:
+        settings = "".join(os.environ.get(name, "") for name in ALLOCATOR).replace(" ", "")
+        if capability is Capability.DEVICE_IPC and "expandable_segments:True" in settings:
+            return Support("unsupported", "expandable_segments is on, whose memory the driver does not share")
         return _SUPPORT.get(capability) or super().supports(capability)
 
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import ConfigError, EngineError, HwrlError
-from hwrl.registry import get_backend
+from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
 
@@ -102,9 +102,14 @@ class Fleet:
             fix="use fewer ranks or replicas, or add machines to the cluster that RAY_ADDRESS names",
         )
 
+    def _options(self, role: str) -> dict[str, Any]:
+        """Return what Ray is told about one worker: its device, and the variables that its backend wants."""
+        variables = process_env(role)
+        return self._backend.devices.ray_options(1) | ({"runtime_env": {"env_vars": variables}} if variables else {})
+
     def _launch_trainers(self) -> list[Any]:
         """Make the trainer's ranks and begin to set them up; return what to wait for."""
-        options = self._backend.devices.ray_options(1)
+        options = self._options("trainer")
         incarnation, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
         self._trainers = [ray.remote(TrainActor).options(**options).remote() for _ in range(self._config.train.ranks)]
         return [
@@ -124,7 +129,7 @@ class Fleet:
         """
         start, self._replica_starts = self._replica_starts, self._replica_starts + 1
         incarnation = f"{name}#{start}"
-        options = self._backend.devices.ray_options(1)
+        options = self._options("rollout")
         actor = ray.remote(RolloutActor).options(max_concurrency=4, **options).remote()
         self._replicas[name] = _Replica(actor, incarnation)
         joining = actor.set_up.remote(

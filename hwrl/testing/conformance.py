@@ -7,11 +7,13 @@ backend. A class skips what the backend says it does not support, with that reas
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hwrl.backend import Backend
+from hwrl.backend import Backend, Capability
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
@@ -44,9 +46,11 @@ __all__ = [
     "run_kit",
 ]
 
+_OUTCOMES = ("passed", "skipped", "failed")
+
 
 def run_kit(backend: Backend, *, keyword: str = "") -> tuple[int, list[str]]:
-    """Run every contract on ``backend`` and print each result; return pytest's exit status and the failed checks.
+    """Run every contract on ``backend``, print each result and a summary; return pytest's exit status and what failed.
 
     ``keyword`` is a pytest expression that selects checks. Child processes find the backend by its name.
     """
@@ -55,14 +59,16 @@ def run_kit(backend: Backend, *, keyword: str = "") -> tuple[int, list[str]]:
     # Neither the configuration nor the conftest files of the folder that the user happens to be in.
     isolated = ["-c", os.devnull, f"--rootdir={suite.parent}", "--noconftest", "-p", "no:cacheprovider"]
     status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [chosen])
+    print("\n".join(chosen.summary()))
     return int(status), chosen.failed
 
 
 class _Chosen:
-    """A pytest plugin that gives the kit its backend and remembers what failed."""
+    """A pytest plugin that gives the kit its backend and remembers what became of each check."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._ended: dict[str, Counter[str]] = defaultdict(Counter)
         self.failed: list[str] = []
 
     @pytest.fixture
@@ -70,5 +76,20 @@ class _Chosen:
         return self._backend
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::")[2]
         if report.failed:
-            self.failed.append(report.nodeid.partition("::")[2])
+            self.failed.append(name)
+        if report.when == "call" or not report.passed:
+            self._ended[name.partition("::")[0]][report.outcome] += 1
+
+    def summary(self) -> Iterator[str]:
+        """Yield a table of what was promised and kept, then what the backend says about itself, then what failed."""
+        backend = self._backend
+        yield f"\nbackend {backend.info.name}, {backend.device_count()} device(s)"
+        yield f"  {'contract':<24}" + "".join(f"{outcome:>9}" for outcome in _OUTCOMES)
+        for contract, ended in self._ended.items():
+            yield f"  {contract:<24}" + "".join(f"{ended[outcome] or '-':>9}" for outcome in _OUTCOMES)
+        for capability in Capability:
+            support = backend.supports(capability)
+            yield f"  {capability.value:<24}{support.state:<13} {support.reason}"
+        yield from (f"  FAILED {name}" for name in self.failed)

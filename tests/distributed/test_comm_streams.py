@@ -79,6 +79,44 @@ def test_a_peer_that_does_not_come_is_a_timeout_and_frees_the_group() -> None:
     assert TIMEOUT_S <= passed_s < TIMEOUT_S + 3.0
 
 
+def _close_what_was_only_queued(rank: int, address: str) -> list[float]:
+    group, store = _pair(rank, address), connect_store(address)
+    tensor = torch.full((1 << 20,), float(rank))
+    if rank == 0:
+        group.timeout_s = 20.0
+        group.broadcast(tensor, src=0)
+        threading.Timer(0.5, store.set, ("come", "")).start()
+        group.close()  # waits until the other has come
+        return [tensor.mean().item()]
+    assert not await_keys(store, ["come"], timeout_s=20.0)
+    group.broadcast(tensor, src=0, async_op=True).complete()
+    group.close()
+    return [tensor.mean().item()]
+
+
+def test_close_lets_what_is_queued_reach_the_peers() -> None:
+    store = serve_store()
+    assert run_processes(_close_what_was_only_queued, 2, store_address(store)) == [[0.0], [0.0]]
+
+
+def _close_what_cannot_end(rank: int, address: str) -> float:
+    group, store = _pair(rank, address), connect_store(address)
+    if rank == 1:
+        assert not await_keys(store, ["over"], timeout_s=20.0)
+        return 0.0
+    group.recv(torch.zeros(4), src=1)
+    begin = time.monotonic()
+    group.close()
+    store.set("over", "")
+    return time.monotonic() - begin
+
+
+def test_close_ends_what_cannot_end() -> None:
+    store = serve_store()
+    passed_s, _ = run_processes(_close_what_cannot_end, 2, store_address(store))
+    assert TIMEOUT_S <= passed_s < TIMEOUT_S + 3.0
+
+
 def _close_while_another_thread_waits(rank: int, address: str) -> str:
     group, store = _pair(rank, address), connect_store(address)
     if rank == 1:

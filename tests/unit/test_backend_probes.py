@@ -13,7 +13,7 @@ import pytest
 import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
-from hwrl.backend import Finding, ProbeContext
+from hwrl.backend import Capability, Finding, ProbeContext
 from hwrl.errors import BackendUnavailableError, ConfigError
 
 CUDA_TORCH = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -180,3 +180,26 @@ def test_doctor_is_told_that_the_npu_order_shows_no_device(machine: Machine) -> 
         "ASCEND_RT_VISIBLE_DEVICES='1,0' shows no device: the runtime wants strictly ascending numbers",
         fix="set ASCEND_RT_VISIBLE_DEVICES=0,1",
     )
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_trainer_on_gpus_gets_expandable_segments_unless_the_user_configures_the_allocator(name: str) -> None:
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert hwrl_cuda.hwrl_process_env(role="trainer", env={}) == wanted
+    assert hwrl_cuda.hwrl_process_env(role="trainer", env={name: ""}) == {}
+    assert hwrl_cuda.hwrl_process_env(role="rollout", env={}) == {}
+
+
+def test_doctor_is_told_about_two_allocator_settings(machine: Machine) -> None:
+    env = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": ""}
+    findings = list(hwrl_cuda.hwrl_doctor(machine.context(**env)))
+    assert findings[-1].level == "warning"
+    assert findings[-1].fix == "unset PYTORCH_CUDA_ALLOC_CONF"
+
+
+def test_expandable_segments_cannot_be_opened_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = hwrl_cuda.CudaBackend(hwrl_cuda.INFO)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+    assert not backend.supports(Capability.DEVICE_IPC).usable
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert backend.supports(Capability.DEVICE_IPC).usable

@@ -1,6 +1,7 @@
 """The Python examples of the README and of pages that need one process run as printed."""
 
 import ast
+import builtins
 import collections.abc
 import re
 from pathlib import Path
@@ -41,5 +42,7 @@ def test_every_name_in_the_page_on_hooks_exists() -> None:
     assert blocks
     for block in blocks:
         names = {node.id for node in ast.walk(ast.parse(f"def {block.strip()}: ...")) if isinstance(node, ast.Name)}
-        missing = [name for name in names if not (hasattr(backend, name) or hasattr(collections.abc, name))]
+        missing = [
+            name for name in names if not any(hasattr(home, name) for home in (backend, collections.abc, builtins))
+        ]
         assert not missing, f"{block.strip()} needs {missing}"

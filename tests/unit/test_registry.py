@@ -328,3 +328,23 @@ def test_the_installed_backends_are_found() -> None:
 
 def test_the_process_has_one_backend() -> None:
     assert hwrl.get_backend() is hwrl.get_backend()
+
+
+WANTS = """
+@hwrl.hookimpl
+def hwrl_process_env(role, env):
+    return {{"KEPT": "the backend's", "WANTED": role}}
+"""
+
+
+def test_a_worker_gets_what_its_backend_wants_and_nobody_has_set(plugins: PluginFiles) -> None:
+    plugins.add("sim", source=SOURCE + WANTS)
+    assert plugins.registry(KEPT="the user's").process_env("trainer") == {"WANTED": "trainer"}
+
+
+def test_a_worker_of_a_backend_that_wants_nothing_gets_nothing(plugins: PluginFiles) -> None:
+    plugins.add("sim")
+    assert plugins.registry().process_env("trainer") == {}
+    by_hand = plugins.registry()
+    by_hand.set_backend(Backend(BackendInfo(name="mine", device_type="cpu", description="no plugin made it")))
+    assert by_hand.process_env("rollout") == {}

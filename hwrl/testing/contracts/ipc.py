@@ -17,6 +17,7 @@ from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import run_processes
 
 _WAIT_S = 60.0
+_HERE, _ELSEWHERE, _RENUMBERED = "on the device", "on another device", "that sees only the device, as its first"
 _FIRST, _END, _LENGTH = 100, 612, 1000
 
 
@@ -29,10 +30,10 @@ class DeviceIpcContract:
         if not support.usable:
             pytest.skip(f"no device_ipc: {support.reason}")
 
-    @pytest.mark.parametrize("reader", ["on the device", "on another device", "that numbers devices otherwise"])
+    @pytest.mark.parametrize("reader", [_HERE, _ELSEWHERE, _RENUMBERED])
     def test_both_processes_see_the_same_bytes(self, backend: Backend, reader: str) -> None:
         """A part of a larger storage: its values, what the exporter writes later, and what the reader writes."""
-        if reader != "on the device" and backend.device_count() < 2:
+        if reader != _HERE and backend.device_count() < 2:
             pytest.skip("needs two devices")
         address = StoreAddress()
         assert run_processes(_export_or_open, 2, backend.info.name, str(address), reader) == [[], []]
@@ -67,7 +68,9 @@ class DeviceIpcContract:
 
 def _export_or_open(rank: int, name: str, address: str, reader: str) -> list[str]:
     """Return what went wrong, one line each."""
-    return _export(place(0, name), address) if rank == 0 else _open(name, address, reader)
+    if rank == 0:
+        return _export(place(int(reader == _RENUMBERED), name), address)
+    return _open(name, address, reader)
 
 
 def _export(backend: Backend, address: str) -> list[str]:
@@ -90,10 +93,11 @@ def _export(backend: Backend, address: str) -> list[str]:
 def _open(name: str, address: str, reader: str) -> list[str]:
     hwrl.set_backend(name)
     backend, store = hwrl.get_backend(), connect_store(address)
-    if reader == "that numbers devices otherwise":
-        os.environ.update(backend.devices.render((1, 0)))  # not read before the first use of the device
-    backend.set_device(0 if reader == "on the device" else 1)
-    theirs = backend.device(1 if reader == "that numbers devices otherwise" else 0)
+    if reader == _RENUMBERED:
+        second = backend.devices.to_physical(1, os.environ)
+        os.environ.update(backend.devices.render([second]))  # not read before the first use of the device
+    backend.set_device(int(reader == _ELSEWHERE))
+    theirs = backend.device(0)
     _await(store, "again")
     opened, again = (backend.open_memory(json.loads(store.get(key))) for key in ("handle", "again"))
     wrong = _differences(opened, again, device=theirs, plus=0)
@@ -102,7 +106,7 @@ def _open(name: str, address: str, reader: str) -> list[str]:
     wrong += _differences(opened, again, device=theirs, plus=1)
     del again  # the other mapping stays
     opened.zero_()
-    backend.synchronize()
+    opened.cpu()  # waits for the tensor's device, which need not be the current one
     store.set("written", "")
     return wrong
 
