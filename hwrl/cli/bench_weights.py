@@ -284,11 +284,11 @@ class _Ways:
 def _measure(rank: int, size: int, address: str, plan: _Plan) -> dict[str, Any]:
     ways = _Ways(rank, size, address, plan)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in plan.ways}
-    exact = True
+    exact = dict.fromkeys(plan.ways, True)
     for version in range(plan.rounds + 2):
         for way in plan.ways:
             wall_s, device_s, moved = ways.timed(way, version)
-            exact = exact and (rank == 0 or ways.is_exact(moved))
+            exact[way] = exact[way] and (rank == 0 or ways.is_exact(moved))
             if version > 1:  # the first two connect, plan and allocate
                 stages = dict(getattr(moved, "seconds", {}))
                 found[way].append({"wall_s": wall_s, "device_s": device_s, "stages": stages})
@@ -333,14 +333,15 @@ def _result(args: argparse.Namespace, ranks: list[dict[str, Any]]) -> dict[str, 
     first, model = ranks[0], ranks[0]["model"]
     ways = {way: _of_way([rank["found"][way] for rank in ranks], model["payload_nbytes"]) for way in first["found"]}
     flat = ways["flat broadcast"]
-    for found in ways.values():
+    for way, found in ways.items():
+        found["bit_exact"] = all(rank["exact"][way] for rank in ranks)
         found["of_flat"] = flat["wall_median_s"] / found["wall_median_s"]
         found["of_flat_on_device"] = flat["device_median_s"] / found["device_median_s"]
     return {
         "benchmark": "weights",
         **model,
         "receivers": args.receivers,
-        "bit_exact": all(rank["exact"] for rank in ranks),
+        "bit_exact": all(found["bit_exact"] for found in ways.values()),
         "ways": ways,
         "small_publish_median_s": statistics.median(first["small_s"]),
         **provenance("torch"),
@@ -376,5 +377,6 @@ def _table(result: dict[str, Any]) -> str:
             parts = ", ".join(f"{stage} {stage_s * 1e3:.1f}" for stage, stage_s in found["stages_s"].items())
             lines.append(f"{way}, ms of the sender's host: {parts}")
     lines.append(f"publishing 0.4 MB: {result['small_publish_median_s'] * 1e3:.2f} ms")
-    lines.append("every transfer was bit-exact" if result["bit_exact"] else "A TRANSFER WAS NOT BIT-EXACT")
+    wrong = ", ".join(way for way, found in result["ways"].items() if not found["bit_exact"])
+    lines.append(f"NOT BIT-EXACT: {wrong}" if wrong else "every transfer was bit-exact")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from hwrl.backend import Backend, Capability
 from hwrl.comm import Comm, Group, Pending
-from hwrl.errors import CommError
+from hwrl.errors import CommError, UnsupportedError
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import BroadcastBuffer, Lease, Place
 from hwrl.weights.checksum import Checksums
@@ -44,7 +45,7 @@ class Lanes:
                     comm.standalone_group(store, rank=rank, size=size, name=f"{name}/{lane}", timeout_s=timeout_s)
                 )
         except CommError:
-            cls(groups).close()
+            cls(groups).break_off()
             raise
         return cls(groups)
 
@@ -53,6 +54,13 @@ class Lanes:
         group = self._groups[self._turn % len(self._groups)]
         self._turn += 1
         return group.broadcast(memory, src=0, async_op=True)
+
+    def break_off(self) -> None:
+        """End what is under way, here and at the peers, and close the groups."""
+        for group in self._groups:
+            with contextlib.suppress(UnsupportedError):  # then closing waits for what cannot be ended
+                group.abort("the transfer was broken off")
+        self.close()
 
     def close(self) -> None:
         """Close the groups."""
@@ -84,7 +92,7 @@ class DeviceSender(Rounds):
     def _begin(self, offer: Offer) -> Offer:
         name, to = self._lanes_to
         if self._lanes is None or to != offer.to:
-            self._break_off()
+            self.close()
             name = f"{offer.epoch}.{offer.number}"
         return replace(offer, group=name, lanes=lanes_on(self._backend))
 
@@ -110,9 +118,15 @@ class DeviceSender(Rounds):
             pending.wait()
         lanes.broadcast(self._sums.values).wait()
 
-    def _break_off(self) -> None:
+    def close(self) -> None:
+        """Close the groups."""
         if self._lanes is not None:
             self._lanes.close()
+        self._lanes = None
+
+    def _break_off(self) -> None:
+        if self._lanes is not None:
+            self._lanes.break_off()
         self._lanes = None
         self._buffer.free_all()
 
@@ -139,17 +153,21 @@ class DeviceReceiver:
         self._lanes: Lanes | None = None
         self._name = ""
 
-    def receive(self, offer: Offer, member: int, place: Place, sums: Checksums) -> str:
-        """Receive ``offer`` into ``place``; return the vote: "whole", "corrupt …" or "torn …"."""
+    def receive(self, offer: Offer, member: int, place: Place, sums: Checksums) -> torch.Tensor:
+        """Receive ``offer`` into ``place`` and its sums into ``sums``; return the sender's sums, for comparison.
+
+        Ordered on the current stream; the host waits only for the collectives. Raises CommError if one was lost.
+        """
         try:
-            theirs = self._receive_slabs(self._lanes_for(offer, member), place, sums)
-        except CommError as exc:
-            self.close()
-            return f"torn: {exc.what}"
+            return self._receive_slabs(self._lanes_for(offer, member), place, sums)
         except BaseException:  # the groups are out of step, whatever ended the receiving
-            self.close()
+            self._break_off()
             raise
-        return sums.vote(theirs)
+
+    def _break_off(self) -> None:
+        if self._lanes is not None:
+            self._lanes.break_off()
+        self._lanes = None
 
     def close(self) -> None:
         """Close the groups."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hwrl.backend import Backend, Capability
-from hwrl.errors import CommError, TransferFailedError
+from hwrl.backend import Backend, Capability, StreamLike
+from hwrl.errors import CommTimeoutError, TransferFailedError
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import BroadcastBuffer, Place
@@ -62,6 +62,7 @@ class IpcSender(Rounds):
         return committed
 
     def _break_off(self) -> None:
+        """Forget what was lent; no receiver reads it any more, or none that is waited for."""
         self._lent = []
 
 
@@ -81,7 +82,7 @@ class _Exports:
             self._numbers[storage._cdata] = len(self._handles)
             self.memories.append(bytes_of(storage))
             self._handles.append(self._backend.export_memory(self.memories[-1]))
-        self._places.append((self._numbers[storage._cdata], memory.storage_offset()))
+        self._places.append((self._numbers[storage._cdata], int(memory.storage_offset())))
 
     def to_json(self) -> str:
         return json.dumps({"handles": self._handles, "places": self._places})
@@ -93,35 +94,52 @@ class IpcReceiver:
     def __init__(self, board: Board, *, backend: Backend, timeout_s: float) -> None:
         self._board, self._backend, self._timeout_s = board, backend, timeout_s
         self._opened: dict[str, torch.Tensor] = {}
+        self._streams: list[StreamLike] = []
 
-    def receive(self, offer: Offer, place: Place, sums: Checksums) -> str:
-        """Copy ``offer`` into ``place``; return the vote: "whole", "corrupt …" or "torn …"."""
+    def receive(self, offer: Offer, place: Place, sums: Checksums) -> torch.Tensor:
+        """Copy ``offer`` into ``place`` and its sums into ``sums``; return the sender's sums, for comparison.
+
+        Ordered on the current stream. Raises CommError if the sender's memory cannot be opened.
+        """
         note = self._board.await_note(offer, _NOTE, timeout_s=self._timeout_s)
         if note is None:
-            return f"torn: the sender did not export its memory within {self._timeout_s:g} s"
-        try:
-            theirs = self._copy(_read(note, sums.slabs), place, sums)
-        except CommError as exc:
-            return f"torn: {exc.what}: {exc.why}"
-        return sums.vote(theirs)
+            raise CommTimeoutError(
+                f"the sender did not export its memory within {self._timeout_s:g} s",
+                why="it died, or reading its tensors takes longer",
+                fix="raise the receiver's timeout_s if it is only slow",
+            )
+        exports = _read(note, sums.slabs)
+        self._opened = {
+            key: self._opened[key] if key in self._opened else self._backend.open_memory(handle)
+            for key, handle in exports.handles.items()
+        }
+        return self._copy(exports.places, list(self._opened.values()), place, sums)
 
     def close(self) -> None:
         """Close the sender's memory."""
         self._opened = {}
 
-    def _copy(self, exports: _Opening, place: Place, sums: Checksums) -> torch.Tensor:
-        self._opened = {
-            key: self._opened[key] if key in self._opened else self._backend.open_memory(handle)
-            for key, handle in exports.handles.items()
-        }
-        opened = list(self._opened.values())
-        for index in range(sums.slabs):
-            lease = place.room(index)
-            number, offset = exports.places[index]
-            lease.memory.copy_(_part(opened[number], offset, lease.memory.numel()), non_blocking=True)
-            sums.add(index, lease.memory)
-            place.land(lease)
-        number, offset = exports.places[-1]
+    def _copy(
+        self, places: list[tuple[int, int]], opened: list[torch.Tensor], place: Place, sums: Checksums
+    ) -> torch.Tensor:
+        current = self._backend.current_stream()
+        if not self._streams and self._backend.supports(Capability.STREAMS).usable:
+            # Two in turn: while one slab is summed and unpacked, the next is copied.
+            self._streams = [self._backend.stream() for _ in range(2)]
+        streams = self._streams or [current]
+        for stream in self._streams:
+            stream.wait_stream(current)
+        for index, (number, offset) in enumerate(places[:-1]):
+            stream = streams[index % len(streams)]
+            with stream:
+                lease = place.room(index)
+                lease.memory.copy_(_part(opened[number], offset, lease.memory.numel()), non_blocking=True)
+                sums.add(index, lease.memory)
+                place.land(lease)
+                lease.in_use_until(stream.record_event())
+        for stream in self._streams:
+            current.wait_stream(stream)
+        number, offset = places[-1]
         theirs = torch.empty_like(sums.values)
         return theirs.copy_(_part(opened[number], offset, theirs.nbytes).view(torch.int64))
 

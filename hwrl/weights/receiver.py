@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from hwrl.backend import Backend
 from hwrl.comm import Comm
-from hwrl.errors import CommTimeoutError, LayoutMismatchError, QuarantinedError, TransferFailedError
+from hwrl.errors import CommError, CommTimeoutError, LayoutMismatchError, QuarantinedError, TransferFailedError
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import InPlace, Place, Staging
 from hwrl.weights.checksum import Checksums
@@ -160,16 +160,24 @@ class WeightReceiver:
         with clock("rendezvous"):
             if self._await_note(offer, "go", deadline) != b"go":
                 return False
-        with clock("wire"), torch.no_grad(), clock.span(self._backend):
-            vote = self._move(offer, rooms)
+        with clock("wire"), torch.no_grad():
+            vote = self._move(offer, rooms, clock)
         with clock("vote"):
             self._board.say(offer, self._member, note="vote", text=vote)
             return self._await_note(offer, "verdict", deadline) == b"committed"
 
-    def _move(self, offer: Offer, rooms: _Rooms) -> str:
-        if offer.transport == "ipc":
-            return self._ipc.receive(offer, self._spare(rooms), rooms.sums)
-        return self._device.receive(offer, self._member, self._spare(rooms), rooms.sums)
+    def _move(self, offer: Offer, rooms: _Rooms, clock: StageClock) -> str:
+        """Receive ``offer``; return the vote: "whole", "corrupt …" or "torn …"."""
+        place = self._spare(rooms)
+        try:
+            with clock.span(self._backend):
+                if offer.transport == "ipc":
+                    theirs = self._ipc.receive(offer, place, rooms.sums)
+                else:
+                    theirs = self._device.receive(offer, self._member, place, rooms.sums)
+        except CommError as exc:
+            return f"torn: {exc.what}"
+        return rooms.sums.vote(theirs)
 
     def _spare(self, rooms: _Rooms) -> Place:
         if self._into is not None:

@@ -60,8 +60,7 @@ class Rounds:
         )
 
     def close(self) -> None:
-        """Give up what the transport holds."""
-        self._break_off()
+        """Give up what the transport holds, when nothing is under way."""
 
     def _begin(self, offer: Offer) -> Offer:
         """Return ``offer`` with what the transport's receivers must know."""
