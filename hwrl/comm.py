@@ -400,8 +400,8 @@ class Group:
 
 
 def _pause(passed_s: float) -> None:
-    """Sleep between two looks at a device: not at all at first, later so that the answer is a hundredth late."""
-    time.sleep(0.0 if passed_s < 0.001 else min(max(0.0001, passed_s / 100), 0.005))
+    """Sleep between two looks at a device: not at all at first, later so that the answer is half a hundredth late."""
+    time.sleep(0.0 if passed_s < 0.001 else min(max(0.0001, passed_s / 200), 0.005))
 
 
 def _given(value: int | None, name: str) -> int:

@@ -80,7 +80,7 @@ def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tupl
             passed_s = time.monotonic() - begin
             if passed_s >= timeout_s:
                 break
-            time.sleep(min(max(_POLL_S[0], passed_s / 100), _POLL_S[1]))  # late by a hundredth at most
+            time.sleep(min(max(_POLL_S[0], passed_s / 200), _POLL_S[1]))  # late by half a hundredth at most
             missing = [key for key in missing if not store.check([key])]
     return tuple(missing)
 

@@ -153,8 +153,13 @@ def _process() -> str:
 def _context(index: int) -> Iterator[None]:
     """Make the device's context current in this thread, which the driver's calls need, and torch makes late."""
     with torch.cuda.device(index):
-        torch.cuda.mem_get_info(index)
+        _make_context(index)
         yield
+
+
+@functools.cache
+def _make_context(index: int) -> None:
+    torch.cuda.mem_get_info(index)
 
 
 def _call(name: str, *args: Any) -> None:

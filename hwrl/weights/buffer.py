@@ -15,6 +15,9 @@ from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.layout import Entry, Piece, Slab, WeightLayout, view_bytes
 
+# Tensors are copied as integers of their items' size: a batched copy of floats may not keep the bits of a NaN.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
 
 class Waitable(Protocol):
     """An operation under way: a :class:`~hwrl.comm.Pending`, or an event of the backend."""
@@ -64,7 +67,7 @@ class BroadcastBuffer:
 
     A slab whose tensors lie in memory as the layout lays them out (one contiguous tensor, or a part of one; several of
     a flat storage) is lent as it lies, without a copy. The others are packed and unpacked by one batched copy for each
-    dtype. Memory is taken at the first need and reused; using the same layout again allocates nothing, except a
+    item size. Memory is taken at the first need and reused; using the same layout again allocates nothing, except a
     temporary for each tensor that is at once larger than a slab and not contiguous.
     """
 
@@ -82,7 +85,7 @@ class BroadcastBuffer:
             return Lease(index, lying, copied=False, _slot=None, _generation=0)
         slot = self._next_slot(index)
         for which, views in self._views(slot, index):
-            torch._foreach_copy_(views, [self._source(slab.pieces[number], tensors[number]) for number in which])
+            torch._foreach_copy_(views, [self._words(slab.pieces[number], tensors[number]) for number in which])
         return Lease(index, slot.memory[: slab.nbytes], copied=True, _slot=slot, _generation=slot.generation)
 
     def room(self, index: int, tensors: Sequence[torch.Tensor]) -> Lease:
@@ -100,7 +103,7 @@ class BroadcastBuffer:
             return
         slab = self._layout.slabs[lease.index]
         for which, views in self._views(lease._slot, lease.index):
-            torch._foreach_copy_([self._target(slab.pieces[number], tensors[number]) for number in which], views)
+            torch._foreach_copy_([self._words(slab.pieces[number], tensors[number]) for number in which], views)
 
     def free_all(self) -> None:
         """Forget the operations that were under way: their group is closed, and waiting for them would only fail."""
@@ -140,27 +143,27 @@ class BroadcastBuffer:
         return slot
 
     def _views(self, slot: _Slot, index: int) -> list[tuple[list[int], list[torch.Tensor]]]:
-        """Return slab ``index``'s places in ``slot``: for each dtype, which pieces they are and views of them."""
+        """Return slab ``index``'s places in ``slot``: for each item size, which pieces they are and views of them."""
         if index not in slot.views:
-            by_dtype: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+            by_size: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
             for number, piece in enumerate(self._layout.slabs[index].pieces):
                 raw, entry = slot.memory[piece.at : piece.at + piece.nbytes], self._layout.entries[piece.entry]
-                view = view_bytes(raw, entry) if _is_whole(piece, entry) else raw
-                which, views = by_dtype.setdefault(view.dtype, ([], []))
+                view = _as_words(view_bytes(raw, entry)) if _is_whole(piece, entry) else raw
+                which, views = by_size.setdefault(view.dtype, ([], []))
                 which.append(number)
                 views.append(view)
-            slot.views[index] = list(by_dtype.values())
+            slot.views[index] = list(by_size.values())
         return slot.views[index]
 
-    def _source(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    def _words(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``piece`` of ``tensor``, as its place in a slot is viewed."""
         if _is_whole(piece, self._layout.entries[piece.entry]):
-            return tensor
+            return _as_words(tensor)
         return raw_bytes(tensor.contiguous())[piece.start : piece.start + piece.nbytes]
 
-    def _target(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
-        if _is_whole(piece, self._layout.entries[piece.entry]):
-            return tensor
-        return raw_bytes(tensor)[piece.start : piece.start + piece.nbytes]
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_WORDS[tensor.itemsize])
 
 
 def _is_whole(piece: Piece, entry: Entry) -> bool:
@@ -225,6 +228,7 @@ class InPlace:
         aliases = [(self.tensors[e.name], self.tensors[e.alias_of]) for e in layout.entries if e.alias_of is not None]
         self._copies = [(alias, whole) for alias, whole in aliases if alias.data_ptr() != whole.data_ptr()]
         self._flat = _flat_memory(layout, self.tensors)
+        self._of_slab: dict[int, list[torch.Tensor]] = {}
 
     def room(self, index: int) -> Lease:
         """Return the tensors' own memory where slab ``index`` can be received into it, else a slot of the ring."""
@@ -244,8 +248,11 @@ class InPlace:
             alias.copy_(whole)
 
     def _of(self, index: int) -> list[torch.Tensor]:
-        names = (self._layout.entries[piece.entry].name for piece in self._layout.slabs[index].pieces)
-        return [self.tensors[name] for name in names]
+        if index not in self._of_slab:
+            entries = self._layout.entries
+            pieces = self._layout.slabs[index].pieces
+            self._of_slab[index] = [self.tensors[entries[piece.entry].name] for piece in pieces]
+        return self._of_slab[index]
 
 
 def _check_target(entry: Entry, target: torch.Tensor | None, device: torch.device, slab_nbytes: int) -> None:

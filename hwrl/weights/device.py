@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -57,9 +58,13 @@ class Lanes:
 
     def break_off(self) -> None:
         """End what is under way, here and at the peers, and close the groups."""
-        for group in self._groups:
+
+        def abort(group: Group) -> None:
             with contextlib.suppress(UnsupportedError):  # then closing waits for what cannot be ended
                 group.abort("the transfer was broken off")
+
+        with ThreadPoolExecutor(max(1, self.count)) as threads:  # at once: one's end may wait for the other's work
+            list(threads.map(abort, self._groups))
         self.close()
 
     def close(self) -> None:
@@ -153,13 +158,18 @@ class DeviceReceiver:
         self._lanes: Lanes | None = None
         self._name = ""
 
-    def receive(self, offer: Offer, member: int, place: Place, sums: Checksums) -> torch.Tensor:
+    def receive(self, offer: Offer, member: int, place: Place, sums: Checksums, clock: StageClock) -> torch.Tensor:
         """Receive ``offer`` into ``place`` and its sums into ``sums``; return the sender's sums, for comparison.
 
-        Ordered on the current stream; the host waits only for the collectives. Raises CommError if one was lost.
+        Blocks until the collectives are done. Raises CommError if one was lost.
         """
         try:
-            return self._receive_slabs(self._lanes_for(offer, member), place, sums)
+            lanes = self._lanes_for(offer, member)
+            with clock.span(self._backend):
+                theirs, newest = self._receive_slabs(lanes, place, sums)
+            for pending in newest:
+                pending.complete()  # before anything waits for the device, which a lost sender would leave hanging
+            return theirs
         except BaseException:  # the groups are out of step, whatever ended the receiving
             self._break_off()
             raise
@@ -190,7 +200,10 @@ class DeviceReceiver:
             self._name = offer.group
         return self._lanes
 
-    def _receive_slabs(self, lanes: Lanes, place: Place, sums: Checksums) -> torch.Tensor:
+    def _receive_slabs(
+        self, lanes: Lanes, place: Place, sums: Checksums
+    ) -> tuple[torch.Tensor, collections.deque[Pending]]:
+        """Queue the whole transfer; return the sender's sums and the last operation of each lane."""
         under_way: collections.deque[tuple[Pending, Lease]] = collections.deque()
         newest: collections.deque[Pending] = collections.deque(maxlen=lanes.count)
         for index in range(sums.slabs):
@@ -203,9 +216,8 @@ class DeviceReceiver:
             _land(*under_way.popleft(), place, sums)
         theirs = torch.empty_like(sums.values)
         newest.append(lanes.broadcast(theirs))
-        for pending in newest:
-            pending.complete()  # before anything waits for the device, which a lost sender would leave hanging
-        return theirs
+        newest[-1].wait()
+        return theirs, newest
 
 
 def _land(pending: Pending, lease: Lease, place: Place, sums: Checksums) -> None:

@@ -96,7 +96,7 @@ class IpcReceiver:
         self._opened: dict[str, torch.Tensor] = {}
         self._streams: list[StreamLike] = []
 
-    def receive(self, offer: Offer, place: Place, sums: Checksums) -> torch.Tensor:
+    def receive(self, offer: Offer, place: Place, sums: Checksums, clock: StageClock) -> torch.Tensor:
         """Copy ``offer`` into ``place`` and its sums into ``sums``; return the sender's sums, for comparison.
 
         Ordered on the current stream. Raises CommError if the sender's memory cannot be opened.
@@ -113,7 +113,8 @@ class IpcReceiver:
             key: self._opened[key] if key in self._opened else self._backend.open_memory(handle)
             for key, handle in exports.handles.items()
         }
-        return self._copy(exports.places, list(self._opened.values()), place, sums)
+        with clock.span(self._backend):
+            return self._copy(exports.places, list(self._opened.values()), place, sums)
 
     def close(self) -> None:
         """Close the sender's memory."""

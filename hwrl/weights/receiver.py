@@ -170,11 +170,10 @@ class WeightReceiver:
         """Receive ``offer``; return the vote: "whole", "corrupt …" or "torn …"."""
         place = self._spare(rooms)
         try:
-            with clock.span(self._backend):
-                if offer.transport == "ipc":
-                    theirs = self._ipc.receive(offer, place, rooms.sums)
-                else:
-                    theirs = self._device.receive(offer, self._member, place, rooms.sums)
+            if offer.transport == "ipc":
+                theirs = self._ipc.receive(offer, place, rooms.sums, clock)
+            else:
+                theirs = self._device.receive(offer, self._member, place, rooms.sums, clock)
         except CommError as exc:
             return f"torn: {exc.what}"
         return rooms.sums.vote(theirs)
