@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, Finding, ProbeContext, ProbeResult, Support
+from hwrl.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -78,4 +83,24 @@ class CudaBackend(Backend):
     def supports(self, capability: Capability) -> Support:
         if capability in _PROVEN:
             return Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
+        if capability is Capability.REGISTERED_MEMORY:
+            return Support("unverified", "the runtime's own registration, not proven on this device")
         return super().supports(capability)
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        import torch
+
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if error:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.device())  # the runtime reports the error to the next launch as well
+            raise UnsupportedError(
+                f"cannot page-lock {memory.nbytes:,} bytes of host memory",
+                why=f"cudaHostRegister failed with error {error}",
+                fix="allow the process to lock that much memory (ulimit -l, the container's limits)",
+            )
+
+    def unregister_host_memory(self, memory: torch.Tensor) -> None:
+        import torch
+
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

@@ -69,7 +69,7 @@ class WeightReceiver:
         self._done = 0  # offers up to this number are taken, withdrawn or failed
         self._rooms: _Rooms | None = None
         self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs, timeout_s=timeout_s)
-        self._host = HostReceiver(self._board)
+        self._host = HostReceiver(self._board, backend=self._backend)
         self.join()
 
     def __enter__(self) -> WeightReceiver:
@@ -95,8 +95,9 @@ class WeightReceiver:
     def receive(self, *, timeout_s: float = 60.0) -> Received:
         """Block until the newest offered version is committed here, and return it.
 
-        Raises CommTimeoutError if none is offered within ``timeout_s``, TransferFailedError if one did not commit
-        (the old version stays valid), QuarantinedError if this receiver was excluded (``join`` again).
+        Raises CommTimeoutError if none is offered within ``timeout_s``, or one that the host transport offered is still
+        being written then; TransferFailedError if one did not commit (the old version stays valid); QuarantinedError
+        if this receiver was excluded (``join`` again).
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -104,16 +105,21 @@ class WeightReceiver:
             with clock("wait"):
                 offer = self._await_offer(deadline, timeout_s)
             rooms = self._rooms_for(offer)
-            self._done = offer.number
-            if self._take(offer, rooms, deadline, clock):
-                self.version = offer.version
-                tensors = rooms.flip()
-                return Received(offer, tensors, rooms.layout.payload_nbytes, clock.seconds)
+            after, self._done = self._done, offer.number
+            try:
+                taken = self._take(offer, rooms, after, deadline, clock)
+            except CommTimeoutError:
+                self._done = after  # it is still being written
+                raise
+            if taken is not None:
+                self.version = taken.version
+                return Received(taken, rooms.flip(), rooms.layout.payload_nbytes, clock.seconds)
 
     def close(self) -> None:
         """Leave the link and free the memory; tensors that were received must not be used after."""
         self._board.leave(self._member)
         self._device.close()
+        self._host.close()
         self._rooms = None
 
     def _offered(self) -> Offer | None:
@@ -140,19 +146,19 @@ class WeightReceiver:
                 )
             self._board.await_offer(self._board.newest() + 1, timeout_s=min(_WATCH_S, left_s))
 
-    def _take(self, offer: Offer, rooms: _Rooms, deadline: float, clock: StageClock) -> bool:
+    def _take(self, offer: Offer, rooms: _Rooms, after: int, deadline: float, clock: StageClock) -> Offer | None:
         if offer.transport == "host":
-            with clock("copy"):
-                return self._host.receive(offer, rooms.layout, rooms.spare(), rooms.sums)
+            spare, sums = rooms.spare(), rooms.sums
+            return self._host.receive(offer, spare, sums, after=after, deadline=deadline, clock=clock)
         self._board.say(offer, self._member, note="here", text="here")
         with clock("rendezvous"):
             if self._await_note(offer, "go", deadline) != b"go":
-                return False
+                return None
         with clock("wire"):
             vote = self._device.receive(offer, self._member, rooms.spare(), rooms.sums)
         with clock("vote"):
             self._board.say(offer, self._member, note="vote", text=vote)
-            return self._await_note(offer, "verdict", deadline) == b"committed"
+            return offer if self._await_note(offer, "verdict", deadline) == b"committed" else None
 
     def _await_note(self, offer: Offer, note: str, deadline: float) -> bytes | None:
         """Wait for the sender's note on ``offer``; None if another offer came instead."""

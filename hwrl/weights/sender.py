@@ -171,6 +171,7 @@ class WeightSender:
             self._board,
             layout,
             backend=self._backend,
+            slabs=self._slabs,
             directory=self._directory,
             versions=self._versions,
             timeout_s=self._timeout_s,
