@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +41,14 @@ class Transfer:
 
     def __repr__(self) -> str:
         return f"Transfer(nbytes={self.nbytes}, seconds={self.seconds:.6f})"
+
+
+@dataclass
+class Moved:
+    """What :meth:`Offloader.loaded` moved: ``load`` on entering, ``offload`` on leaving (nothing until then)."""
+
+    load: Transfer = field(default_factory=Transfer)
+    offload: Transfer = field(default_factory=Transfer)
 
 
 class Offloader:
@@ -118,16 +126,18 @@ class Offloader:
         return moved
 
     @contextlib.contextmanager
-    def loaded(self, *, params: bool = True, optimizer: bool = True) -> Iterator[Transfer]:
+    def loaded(self, *, params: bool = True, optimizer: bool = True) -> Iterator[Moved]:
         """Have the chosen parts on the device inside; restore the state that was found, on errors too."""
         chosen = self._chosen(params=params, optimizer=optimizer)
         found = [part.offloaded for part in chosen]
+        moved = Moved()
         try:
-            yield self.load(params=params, optimizer=optimizer)
+            moved.load = self.load(params=params, optimizer=optimizer)
+            yield moved
         finally:
             away = [part for part, offloaded in zip(chosen, found, strict=True) if offloaded]
             here = [part for part in chosen if part not in away]
-            self.offload(params=self._params in away, optimizer=self._optimizer in away)
+            moved.offload = self.offload(params=self._params in away, optimizer=self._optimizer in away)
             self.load(params=self._params in here, optimizer=self._optimizer in here)
 
     def close(self) -> None:

@@ -149,9 +149,9 @@ def test_what_the_host_holds_already_is_not_copied_again() -> None:
     _step(net, optimizer)
     with Offloader(net, optimizer, backend=BACKEND) as offloader:
         offloader.offload()
-        with offloader.loaded() as brought:
+        with offloader.loaded() as moved:
             net.eval()(torch.ones(2, WIDTH))  # reads only
-        assert brought.nbytes > 0
+        assert moved.load.nbytes > 0 and (moved.offload.nbytes, moved.offload.seconds) == (0, 0.0)
         offloader.load()
         unchanged = offloader.offload()
         assert (unchanged.nbytes, unchanged.seconds) == (0, 0.0)
