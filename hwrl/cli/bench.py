@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure weight transfer or asynchronous training"
+HELP = "measure weight transfer, memory offload or asynchronous training"
 
-BENCHMARKS = ("weights", "async")
+BENCHMARKS = ("weights", "offload", "async")
 """Each is the module ``hwrl.cli.bench_<name>`` with HELP, configure(parser) and run(args), like a subcommand."""
 
 
