@@ -19,6 +19,7 @@ import torch
 
 from hwrl.backend import Backend
 from hwrl.errors import CommTimeoutError, TransferFailedError, UnsupportedError, WeightsError
+from hwrl.memory.pagelock import PageLocked
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import BroadcastBuffer, Staging
 from hwrl.weights.checksum import Checksums
@@ -290,15 +291,15 @@ class _Place:
     """One version's file as one process maps it: ``slabs`` and ``sums``, page-locked, and a header between them."""
 
     def __init__(self, file: int, layout: WeightLayout, *, backend: Backend) -> None:
-        self._file, self._backend, self._header_at = file, backend, _header_at(layout)
-        self._memory = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-        self.slabs = Staging(layout, flat=self._memory).slabs
+        self._file, self._header_at = file, _header_at(layout)
+        mapping = mmap.mmap(file, 0)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.slabs = Staging(layout, flat=memory).slabs
         at = _sums_at(layout)
-        self.sums = self._memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
-        self._registered = False
+        self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
+        self._lock: PageLocked | None = None
         try:
-            backend.register_host_memory(self._memory)
-            self._registered = True
+            self._lock = PageLocked(mapping, backend=backend)
         except UnsupportedError as exc:
             _log.warning("weights on the host are not page-locked, which slows copies down: %s", exc)
 
@@ -343,9 +344,9 @@ class _Place:
         return number, slabs
 
     def close(self) -> None:
-        """Unlock and close; the memory is unmapped with this object."""
-        if self._registered:
-            self._backend.unregister_host_memory(self._memory)
+        """Unlock the memory and close the file; the memory is unmapped with this object."""
+        if self._lock is not None:
+            self._lock.close()
         os.close(self._file)
 
 
