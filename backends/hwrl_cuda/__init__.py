@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 _PROVEN = (Capability.STREAMS, Capability.PINNED_MEMORY, Capability.MEMORY_STATS)
 
 
@@ -76,7 +77,7 @@ class CudaDeviceMap(DeviceMap):
 
 
 class CudaBackend(Backend):
-    """torch's CUDA device, unchanged; only the way processes are given devices is its own."""
+    """torch's CUDA device; only the numbering of devices and the page-locking of existing memory are its own."""
 
     devices = CudaDeviceMap(visible_variable=VISIBLE, ray_resource="GPU")
 
@@ -90,14 +91,14 @@ class CudaBackend(Backend):
     def register_host_memory(self, memory: torch.Tensor) -> None:
         import torch
 
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _REGISTER_PORTABLE))
         if error:
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self.device())  # the runtime reports the error to the next launch as well
+                torch.ones(1, device=self.device())  # the next launch would report the error once more
             raise UnsupportedError(
                 f"cannot page-lock {memory.nbytes:,} bytes of host memory",
                 why=f"cudaHostRegister failed with error {error}",
-                fix="allow the process to lock that much memory (ulimit -l, the container's limits)",
+                fix="let the process lock that much memory (ulimit -l, the container's limits), outside a disk's files",
             )
 
     def unregister_host_memory(self, memory: torch.Tensor) -> None:
