@@ -87,6 +87,7 @@ class _Bench:
             tensor.detach().add_(1.0)
         copies, found["per_tensor_offload_wall"] = self._wall(self._copy_each)
         _, found["per_tensor_load_wall"] = self._wall(lambda: self._copy_back(copies))
+        self.backend.empty_cache()  # of what this benchmark held itself
         used, held = self._used_nbytes(), self.offloader.pool_nbytes
         away, found["offload_wall"] = self._wall(self.offloader.offload)
         found["freed_nbytes"] = used - self._used_nbytes()

@@ -30,6 +30,7 @@ _log = logging.getLogger("hwrl.weights")
 _PREFIX = "hwrl-weights-"
 _HOST = torch.device("cpu")
 _HEADER = struct.Struct("<qq")  # the offer's number, and how many slabs are there; one more when the checksums are
+_FIRST_SLOTS = (0, 1)  # those that alternate unless receivers lag; made and page-locked in the first transfer
 _TORN = -1  # instead of a number of slabs: writing ended with an error
 _POLL_S = 5e-5  # a slab of 16 MiB takes 300 µs on its way to the host
 _WATCH_S = 0.2
@@ -98,6 +99,9 @@ class HostSender:
 
     def _claim(self, number: int, clock: StageClock) -> tuple[int, _Place]:
         """Make a place that nobody reads, and that does not hold the newest version, offer ``number``'s."""
+        with clock("register"):
+            for slot in _FIRST_SLOTS:
+                self._place(slot)
         deadline = time.monotonic() + self._timeout_s
         while True:
             for slot in range(len(self._places)):
@@ -274,16 +278,16 @@ class HostReceiver:
         if offer.directory != self._directory:
             self.close()
             self._directory = offer.directory
-        if offer.slot not in self._places:
+        for slot in {*_FIRST_SLOTS, offer.slot} - self._places.keys():
             try:
-                file = os.open(Path(offer.directory) / str(offer.slot), os.O_RDWR)
+                file = os.open(Path(offer.directory) / str(slot), os.O_RDWR)
             except FileNotFoundError as exc:
                 raise TransferFailedError(
                     f"version {offer.version} is not on this host",
                     why=f"{exc.filename} is missing: its sender has closed it, or runs on another host",
                     fix="use transport='device' between hosts",
                 ) from exc
-            self._places[offer.slot] = _Place(file, self._board.layout(offer), backend=self._backend)
+            self._places[slot] = _Place(file, self._board.layout(offer), backend=self._backend)
         return self._places[offer.slot]
 
 

@@ -95,9 +95,9 @@ class WeightSender:
         if isinstance(link, DeviceSender):
             receivers, excluded = link.publish(base, tensors, clock)
         else:
-            link.publish(base, tensors, clock)
-            self._roster.refresh()
+            self._roster.refresh()  # before: who is quick has the version, and may have left, when it is written
             receivers = len(self._roster.members)
+            link.publish(base, tensors, clock)
         self.version = version
         return TransferReport(version, self._payload_nbytes, clock.seconds, receivers, excluded)
 

@@ -335,11 +335,12 @@ def test_each_end_page_locks_each_place_once_and_releases_it(store: Store, tmp_p
             report = sender.publish(version, _model(version))
             assert receiver.receive(timeout_s=1.0).version == version
             assert {"claim", "register", "copy"} < report.seconds.keys()
+            assert (mine.registered, theirs.registered) == (2, 2)
         assert mine.registered == theirs.registered == len(mine.calls) == len(theirs.calls) == 2
         with _sender(store, backend=mine, transport="host", directory=tmp_path) as other:
             other.publish(0, _model(0))
             receiver.receive(timeout_s=1.0)
-            assert (mine.registered, theirs.registered) == (3, 1)
+            assert (mine.registered, theirs.registered) == (4, 2)
     receiver.close()
     assert mine.registered == theirs.registered == 0
 
