@@ -35,6 +35,8 @@ class Capability(StrEnum):
     """Work can be queued on a side stream and run while the caller goes on."""
     PINNED_MEMORY = "pinned_memory"
     """Host memory can be page-locked, so that copies to and from the device are asynchronous."""
+    REGISTERED_MEMORY = "registered_memory"
+    """Host memory that exists already, such as what processes share, can be page-locked where it lies."""
     MEMORY_STATS = "memory_stats"
     """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
     COMM_ABORT = "comm_abort"
@@ -241,7 +243,7 @@ class Backend:
         """Return whether this backend has ``capability``, with the reason."""
         if capability is Capability.SHARED_DEVICE_GROUPS:
             return Support("unsupported", "most collective libraries want a device for each rank")
-        if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT):
+        if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT, Capability.REGISTERED_MEMORY):
             return Support("unsupported", "the backend does not implement it")
         return Support("unverified", "torch's generic implementation, not proven on this device")
 
@@ -357,6 +359,17 @@ class Backend:
     def _lacks_ipc(self, needed_for: str) -> Exception:
         self.require(Capability.DEVICE_IPC, needed_for=needed_for)
         return NotImplementedError(f"{self!r} says that it has device_ipc, and does not implement it")
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        """Page-lock ``memory``, 1-d uint8 on the host, where it lies; it stays the caller's.
+
+        Blocks for seconds where there are gigabytes. Call :meth:`unregister_host_memory` before the memory goes.
+        """
+        self.require(Capability.REGISTERED_MEMORY, needed_for="page-lock host memory where it lies")
+
+    def unregister_host_memory(self, memory: torch.Tensor) -> None:
+        """End what :meth:`register_host_memory` began; no copy of ``memory`` may be under way."""
+        self.require(Capability.REGISTERED_MEMORY, needed_for="release host memory that was page-locked")
 
     # -- random numbers -----------------------------------------------------------------------------------------
 

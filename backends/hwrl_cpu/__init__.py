@@ -31,6 +31,7 @@ INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo col
 _SUPPORT = {
     Capability.STREAMS: Support("unsupported", "CPU work runs in the calling thread; streams are inline"),
     Capability.PINNED_MEMORY: Support("supported", "host memory is anonymous mmap, apart from the heap"),
+    Capability.REGISTERED_MEMORY: Support("supported", "the processor copies, and needs no page locked"),
     Capability.MEMORY_STATS: Support("supported", "counted by the C library"),
     Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
     Capability.SHARED_DEVICE_GROUPS: Support("supported", "groups are of processes, not of devices"),

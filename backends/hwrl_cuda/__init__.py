@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, Finding, ProbeContext, ProbeResult, Support
+from hwrl.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -21,14 +22,16 @@ if TYPE_CHECKING:
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name, and the one that torch 2.9 deprecated
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 _making_group = threading.Lock()  # it changes the environment, which is the process's
 _PROVEN = Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
 _SUPPORT = {
     Capability.STREAMS: _PROVEN,
     Capability.PINNED_MEMORY: _PROVEN,
     Capability.MEMORY_STATS: _PROVEN,
-    Capability.COMM_ABORT: Support("unverified", "NCCL's own abort, and groups without torch's watchdog"),
-    Capability.DEVICE_IPC: Support("unverified", "the driver's IPC; not with expandable_segments or cudaMallocAsync"),
+    Capability.COMM_ABORT: _PROVEN,
+    Capability.DEVICE_IPC: _PROVEN,
+    Capability.REGISTERED_MEMORY: Support("unverified", "the runtime's own registration, not proven on this device"),
 }
 
 
@@ -118,6 +121,24 @@ class CudaBackend(Backend):
         from hwrl_cuda import ipc
 
         return ipc.open(handle)
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        import torch
+
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _REGISTER_PORTABLE))
+        if error:
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self.device())  # the next launch would report the error once more
+            raise UnsupportedError(
+                f"cannot page-lock {memory.nbytes:,} bytes of host memory",
+                why=f"cudaHostRegister failed with error {error}",
+                fix="let the process lock that much memory (ulimit -l, the container's limits), outside a disk's files",
+            )
+
+    def unregister_host_memory(self, memory: torch.Tensor) -> None:
+        import torch
+
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
     def create_process_group(
         self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -21,26 +21,44 @@ from hwrl.memory.pool import PinnedPool
 from hwrl.registry import get_backend
 
 _ALIGNMENT_NBYTES = 512
+_BATCH_NBYTES = 256 << 20  # copying it takes several times as long as the fingerprints of the next batch
+
+_Item = TypeVar("_Item")
+_Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Pairs of target and source."""
+_Placed = tuple[torch.UntypedStorage, int, tuple[int, ...]]
+"""A storage, where its copy begins in the slab, and its tensors' version counters."""
 
 
 class Transfer:
     """What an offload or a load moved. ``nbytes`` counts the bytes that were copied, not those only freed."""
 
-    def __init__(self, *, nbytes: int = 0, events: tuple[Any, Any] | None = None) -> None:
-        self.nbytes = nbytes
-        self._events = events
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._events: list[tuple[Any, Any]] = []
+
+    def add(self, *, nbytes: int, begin: Any, end: Any) -> None:
+        """Count a copy of ``nbytes`` between two timing events."""
+        self.nbytes += nbytes
+        self._events.append((begin, end))
 
     @property
     def seconds(self) -> float:
         """The duration of the copies; exactly 0.0 if nothing was copied. Blocks until they are done."""
-        if self._events is None:
-            return 0.0
-        begin, end = self._events
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+        for _, end in self._events:
+            end.synchronize()
+        return sum((float(begin.elapsed_time(end)) for begin, end in self._events), 0.0) / 1000
 
     def __repr__(self) -> str:
         return f"Transfer(nbytes={self.nbytes}, seconds={self.seconds:.6f})"
+
+
+@dataclass
+class Moved:
+    """What :meth:`Offloader.loaded` moved: ``load`` on entering, ``offload`` on leaving (nothing until then)."""
+
+    load: Transfer = field(default_factory=Transfer)
+    offload: Transfer = field(default_factory=Transfer)
 
 
 class Offloader:
@@ -93,8 +111,10 @@ class Offloader:
         """
         parts = [part for part in self._chosen(params=params, optimizer=optimizer) if not part.offloaded]
         self._stream.synchronize()  # a load may still read the slab that is now written
-        stale = [copy for part in parts for copy in part.plan_offload(self._pool)]
-        moved = self._copy(stale)
+        moved = Transfer()
+        for batches in [part.plan_offload(self._pool) for part in parts]:
+            for copies in batches:
+                self._copy(copies, moved)
         self._stream.synchronize()
         for part in parts:
             part.free()
@@ -109,25 +129,28 @@ class Offloader:
         :class:`~hwrl.errors.MemoryStateError` if the device has no room; that part stays offloaded then.
         """
         parts = [part for part in self._chosen(params=params, optimizer=optimizer) if part.offloaded]
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        moved = Transfer()
         try:
             for part in parts:
-                copies += part.restore()
+                for copies in part.restore():
+                    self._copy(copies, moved)
         finally:
-            moved = self._copy(copies)
+            self._backend.current_stream().wait_stream(self._stream)
         return moved
 
     @contextlib.contextmanager
-    def loaded(self, *, params: bool = True, optimizer: bool = True) -> Iterator[Transfer]:
+    def loaded(self, *, params: bool = True, optimizer: bool = True) -> Iterator[Moved]:
         """Have the chosen parts on the device inside; restore the state that was found, on errors too."""
         chosen = self._chosen(params=params, optimizer=optimizer)
         found = [part.offloaded for part in chosen]
+        moved = Moved()
         try:
-            yield self.load(params=params, optimizer=optimizer)
+            moved.load = self.load(params=params, optimizer=optimizer)
+            yield moved
         finally:
             away = [part for part, offloaded in zip(chosen, found, strict=True) if offloaded]
             here = [part for part in chosen if part not in away]
-            self.offload(params=self._params in away, optimizer=self._optimizer in away)
+            moved.offload = self.offload(params=self._params in away, optimizer=self._optimizer in away)
             self.load(params=self._params in here, optimizer=self._optimizer in here)
 
     def close(self) -> None:
@@ -145,20 +168,18 @@ class Offloader:
     def _chosen(self, *, params: bool, optimizer: bool) -> list[_Part]:
         return [self._params] * params + [self._optimizer] * optimizer
 
-    def _copy(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """Copy pairs of (target, source) on the side stream, after and before the work of the current one."""
+    def _copy(self, copies: _Copies, moved: Transfer) -> None:
+        """Queue ``copies`` on the side stream, after the current one's work, and count them in ``moved``."""
         if not copies:
-            return Transfer()
+            return
         begin, end = self._backend.event(timing=True), self._backend.event(timing=True)
-        current = self._backend.current_stream()
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(self._backend.current_stream())
         with self._stream:
             begin.record(self._stream)
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
             end.record(self._stream)
-        current.wait_event(end)
-        return Transfer(nbytes=sum(target.numel() for target, _ in copies), events=(begin, end))
+        moved.add(nbytes=sum(target.numel() for target, _ in copies), begin=begin, end=end)
 
 
 @dataclass(frozen=True)
@@ -183,7 +204,7 @@ class _Part:
         *,
         apart_from: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
-        self._name, self._device_type = name, backend.info.device_type
+        self._name, self._backend = name, backend
         self._find, self._apart_from, self._refuse = find, apart_from, refuse
         self._slab: torch.Tensor | None = None
         self._copied: dict[int, _Slot] = {}  # by start, what the slab holds
@@ -191,15 +212,28 @@ class _Part:
         self._guards: list[Any] = []
         self.offloaded = False
 
-    def plan_offload(self, pool: PinnedPool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the copies to the host that :meth:`free` needs first; changes nothing on the device."""
+    def plan_offload(self, pool: PinnedPool) -> Iterator[_Copies]:
+        """Return the copies to the host that :meth:`free` needs first, in batches; changes nothing on the device.
+
+        A batch is compared with what the host holds only when it is asked for, while the one before is copied.
+        """
         layout = self._lay_out()
-        slab = pool.slab(self._name, nbytes=_end(slot for _, slot in layout))
+        slab = pool.slab(self._name, nbytes=max((start + storage.nbytes() for storage, start, _ in layout), default=0))
         if slab is not self._slab:
             self._slab, self._copied = slab, {}
-        stale = [(storage, slot) for storage, slot in layout if self._copied.get(slot.start) != slot]
-        self._away, self._copied = layout, {}  # known again when the copies are complete
-        return [(slab[slot.start : slot.start + slot.nbytes], bytes_of(storage)) for storage, slot in stale]
+        known, self._copied, self._away = self._copied, {}, []  # known again when the copies are complete
+        return self._stale(layout, slab, known)
+
+    def _stale(self, layout: list[_Placed], slab: torch.Tensor, known: dict[int, _Slot]) -> Iterator[_Copies]:
+        for batch in _batches(layout, lambda placed: placed[0].nbytes()):
+            copies = []
+            prints = fingerprints([storage for storage, _, _ in batch])
+            for (storage, start, versions), fingerprint in zip(batch, prints, strict=True):
+                slot = _Slot(start, storage.nbytes(), versions, fingerprint)
+                self._away.append((storage, slot))
+                if known.get(start) != slot:
+                    copies.append((slab[start : start + slot.nbytes], bytes_of(storage)))
+            yield copies
 
     def free(self) -> None:
         """Free the device memory; the slab holds all of it."""
@@ -209,34 +243,40 @@ class _Part:
         self._guards = self._refuse(self._name)
         self.offloaded = True
 
-    def restore(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Allocate the device memory again and return the copies that fill it."""
+    def restore(self) -> Iterator[_Copies]:
+        """Allocate the device memory again, batch by batch, and yield the copies that fill it.
+
+        A batch is allocated while the one before is copied.
+        """
         assert self._slab is not None, "offloaded before"
-        slab, away = self._slab, self._away
+        for batch in _batches(self._away, lambda pair: pair[1].nbytes):
+            self._allocate(batch)
+            yield [(bytes_of(storage), self._slab[slot.start : slot.start + slot.nbytes]) for storage, slot in batch]
+        for guard in self._guards:
+            guard.remove()
+        self._away, self._guards, self.offloaded = [], [], False
+
+    def _allocate(self, batch: list[tuple[torch.UntypedStorage, _Slot]]) -> None:
         try:
-            for storage, slot in away:
+            for storage, slot in batch:
                 storage.resize_(slot.nbytes)
         except RuntimeError as exc:  # torch's out-of-memory errors
-            for storage, _ in away:
+            self._backend.synchronize()  # earlier batches are being copied
+            for storage, _ in self._away:
                 storage.resize_(0)
             raise MemoryStateError(
                 f"the {self._name} cannot be loaded", why=str(exc), fix="free device memory and load again"
             ) from exc
-        for guard in self._guards:
-            guard.remove()
-        self._away, self._guards, self.offloaded = [], [], False
-        return [(bytes_of(storage), slab[slot.start : slot.start + slot.nbytes]) for storage, slot in away]
 
-    def _lay_out(self) -> list[tuple[torch.UntypedStorage, _Slot]]:
+    def _lay_out(self) -> list[_Placed]:
         apart = {storage._cdata for storage, _ in self._storages(self._apart_from())}
-        found = [pair for pair in self._storages(self._find()) if pair[0]._cdata not in apart]
-        for storage, _ in found:
-            _require_resizable(storage, self._name)
-        prints = fingerprints([storage for storage, _ in found])
-        placed, start = [], 0
-        for (storage, versions), fingerprint in zip(found, prints, strict=True):
-            placed.append((storage, _Slot(start, storage.nbytes(), versions, fingerprint)))
-            start += -(-storage.nbytes() // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        placed: list[_Placed] = []
+        start = 0
+        for storage, versions in self._storages(self._find()):
+            if storage._cdata not in apart:
+                _require_resizable(storage, self._name)
+                placed.append((storage, start, versions))
+                start += -(-storage.nbytes() // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
         return placed
 
     def _storages(self, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, tuple[int, ...]]]:
@@ -246,7 +286,7 @@ class _Part:
         for tensor in tensors:
             local = _local(tensor)
             storage = local.untyped_storage()
-            if local.device.type == self._device_type and storage.nbytes():
+            if local.device.type == self._backend.info.device_type and storage.nbytes():
                 storages[storage._cdata] = storage
                 versions[storage._cdata] = (*versions.get(storage._cdata, ()), tensor._version, local._version)
         return [(storage, versions[key]) for key, storage in storages.items()]
@@ -282,8 +322,18 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
 
-def _end(slots: Iterable[_Slot]) -> int:
-    return max((slot.start + slot.nbytes for slot in slots), default=0)
+def _batches(items: Iterable[_Item], nbytes_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Divide ``items`` into runs of about ``_BATCH_NBYTES``."""
+    batch: list[_Item] = []
+    nbytes = 0
+    for item in items:
+        batch.append(item)
+        nbytes += nbytes_of(item)
+        if nbytes >= _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def _require_resizable(storage: torch.UntypedStorage, name: str) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import torch
 
 from hwrl.backend import Backend
+from hwrl.errors import UnsupportedError
+from hwrl.memory.pagelock import PageLocked
 from hwrl.registry import get_backend
 
 
@@ -23,6 +28,7 @@ class PinnedPool:
     def __init__(self, backend: Backend | None = None) -> None:
         self._backend = backend or get_backend()
         self._slabs: dict[str, torch.Tensor] = {}
+        self._locks: dict[str, PageLocked] = {}
 
     def slab(self, name: str, *, nbytes: int) -> torch.Tensor:
         """Return the slab ``name``, a 1-d uint8 tensor of at least ``nbytes``.
@@ -32,9 +38,9 @@ class PinnedPool:
         held = self._slabs.get(name)
         if held is not None and held.numel() >= nbytes:
             return held
-        self._slabs.pop(name, None)
         del held
-        slab = self._slabs[name] = self._backend.pinned_empty(nbytes)
+        self._free(name)
+        slab = self._slabs[name] = self._allocate(name, nbytes)
         return slab
 
     @property
@@ -44,10 +50,24 @@ class PinnedPool:
 
     def close(self) -> None:
         """Give every slab up."""
-        self._slabs.clear()
+        for name in list(self._slabs):
+            self._free(name)
 
     def __enter__(self) -> PinnedPool:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _allocate(self, name: str, nbytes: int) -> torch.Tensor:
+        if nbytes:
+            with contextlib.suppress(UnsupportedError):
+                lock = self._locks[name] = PageLocked(mmap.mmap(-1, nbytes), backend=self._backend)
+                return lock.memory
+        return self._backend.pinned_empty(nbytes)
+
+    def _free(self, name: str) -> None:
+        self._slabs.pop(name, None)
+        lock = self._locks.pop(name, None)
+        if lock is not None:
+            lock.close()

@@ -130,9 +130,9 @@ class TrainConfig(Section):
     micro_batch_tokens: Positive = 16384
     """Padded tokens in one forward pass, at most (a longer response goes alone)."""
     param_offload: bool = False
-    """Keep the parameters in host memory between steps."""
+    """Keep the parameters in host memory, except during steps, weight transfers and checkpoints."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state in host memory between steps."""
+    """Keep the optimizer's state in host memory, except during steps and checkpoints."""
     max_restarts: NotNegative = 3
     """How often dead trainers are started again from the last complete checkpoint."""
     threads: Positive = 1

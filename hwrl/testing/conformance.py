@@ -28,6 +28,7 @@ from hwrl.testing.contracts.memory import (  # noqa: E402 - after the line above
     DeviceMemoryContract,
     OffloadContract,
     PinnedMemoryContract,
+    RegisteredMemoryContract,
 )
 from hwrl.testing.contracts.plugin import PluginContract  # noqa: E402 - after the line above
 from hwrl.testing.contracts.weights import WeightsContract  # noqa: E402 - after the line above
@@ -42,6 +43,7 @@ __all__ = [
     "OffloadContract",
     "PinnedMemoryContract",
     "PluginContract",
+    "RegisteredMemoryContract",
     "WeightsContract",
     "run_kit",
 ]

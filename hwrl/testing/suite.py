@@ -25,6 +25,10 @@ class TestPinnedMemory(conformance.PinnedMemoryContract):
     """Host memory."""
 
 
+class TestRegisteredMemory(conformance.RegisteredMemoryContract):
+    """Host memory that is shared."""
+
+
 class TestDeviceMemory(conformance.DeviceMemoryContract):
     """Device memory."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hwrl.memory import Moved
 from hwrl.train.batch import Batch
 from hwrl.train.losses import PolicyLoss
 
@@ -21,10 +22,11 @@ class TrainEngine(ABC):
     """
 
     @abstractmethod
-    def on_device(self, *, optimizer: bool) -> AbstractContextManager[None]:
+    def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
         """Have parameters (and the ``optimizer``'s state) on the device inside; offload again what was, errors or not.
 
-        Nothing moves for an engine that offloads nothing, nor for what is there already.
+        Nothing moves for an engine that offloads nothing, nor for what is there already. The context's value tells
+        what moved; its ``offload`` after the end.
         """
 
     @abstractmethod

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hwrl.backend import Backend
 from hwrl.errors import EngineError
-from hwrl.memory import Offloader
+from hwrl.memory import Moved, Offloader
 from hwrl.models import load_model, load_tokenizer, logits_at
 from hwrl.train.batch import Batch
 from hwrl.train.engine import TrainEngine
@@ -87,10 +87,8 @@ class FsdpEngine(TrainEngine):
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
         self._offloader.offload(params=param_offload, optimizer=optimizer_offload)
 
-    @contextlib.contextmanager
-    def on_device(self, *, optimizer: bool) -> Iterator[None]:
-        with self._offloader.loaded(optimizer=optimizer):
-            yield
+    def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
+        return self._offloader.loaded(optimizer=optimizer)
 
     # -- training -----------------------------------------------------------------------------------------------
 

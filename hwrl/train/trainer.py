@@ -11,6 +11,7 @@ import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
+from hwrl.memory import Moved
 from hwrl.rollout.groups import PromptGroup
 from hwrl.train.batch import Batch, collate
 from hwrl.train.choices import AdvantageName
@@ -65,19 +66,21 @@ class AsyncTrainer:
         return self.steps_done // self._trigger_parameter_sync_step
 
     def publish(self) -> dict[str, float]:
-        """Publish the current weights as :attr:`version`; at the start and after a resume."""
-        with self.engine.on_device(optimizer=False), self._clock.during("sync"):
-            return dict(self._publish(self.version, self.engine))
+        """Publish the current weights as :attr:`version`; return the figures of that. At the start, after a resume."""
+        with self.engine.on_device(optimizer=False) as moved, self._clock.during("sync"):
+            figures = dict(self._publish(self.version, self.engine))
+        return {**figures, **_move_figures(moved)}
 
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Train on ``groups`` and return the figures of the step; ``steps_done`` and perhaps ``version`` go up."""
         consumed = self._consumed_figures(groups)
         self._require_rows(groups)
-        with self._clock.during("train"), self.engine.on_device(optimizer=True):
+        with self._clock.during("train"), self.engine.on_device(optimizer=True) as moved:
             trained = self._train(groups[self._rank :: self._ranks])
             self.steps_done += 1
             synced = self.publish() if self.steps_done % self._trigger_parameter_sync_step == 0 else {}
-        return {**consumed, **trained, **synced, **self._seconds_since_last(), "weights/version": float(self.version)}
+        weights = {**_move_figures(moved), "weights/version": float(self.version)}
+        return {**consumed, **trained, **synced, **weights, **self._seconds_since_last()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state; the engine's is apart, because it holds tensors."""
@@ -154,6 +157,10 @@ class AsyncTrainer:
             "partial/ratio": _mean([float(span > 0) for span in spans]),
             "partial/max_span": float(max(spans)),
         }
+
+
+def _move_figures(moved: Moved) -> dict[str, float]:
+    return {"weights/load_s": moved.load.seconds, "weights/offload_s": moved.offload.seconds}
 
 
 def _mean(values: Sequence[float]) -> float:

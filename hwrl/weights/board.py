@@ -21,7 +21,8 @@ class Offer:
     """A version that the sender offers. ``number`` grows with every offer of every sender of the link.
 
     ``to`` are the receivers (their join numbers) of a device or ipc transfer, in rank order from 1; ``group`` names the
-    groups, ``lanes`` many, or the exported memory. ``directory`` and ``slot`` say where a host version lies.
+    groups, ``lanes`` many, or the exported memory. ``directory`` and ``slot`` say where a host version
+    lies; ``before`` is the offer of the version that stays until this one is whole, 0 if there is none.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Offer:
     lanes: int = 1
     directory: str = ""
     slot: int = 0
+    before: int = 0
     metadata: dict[str, str | int | float] = field(default_factory=dict)
 
     @classmethod

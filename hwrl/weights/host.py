@@ -1,39 +1,51 @@
-"""The host transport: whole versions in memory-mapped files of this host, which receivers pull when they are ready."""
+"""The host transport: whole versions in page-locked files of this host, which receivers pull when they are ready."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import shutil
+import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from hwrl.backend import Backend
-from hwrl.errors import TransferFailedError, WeightsError
+from hwrl.errors import CommTimeoutError, TransferFailedError, UnsupportedError, WeightsError
+from hwrl.memory.pagelock import PageLocked
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import Place, Staging
+from hwrl.weights.buffer import BroadcastBuffer, Place, Staging
 from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import ALIGNMENT_NBYTES, TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
 from hwrl.weights.rounds import Named
 
+_log = logging.getLogger("hwrl.weights")
 _PREFIX = "hwrl-weights-"
 _HOST = torch.device("cpu")
+_HEADER = struct.Struct("<qq")  # the offer's number, and how many slabs are there; one more when the checksums are
+_FIRST_SLOTS = (0, 1)  # those that alternate unless receivers lag; made and page-locked in the first transfer
+_TORN = -1  # instead of a number of slabs: writing ended with an error
+_POLL_S = 5e-5  # a slab of 16 MiB takes 300 µs on its way to the host
+_WATCH_S = 0.2
 
 
 class HostSender:
     """The writer of a ring of versions: the newest stays, and a place is written only when no receiver reads it.
 
-    Receivers claim a place by a shared lock on its file, which the system takes back from a receiver that is killed.
-    The directory is deleted on ``close``; what a killed sender left behind is deleted by the next one.
+    A place is one version's file. Receivers claim it by a shared lock, which the system takes back from a receiver
+    that is killed; the sender takes the exclusive lock for the moment in which it makes the place another offer's.
+    Receivers may read while it is written, as far as its header says that it is. Each process maps and page-locks a
+    place once. The directory is deleted on ``close``; what a killed sender left is deleted by the next one.
     """
 
     def __init__(
@@ -43,44 +55,49 @@ class HostSender:
         layout: WeightLayout,
         *,
         backend: Backend,
+        slabs: int,
         directory: Path | None,
         versions: int,
         timeout_s: float,
     ) -> None:
         self._board, self._roster, self._layout = board, roster, layout
-        self._backend, self._timeout_s = backend, timeout_s
+        self._backend, self._slabs, self._timeout_s = backend, slabs, timeout_s
         base = directory or _memory_directory()
         _sweep(base)
         self.directory, self._owner = _new_directory(base)
         self._places: list[_Place | None] = [None] * versions
+        self._buffer = BroadcastBuffer(layout, backend=backend, slabs=slabs)
+        self._sums = Checksums(layout, device=backend.device())
+        # Two streams: copies to the host follow each other without a gap while later slabs are packed and summed.
+        self._packing, self._copying = backend.stream(), backend.stream()
+        self._packed = backend.event()
+        self._copied = [backend.event() for _ in layout.slabs]
+        self._offers: list[Offer] = []  # those on the board
         self._newest: Offer | None = None
 
     def publish(self, base: Offer, named: Named, clock: StageClock) -> tuple[int, dict[str, str]]:
-        """Copy ``named`` into a free place and offer it; does not wait for receivers, only for a free place.
+        """Offer a free place and copy ``named`` into it; does not wait for receivers, only for a free place.
 
-        Returns how many receivers may pull it; nobody is excluded.
+        Returns how many receivers had joined by then; nobody is excluded. If copying fails, receivers are told, and
+        those that lack the version before still get it.
         """
-        with clock("claim"):
-            number = self._free_place()
-            place = self._places[number]
-            assert place is not None, "just claimed"
-        with clock("copy"):
-            place.write(named)
-            self._backend.current_stream().synchronize()
-            place.sum()
-        place.unlock()
-        offer = replace(
-            base,
-            number=self._board.newest() + 1,
-            directory=str(self.directory),
-            slot=number,
-        )
-        self._board.put_offer(offer)
-        if self._newest is not None:
-            self._board.forget(self._newest)
-        self._newest = offer
+        if isinstance(named, (Sequence, ItemsView)):
+            TensorFeed(self._layout, named).finish()  # before anything is offered
         self._roster.refresh()
-        return len(self._roster.members), {}
+        receivers = len(self._roster.members)
+        number = self._board.newest() + 1
+        with clock("claim"):
+            slot, place = self._claim(number, clock)
+        before = 0 if self._newest is None else self._newest.number
+        offer = replace(base, number=number, directory=str(self.directory), slot=slot, before=before)
+        self._board.put_offer(offer)
+        self._offers.append(offer)
+        with clock("copy"), torch.no_grad(), clock.span(self._backend):
+            self._write(place, TensorFeed(self._layout, named), clock)
+        for past in self._offers[:-1]:
+            self._board.forget(past)
+        self._offers, self._newest = [offer], offer
+        return receivers, {}
 
     def close(self) -> None:
         """Delete the files. A receiver that is reading one finishes undisturbed."""
@@ -91,12 +108,20 @@ class HostSender:
         shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._owner)
 
-    def _free_place(self) -> int:
+    def _claim(self, number: int, clock: StageClock) -> tuple[int, _Place]:
+        """Make a place that nobody reads, and that does not hold the newest version, offer ``number``'s."""
+        with clock("register"):
+            for slot in _FIRST_SLOTS:
+                self._place(slot)
         deadline = time.monotonic() + self._timeout_s
         while True:
-            for number in range(len(self._places)):
-                if (self._newest is None or number != self._newest.slot) and self._place(number).lock():
-                    return number
+            for slot in range(len(self._places)):
+                if self._newest is not None and slot == self._newest.slot:
+                    continue
+                with clock("register"):
+                    place = self._place(slot)
+                if place.begin(number):
+                    return slot, place
             if time.monotonic() > deadline:
                 raise TransferFailedError(
                     "there is no free place for a new version",
@@ -105,83 +130,111 @@ class HostSender:
                 )
             time.sleep(0.001)
 
-    def _place(self, number: int) -> _Place:
-        place = self._places[number]
+    def _place(self, slot: int) -> _Place:
+        place = self._places[slot]
         if place is None:
-            place = self._places[number] = _Place(self.directory / str(number), self._layout)
+            file = _allocate(self.directory / str(slot), nbytes=_sums_at(self._layout) + Checksums.nbytes(self._layout))
+            place = self._places[slot] = _Place(file, self._layout, backend=self._backend)
         return place
 
-
-class _Place:
-    """One version's file, as the writer holds it."""
-
-    def __init__(self, path: Path, layout: WeightLayout) -> None:
-        self._layout = layout
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        nbytes = _sums_at(layout) + Checksums.nbytes(layout)
+    def _write(self, place: _Place, feed: TensorFeed, clock: StageClock) -> None:
+        held: collections.deque[list[torch.Tensor]] = collections.deque()  # of the slabs that are not there yet
+        there = 0
         try:
-            os.posix_fallocate(self._file, 0, nbytes)  # a sparse file would kill the process when the memory runs out
-        except OSError as exc:
-            os.close(self._file)
-            raise WeightsError(
-                f"cannot keep another version of {nbytes:,} bytes in {path.parent}",
-                why=str(exc),
-                fix="free memory there",
-            ) from exc
-        self._staging, self._sums = _parts(layout, mmap.mmap(self._file, nbytes))
+            for index, target in enumerate(place.slabs):
+                with clock("gather"):
+                    held.append(feed.of(self._layout.slabs[index]))
+                self._copy_slab(index, target, held[-1])
+                while there <= index and (self._copied[there].query() or len(held) > self._slabs):
+                    self._copied[there].synchronize()
+                    there = place.announce(there + 1)
+                    held.popleft()
+            feed.finish()
+            with self._copying:
+                place.sums.copy_(self._sums.values, non_blocking=True)
+            for index in range(there, len(self._copied)):
+                self._copied[index].synchronize()
+                place.announce(index + 1)
+            self._copying.synchronize()
+            place.announce(len(self._copied) + 1)
+        except BaseException:
+            place.announce(_TORN)
+            raise
+        finally:  # the tensors are the caller's again, and the place is another version's
+            self._packing.synchronize()
+            self._copying.synchronize()
 
-    def lock(self) -> bool:
-        """Take the place for writing, unless a receiver reads it."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def unlock(self) -> None:
-        """Let receivers read."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def write(self, named: Named) -> None:
-        """Copy all tensors in, tied ones once."""
-        feed = TensorFeed(self._layout, named)
-        for slab in self._layout.slabs:
-            for piece, tensor in zip(slab.pieces, feed.of(slab), strict=True):
-                if piece.start == 0:
-                    self._staging.tensors[self._layout.entries[piece.entry].name].copy_(tensor)
-        feed.finish()
-
-    def sum(self) -> None:
-        """Write the checksums of what was copied in."""
-        for index, raw in enumerate(self._staging.slabs):
-            self._sums.add(index, raw)
-
-    def close(self) -> None:
-        """Close the file; its memory is unmapped with this object."""
-        os.close(self._file)
+    def _copy_slab(self, index: int, target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        self._packing.wait_stream(self._backend.current_stream())
+        with self._packing:
+            lease = self._buffer.pack(index, tensors)
+            self._sums.add(index, lease.memory)
+            self._packed.record(self._packing)
+        with self._copying:
+            self._copying.wait_event(self._packed)
+            target.copy_(lease.memory, non_blocking=True)
+            self._copied[index].record(self._copying)
+        lease.in_use_until(self._copied[index])
 
 
 class HostReceiver:
-    """The reader of a ring of versions."""
+    """The reader of a ring of versions. Its mapping of a place lives until another sender's offer comes."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, board: Board, *, backend: Backend) -> None:
+        self._board, self._backend = board, backend
+        self._directory = ""
+        self._places: dict[int, _Place] = {}
+        self._copying, self._summing = backend.stream(), backend.stream()
+        self._landed = backend.event()
 
-    def receive(self, offer: Offer, layout: WeightLayout, place: Place, sums: Checksums) -> bool:
-        """Copy the offered version into ``place``; return False if a newer one has replaced it.
+    def receive(
+        self, offer: Offer, place: Place, sums: Checksums, *, after: int, deadline: float, clock: StageClock
+    ) -> Offer | None:
+        """Copy the offered version into ``place`` while it is written; return its offer, None if it was replaced.
 
-        Raises TransferFailedError if the files are not there or hold other bytes than were written.
+        If it does not become whole, the version before is received instead, provided its number is above ``after``.
+        Raises TransferFailedError if that is not so either: the files are not there or hold other bytes than were
+        written, or the sender failed or died. Raises CommTimeoutError if the version is not whole by ``deadline``.
         """
-        with self.claim(offer) as file:
-            if file is None:
+        try:
+            return offer if self._pull(offer, place, sums, deadline, clock) else None
+        except TransferFailedError as exc:
+            earlier = self._board.offer(offer.before) if offer.before > after else None
+            if earlier is None:
+                raise
+            _log.warning("version %d is received instead: %s", earlier.version, exc)
+            return earlier if self._pull(earlier, place, sums, deadline, clock) else None
+
+    def close(self) -> None:
+        """Unmap the files."""
+        for place in self._places.values():
+            place.close()
+        self._places = {}
+
+    @contextlib.contextmanager
+    def claim(self, offer: Offer, clock: StageClock) -> Iterator[_Place | None]:
+        """Keep the offered version from being overwritten; yield its place, or None if a newer one has replaced it."""
+        with clock("register"):
+            place = self._place(offer)
+        claimed = place.claim(offer.number)
+        try:
+            yield place if claimed else None
+        finally:
+            place.release()
+
+    def _pull(self, offer: Offer, place: Place, sums: Checksums, deadline: float, clock: StageClock) -> bool:
+        with clock("copy"), torch.no_grad(), self.claim(offer, clock) as source:
+            if source is None:
                 return False
-            source, written = _parts(layout, mmap.mmap(file, 0))
-            for index, raw in enumerate(source.slabs):
-                lease = place.room(index)
-                lease.memory.copy_(raw)
-                sums.add(index, lease.memory)
-                place.land(lease)
-            vote = sums.vote(written.values.to(sums.values.device))
+            try:
+                with clock.span(self._backend):
+                    followed = self._follow(source, offer, place, sums, deadline)
+                if not followed:
+                    return False
+                vote = sums.vote(source.sums.to(sums.values.device))
+            finally:  # what is queued still reads the place
+                self._copying.synchronize()
+                self._summing.synchronize()
         if vote != "whole":
             raise TransferFailedError(
                 f"version {offer.version} was not received",
@@ -190,39 +243,157 @@ class HostReceiver:
             )
         return True
 
-    @contextlib.contextmanager
-    def claim(self, offer: Offer) -> Iterator[int | None]:
-        """Keep the offered version from being overwritten; yield its file, or None if a newer one has replaced it."""
-        try:
-            file = os.open(Path(offer.directory) / str(offer.slot), os.O_RDWR)
-        except FileNotFoundError as exc:
-            raise TransferFailedError(
-                f"version {offer.version} is not on this host",
-                why=f"{exc.filename} is missing: its sender has closed it, or runs on another host",
-                fix="use transport='device' between hosts",
-            ) from exc
-        try:
-            yield file if self._is_held(file, offer) else None
-        finally:
-            os.close(file)  # and with it the lock
+    def _follow(self, source: _Place, offer: Offer, place: Place, sums: Checksums, deadline: float) -> bool:
+        """Queue the copies of all slabs, each when it is there; return False if another sender's offer came."""
+        current = self._backend.current_stream()
+        self._copying.wait_stream(current)
+        there, slabs = 0, len(source.slabs)
+        while there <= slabs:
+            now = self._await_more(source, offer, there, deadline)
+            if now is None:
+                return False
+            for index in range(there, min(now, slabs)):
+                self._take_slab(index, source.slabs[index], place, sums)
+            there = now
+        current.wait_stream(self._summing)
+        return True
 
-    def _is_held(self, file: int, offer: Offer) -> bool:
+    def _take_slab(self, index: int, slab: torch.Tensor, place: Place, sums: Checksums) -> None:
+        with self._copying:
+            lease = place.room(index)
+            lease.memory.copy_(slab, non_blocking=True)
+            self._landed.record(self._copying)
+        with self._summing:
+            self._summing.wait_event(self._landed)
+            sums.add(index, lease.memory)
+            place.land(lease)
+            lease.in_use_until(self._summing.record_event())
+
+    def _await_more(self, place: _Place, offer: Offer, there: int, deadline: float) -> int | None:
+        """Wait until more than ``there`` slabs can be read; return how many, or None if another sender's offer came."""
+        watch = time.monotonic() + _WATCH_S
+        alive = True
+        while True:
+            now = place.written()  # after the look at the sender, which may have finished just before it went
+            if now > there:
+                return now
+            if now == _TORN or not alive:
+                raise TransferFailedError(
+                    f"version {offer.version} will never be whole",
+                    why="its sender failed while it was writing" if alive else "its sender died while it was writing",
+                    fix="publish again; this receiver goes on with the version that it has",
+                )
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"version {offer.version} is still being written",
+                    why=f"{there} of {len(place.slabs)} slabs are there",
+                    fix="receive again, with a longer timeout_s",
+                )
+            if time.monotonic() > watch:
+                if self._board.newest() != offer.number:
+                    return None
+                alive, watch = _is_owned(Path(offer.directory)), time.monotonic() + _WATCH_S
+            else:
+                time.sleep(_POLL_S)
+
+    def _place(self, offer: Offer) -> _Place:
+        if offer.directory != self._directory:
+            self.close()
+            self._directory = offer.directory
+        for slot in {*_FIRST_SLOTS, offer.slot} - self._places.keys():
+            try:
+                file = os.open(Path(offer.directory) / str(slot), os.O_RDWR)
+            except FileNotFoundError as exc:
+                raise TransferFailedError(
+                    f"version {offer.version} is not on this host",
+                    why=f"{exc.filename} is missing: its sender has closed it, or runs on another host",
+                    fix="use transport='device' between hosts",
+                ) from exc
+            self._places[slot] = _Place(file, self._board.layout(offer), backend=self._backend)
+        return self._places[offer.slot]
+
+
+class _Place:
+    """One version's file as one process maps it: ``slabs`` and ``sums``, page-locked, and a header between them."""
+
+    def __init__(self, file: int, layout: WeightLayout, *, backend: Backend) -> None:
+        self._file, self._header_at = file, _header_at(layout)
+        mapping = mmap.mmap(file, 0)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.slabs = Staging(layout, flat=memory).slabs
+        at = _sums_at(layout)
+        self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
+        self._lock: PageLocked | None = None
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # it is being overwritten, so it is not the newest
+            self._lock = PageLocked(mapping, backend=backend)
+        except UnsupportedError as exc:
+            _log.warning("weights on the host are not page-locked, which slows copies down: %s", exc)
+
+    # -- the writer -------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int) -> bool:
+        """Make the place offer ``number``'s, with no slab there; return False if a receiver reads it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             return False
-        return self._board.newest() == offer.number
+        self._number = number
+        self.announce(0)
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        return True
+
+    def announce(self, slabs: int) -> int:
+        """Say how many slabs are there, one more when the checksums are as well; return the number."""
+        os.pwrite(self._file, _HEADER.pack(self._number, slabs), self._header_at)
+        return slabs
+
+    # -- a reader ---------------------------------------------------------------------------------------------------
+
+    def claim(self, number: int) -> bool:
+        """Keep the place as it is until :meth:`release`; return whether it is offer ``number``'s."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # this very moment it becomes another one's
+            return False
+        return self._header()[0] == number
+
+    def release(self) -> None:
+        """Let the writer have the place."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def written(self) -> int:
+        """Return what the writer announced last."""
+        return self._header()[1]
+
+    def _header(self) -> tuple[int, int]:
+        number, slabs = _HEADER.unpack(os.pread(self._file, _HEADER.size, self._header_at))
+        return number, slabs
+
+    def close(self) -> None:
+        """Unlock the memory and close the file; the memory is unmapped with this object."""
+        if self._lock is not None:
+            self._lock.close()
+        os.close(self._file)
+
+
+def _allocate(path: Path, *, nbytes: int) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(file, 0, nbytes)  # a sparse file would kill the process when the memory runs out
+    except OSError as exc:
+        os.close(file)
+        raise WeightsError(
+            f"cannot keep another version of {nbytes:,} bytes in {path.parent}", why=str(exc), fix="free memory there"
+        ) from exc
+    return file
+
+
+def _header_at(layout: WeightLayout) -> int:
+    return layout.nbytes + -layout.nbytes % ALIGNMENT_NBYTES
 
 
 def _sums_at(layout: WeightLayout) -> int:
-    return ALIGNMENT_NBYTES + layout.nbytes + -layout.nbytes % ALIGNMENT_NBYTES  # never empty, which mmap refuses
-
-
-def _parts(layout: WeightLayout, memory: mmap.mmap) -> tuple[Staging, Checksums]:
-    """Return the two parts of a version's file: the tensors, and their checksums."""
-    flat, at = torch.frombuffer(memory, dtype=torch.uint8), _sums_at(layout)
-    values = flat[at : at + Checksums.nbytes(layout)].view(torch.int64)
-    return Staging(layout, flat=flat), Checksums(layout, device=_HOST, values=values)
+    return _header_at(layout) + ALIGNMENT_NBYTES
 
 
 def _memory_directory() -> Path:
@@ -241,12 +412,23 @@ def _new_directory(base: Path) -> tuple[Path, int]:
 
 
 def _sweep(base: Path) -> None:
-    """Delete the directories whose sender is gone: a sender holds a lock on its directory as long as it lives."""
+    """Delete the directories whose sender is gone."""
     for left in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            owner = os.open(left / "owner", os.O_RDWR)
-            try:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_owned(left):
                 shutil.rmtree(left)
-            finally:
-                os.close(owner)
+
+
+def _is_owned(directory: Path) -> bool:
+    """Return whether the sender that made ``directory`` lives: as long as it does, it holds a lock there."""
+    try:
+        owner = os.open(directory / "owner", os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(owner)
+    return False

@@ -80,7 +80,7 @@ class WeightReceiver:
         self._rooms: _Rooms | None = None
         self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs, timeout_s=timeout_s)
         self._ipc = IpcReceiver(self._board, backend=self._backend, timeout_s=timeout_s)
-        self._host = HostReceiver(self._board)
+        self._host = HostReceiver(self._board, backend=self._backend)
         self.join()
 
     def __enter__(self) -> WeightReceiver:
@@ -106,8 +106,9 @@ class WeightReceiver:
     def receive(self, *, timeout_s: float = 60.0) -> Received:
         """Block until the newest offered version is committed here, and return it.
 
-        Raises CommTimeoutError if none is offered within ``timeout_s``, TransferFailedError if one did not commit
-        (the old version stays valid), QuarantinedError if this receiver was excluded (``join`` again).
+        Raises CommTimeoutError if none is offered within ``timeout_s``, or one that the host transport offered is still
+        being written then; TransferFailedError if one did not commit (the old version stays valid, unless it was
+        received ``into`` tensors); QuarantinedError if this receiver was excluded (``join`` again).
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -115,17 +116,23 @@ class WeightReceiver:
             with clock("wait"):
                 offer = self._await_offer(deadline, timeout_s)
             rooms = self._rooms_for(offer)
-            self._done = offer.number
-            if self._take(offer, rooms, deadline, clock):
+            after, self._done = self._done, offer.number
+            try:
+                taken = self._take(offer, rooms, after, deadline, clock)
+            except CommTimeoutError:
+                self._done = after  # it is still being written
+                raise
+            if taken is not None:
                 tensors = rooms.flip()
-                self.version = offer.version
-                return Received(offer, tensors, rooms.layout.payload_nbytes, clock)
+                self.version = taken.version
+                return Received(taken, tensors, rooms.layout.payload_nbytes, clock)
 
     def close(self) -> None:
         """Leave the link and free the memory; tensors that were received must not be used after."""
         self._board.leave(self._member)
         self._device.close()
         self._ipc.close()
+        self._host.close()
         self._rooms = None
 
     def _offered(self) -> Offer | None:
@@ -152,19 +159,20 @@ class WeightReceiver:
                 )
             self._board.await_offer(self._board.newest() + 1, timeout_s=min(_WATCH_S, left_s))
 
-    def _take(self, offer: Offer, rooms: _Rooms, deadline: float, clock: StageClock) -> bool:
+    def _take(self, offer: Offer, rooms: _Rooms, after: int, deadline: float, clock: StageClock) -> Offer | None:
+        """Receive ``offer``; return the offer that was committed here, or None if none was."""
         if offer.transport == "host":
-            with clock("copy"):
-                return self._host.receive(offer, rooms.layout, self._spare(rooms), rooms.sums)
+            place, sums = self._spare(rooms), rooms.sums
+            return self._host.receive(offer, place, sums, after=after, deadline=deadline, clock=clock)
         self._board.say(offer, self._member, note="here", text="here")
         with clock("rendezvous"):
             if self._await_note(offer, "go", deadline) != b"go":
-                return False
+                return None
         with clock("wire"), torch.no_grad():
             vote = self._move(offer, rooms, clock)
         with clock("vote"):
             self._board.say(offer, self._member, note="vote", text=vote)
-            return self._await_note(offer, "verdict", deadline) == b"committed"
+            return offer if self._await_note(offer, "verdict", deadline) == b"committed" else None
 
     def _move(self, offer: Offer, rooms: _Rooms, clock: StageClock) -> str:
         """Receive ``offer``; return the vote: "whole", "corrupt …" or "torn …"."""

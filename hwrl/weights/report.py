@@ -18,8 +18,9 @@ class TransferReport:
     ``nbytes`` are the tensors' bytes, tied ones once, as each receiver got them. ``transfer_s`` is the time between
     the first and the last of them on this process's device, measured there; 0.0 if nothing was sent. ``seconds`` are
     the host's: ``gather`` (reading the tensors), ``rendezvous`` (waiting for the receivers), ``pack``, ``wire``,
-    ``vote``; with the host transport ``claim`` (waiting for a free place) and ``copy``. ``receivers`` counts those
-    that committed the version; with the host transport, those that have joined and may pull it. ``quarantined`` maps
+    ``vote``; with the host transport ``claim`` (waiting for a free place), ``register`` (making and page-locking
+    its memory) and ``copy``. ``receivers`` counts those that committed the version; with the host transport, those
+    that had joined when it was offered. ``quarantined`` maps
     replicas that were excluded to the reason.
     """
 

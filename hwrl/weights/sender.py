@@ -159,7 +159,9 @@ class WeightSender:
         elif self.transport == "ipc":
             self._link = IpcSender(*parts, **options)
         else:
-            self._link = HostSender(*parts, directory=self._directory, versions=self._versions, **options)
+            self._link = HostSender(
+                *parts, slabs=self._slabs, directory=self._directory, versions=self._versions, **options
+            )
         return self._link
 
 

@@ -121,6 +121,11 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
             return self._same_again(nbytes)
         return super().pinned_empty(nbytes)
 
+    def register_host_memory(self, memory: Any) -> None:
+        super().register_host_memory(memory)
+        if fault("registered memory loses its bytes"):
+            memory.zero_()
+
     def _same_again(self, nbytes: int) -> Any:
         if self._shared is None or len(self._shared) < nbytes:
             self._shared = super().pinned_empty(nbytes)

@@ -39,6 +39,7 @@ FAULTS = {
     "pinned memory is too small": "test_it_is_bytes_on_the_host",
     "pinned memory is not aligned": "test_it_is_aligned_for_every_dtype",
     "pinned memory is handed out twice": "test_two_pieces_do_not_overlap",
+    "registered memory loses its bytes": "test_shared_memory_is_page_locked_until_it_is_unregistered",
     "freed memory is not freed": "test_its_device_memory_is_free",
     "cached memory is not given back": "test_freed_memory_is_given_back",
     "more is free than there is": "test_the_numbers_fit_each_other",

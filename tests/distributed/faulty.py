@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 from hwrl_cpu import INFO, CpuBackend
+from hwrl_cpu.inline import InlineEvent
 
 
 class FaultyBackend(CpuBackend):
@@ -49,6 +51,33 @@ class DyingBackend(FaultyBackend):
 
     def fail(self, received: torch.Tensor) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class LateBackend(CpuBackend):
+    """The CPU, whose event number ``at`` (0-based) is reached when ``reach`` has returned. Nothing is in time after it.
+
+    In a host sender events 1, 2, … are the slabs' arrivals on the host.
+    """
+
+    def __init__(self, *, at: int, reach: Callable[[], None]) -> None:
+        super().__init__(INFO)
+        self._at, self._reach, self._made = at, reach, 0
+
+    def event(self, *, timing: bool = False) -> InlineEvent:
+        self._made += 1
+        return _LateEvent(self._reach) if self._made == self._at + 1 else super().event(timing=timing)
+
+
+class _LateEvent(InlineEvent):
+    def __init__(self, reach: Callable[[], None]) -> None:
+        super().__init__()
+        self._reach = reach
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self._reach()
 
 
 class _FaultyGroup:

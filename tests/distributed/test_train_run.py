@@ -161,6 +161,7 @@ def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offlo
     assert_whole(run)
     assert all(line["staleness/max"] == 0 for line in run.metrics())
     assert run.metrics()[-1]["rollout/replicas"] == 2
+    assert all(min(line["weights/load_s"], line["weights/offload_s"]) > 0 for line in run.metrics())
 
 
 def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(start: Callable[..., Run]) -> None:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from hwrl.backend import Backend
 from hwrl.comm import await_keys, connect_store, raw_bytes, serve_store, store_address
-from hwrl.errors import QuarantinedError, TransferFailedError
+from hwrl.errors import CommTimeoutError, QuarantinedError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import Received, WeightReceiver, WeightSender
+from hwrl.weights.report import StageClock
 from hwrl_cpu import INFO, CpuBackend
-from tests.distributed.faulty import CorruptingBackend, DyingBackend
+from tests.distributed.faulty import CorruptingBackend, DyingBackend, LateBackend
 
 SLAB_NBYTES = 4096
 
@@ -86,7 +87,8 @@ def _send_and_receive(rank: int, address: str, transport: Any, directory: Path) 
 
 
 @pytest.mark.parametrize(
-    ("transport", "stages"), [("device", ["rendezvous", "vote", "wait", "wire"]), ("host", ["copy", "wait"])]
+    ("transport", "stages"),
+    [("device", ["rendezvous", "vote", "wait", "wire"]), ("host", ["copy", "register", "wait"])],
 )
 def test_a_hard_model_arrives_bit_for_bit(transport: str, stages: list[str], tmp_path: Path) -> None:
     store = serve_store()
@@ -203,8 +205,8 @@ def _hold_a_claim(rank: int, address: str) -> None:
     receiver = WeightReceiver(store, replica="r0", backend=_cpu())
     offer = receiver._board.offer(receiver._board.newest())
     assert offer is not None
-    with receiver._host.claim(offer) as file:
-        assert file is not None
+    with receiver._host.claim(offer, StageClock()) as place:
+        assert place is not None
         store.set("claimed", "")
         await_keys(store, ["never"], timeout_s=50.0)
 
@@ -245,3 +247,39 @@ def test_what_a_killed_sender_left_is_served_until_the_next_sender_deletes_it(tm
             assert not left.exists()
             assert receiver.poll() == 0 and _is_model(receiver.receive(timeout_s=5.0), 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def _publish_and_stop_in_mid_write(rank: int, address: str, directory: Path) -> None:
+    store = connect_store(address)
+
+    def reach() -> None:
+        if sender.version == 1:
+            store.set("in mid-write", "")
+            await_keys(store, ["never"], timeout_s=50.0)
+
+    backend = LateBackend(at=3, reach=reach)
+    sender = WeightSender(store, backend=backend, transport="host", slab_nbytes=SLAB_NBYTES, directory=directory)
+    for version in (1, 2):
+        sender.publish(version, _model(version))
+
+
+def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken(tmp_path: Path) -> None:
+    store = serve_store()
+    with (
+        Processes(_publish_and_stop_in_mid_write, 1, store_address(store), tmp_path) as processes,
+        WeightReceiver(store, replica="old", backend=_cpu()) as old,
+        WeightReceiver(store, replica="late", backend=_cpu()) as late,
+    ):
+        kept = old.receive(timeout_s=30.0)
+        assert not await_keys(store, ["in mid-write"], timeout_s=30.0)
+        with pytest.raises(CommTimeoutError, match="version 2 is still being written"):
+            old.receive(timeout_s=0.5)
+        processes.kill(0)
+        processes.wait(0)
+        with pytest.raises(TransferFailedError, match=r"version 2 will never be whole[\s\S]*its sender died"):
+            old.receive(timeout_s=20.0)
+        assert (old.version, old.poll()) == (1, None) and _is_model(kept, 1)
+        assert _is_model(late.receive(timeout_s=20.0), 1) and late.version == 1
+        with WeightSender(store, backend=_cpu(), transport="host", directory=tmp_path) as sender:
+            sender.publish(2, _model(2))
+            assert _is_model(old.receive(timeout_s=5.0), 2) and _is_model(late.receive(timeout_s=5.0), 2)

@@ -363,15 +363,14 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path: Path, ca
 
 
 class Counting(CpuBackend):
-    """Notes what pinned memory was asked for."""
+    """Notes what memory was page-locked."""
 
     def __init__(self) -> None:
         super().__init__(INFO)
         self.asked_nbytes: list[int] = []
 
-    def pinned_empty(self, nbytes: int) -> torch.Tensor:
-        self.asked_nbytes.append(nbytes)
-        return super().pinned_empty(nbytes)
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        self.asked_nbytes.append(memory.nbytes)
 
 
 def test_host_memory_for_staging_is_allocated_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from hwrl.errors import UnsupportedError
 from hwrl.memory import PinnedPool
 from hwrl.memory.fingerprint import fingerprints
 from hwrl_cpu import INFO, CpuBackend
@@ -27,6 +28,42 @@ def test_leaving_the_context_frees_the_slabs() -> None:
     with PinnedPool(CpuBackend(INFO)) as pool:
         pool.slab("a", nbytes=10)
     assert pool.nbytes == 0
+
+
+class Locking(CpuBackend):
+    """Counts what is page-locked; without ``able`` it is a device that cannot lock what exists already."""
+
+    def __init__(self, *, able: bool = True) -> None:
+        super().__init__(INFO)
+        self.able, self.locked_nbytes = able, 0
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        if not self.able:
+            raise UnsupportedError("cannot page-lock", why="the test says so", fix="ask the test")
+        self.locked_nbytes += memory.nbytes
+
+    def unregister_host_memory(self, memory: torch.Tensor) -> None:
+        self.locked_nbytes -= memory.nbytes
+
+
+def test_exactly_what_is_held_is_page_locked_and_no_longer_than_the_pool_lives() -> None:
+    backend = Locking()
+    with PinnedPool(backend) as pool:
+        pool.slab("a", nbytes=5000)
+        pool.slab("a", nbytes=7001)
+        pool.slab("none", nbytes=0)
+        assert backend.locked_nbytes == pool.nbytes == 7001
+    assert backend.locked_nbytes == 0
+    forgotten = PinnedPool(backend)
+    slab = forgotten.slab("a", nbytes=100)
+    del forgotten
+    assert backend.locked_nbytes == 0
+    slab.fill_(1)
+
+
+def test_a_device_that_cannot_lock_what_exists_uses_its_own_pinned_memory() -> None:
+    with PinnedPool(Locking(able=False)) as pool:
+        assert int(pool.slab("a", nbytes=100).fill_(2).sum()) == 200
 
 
 def _print(tensor: torch.Tensor) -> int:

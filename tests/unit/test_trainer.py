@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import hwrl
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, MemoryStateError
+from hwrl.memory import Moved
 from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.run.demo import write_demo
 from hwrl.train.batch import Batch
@@ -133,14 +134,62 @@ def test_every_loss_teaches_what_was_rewarded(model_directory: Path, name: LossN
     assert chances[BAD] < 0.95 / 16
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_offloaded_is_there_for_the_step_and_the_transfer_and_seconds_say_what_moved(
+    model_directory: Path, offload: bool
+) -> None:
+    sent: list[dict[str, torch.Tensor]] = []
+
+    def publish(version: int, engine: TrainEngine) -> Mapping[str, float]:
+        if version == 3:
+            raise OSError("the wire is cut")
+        sent.append({name: tensor.clone() for name, tensor in engine.named_weights()})
+        return {}
+
+    engine = FsdpEngine(
+        model_directory,
+        backend=hwrl.get_backend(),
+        group=None,
+        learning_rate=3e-3,
+        total_steps=9,
+        param_offload=offload,
+        optimizer_offload=offload,
+    )
+    trainer = AsyncTrainer(engine, algorithm=Algorithm(PolicyLoss()), publish=publish, max_staleness=0)
+
+    def is_away() -> bool:
+        try:
+            engine.state_dict()
+        except MemoryStateError:
+            return True
+        return False
+
+    def seconds(figures: Mapping[str, float]) -> list[float]:
+        assert is_away() == offload
+        return [figures["weights/load_s"], figures["weights/offload_s"]]
+
+    load_s, offload_s = seconds(trainer.publish())
+    assert (load_s > 0, offload_s) == (offload, 0.0), "unchanged parameters are not copied to the host again"
+    for _ in range(2):
+        moves = seconds(trainer.step([group_of(version=trainer.version)]))
+        assert min(moves) > 0 if offload else moves == [0.0, 0.0]
+    with engine.on_device(optimizer=True):
+        assert trainer.publish()["weights/load_s"] == 0.0
+        assert all(torch.equal(tensor, sent[-1][name]) for name, tensor in engine.named_weights())
+    assert not torch.equal(*[weights["model.embed_tokens.weight"] for weights in sent[:2]])
+    with pytest.raises(OSError, match="the wire is cut"):
+        trainer.step([group_of(version=trainer.version)])
+    assert is_away() == offload
+
+
 class CountingEngine(TrainEngine):
     """Trains nothing; keeps the rows of each mini-batch."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
 
-    def on_device(self, *, optimizer: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+    def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
+        return nullcontext(Moved())
 
     def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
         self.rows.append(batch.rows)

@@ -105,11 +105,15 @@ class CapabilityContract:
             with pytest.raises(UnsupportedError, match="test it"):
                 backend.require(capability, needed_for="test it")
 
-    @pytest.mark.parametrize("capability", [Capability.PINNED_MEMORY, Capability.COMM_ABORT, Capability.DEVICE_IPC])
+    @pytest.mark.parametrize(
+        "capability",
+        [Capability.PINNED_MEMORY, Capability.REGISTERED_MEMORY, Capability.COMM_ABORT, Capability.DEVICE_IPC],
+    )
     def test_what_is_unsupported_raises(self, backend: Backend, capability: Capability) -> None:
         """A call that needs it is refused; it never does nothing instead."""
         calls: dict[Capability, Callable[[], Any]] = {
             Capability.PINNED_MEMORY: lambda: backend.pinned_empty(16),
+            Capability.REGISTERED_MEMORY: lambda: backend.register_host_memory(torch.empty(16, dtype=torch.uint8)),
             Capability.COMM_ABORT: lambda: backend.abort_process_group(_NoGroup()),  # type: ignore[arg-type] # refused unseen
             Capability.DEVICE_IPC: lambda: backend.export_memory(torch.ones(1, device=backend.device())),
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,29 @@ class PinnedMemoryContract:
         backend.current_stream().synchronize()
         back = pinned.to(backend.device(), non_blocking=True)
         assert torch.equal(back.cpu(), source)
+
+
+class RegisteredMemoryContract:
+    """Host memory that exists already can be page-locked where it lies, if the backend says so."""
+
+    @pytest.fixture(autouse=True)
+    def _only_where_usable(self, backend: Backend) -> None:
+        support = backend.supports(Capability.REGISTERED_MEMORY)
+        if not support.usable:
+            pytest.skip(f"{backend.info.name} cannot register memory: {support.reason}")
+
+    def test_shared_memory_is_page_locked_until_it_is_unregistered(self, backend: Backend) -> None:
+        """It keeps its bytes, copies through it are exact in both directions, and it can be done again."""
+        memory = torch.frombuffer(mmap.mmap(-1, 3 * MIB), dtype=torch.uint8)
+        for value in (7, 8):
+            memory.fill_(value)
+            backend.register_host_memory(memory)
+            assert backend.device().type == "cpu" or memory.is_pinned()
+            memory.copy_(memory.to(backend.device(), non_blocking=True) + 1, non_blocking=True)
+            backend.current_stream().synchronize()
+            backend.unregister_host_memory(memory)
+            assert backend.device().type == "cpu" or not memory.is_pinned()
+            assert int(memory.sum()) == (value + 1) * memory.numel()
 
 
 class DeviceMemoryContract:
