@@ -100,7 +100,7 @@ class WeightReceiver:
         Costs two short store round trips. Raises QuarantinedError if this receiver was excluded.
         """
         self._check_standing()
-        offer = self._offered()
+        offer = self._offered(self._board.newest())
         return None if offer is None else offer.version
 
     def receive(self, *, timeout_s: float = 60.0) -> Received:
@@ -135,8 +135,7 @@ class WeightReceiver:
         self._host.close()
         self._rooms = None
 
-    def _offered(self) -> Offer | None:
-        newest = self._board.newest()
+    def _offered(self, newest: int) -> Offer | None:
         if newest <= self._done:
             return None
         offer = self._board.offer(newest)
@@ -147,7 +146,8 @@ class WeightReceiver:
     def _await_offer(self, deadline: float, timeout_s: float) -> Offer:
         while True:
             self._check_standing()
-            offer = self._offered()
+            newest = self._board.newest()
+            offer = self._offered(newest)
             if offer is not None:
                 return offer
             left_s = deadline - time.monotonic()
@@ -157,7 +157,7 @@ class WeightReceiver:
                     why=f"the newest that it has is {self.version}",
                     fix="is the sender alive? poll() tells without waiting whether there is one",
                 )
-            self._board.await_offer(self._board.newest() + 1, timeout_s=min(_WATCH_S, left_s))
+            self._board.await_offer(newest + 1, timeout_s=min(_WATCH_S, left_s))
 
     def _take(self, offer: Offer, rooms: _Rooms, after: int, deadline: float, clock: StageClock) -> Offer | None:
         """Receive ``offer``; return the offer that was committed here, or None if none was."""
