@@ -173,7 +173,7 @@ def _sizes(backend: Backend) -> tuple[int, int]:
     """
     if backend.supports(Capability.STREAMS).usable:
         return 256 << 20, 16 << 20
-    return 16 << 20, 1 << 20
+    return 16 << 20, 4 << 20
 
 
 def _check_options(*, transport: str, slabs: int, versions: int) -> None:
