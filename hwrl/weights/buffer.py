@@ -31,7 +31,7 @@ class _Slot:
     memory: torch.Tensor
     generation: int = 0
     in_use: Waitable | None = None
-    views: dict[int, list[tuple[list[int], list[torch.Tensor]]]] = field(default_factory=dict)
+    views: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class BroadcastBuffer:
         self._slots: list[_Slot | None] = [None] * slabs
         self._last = self._turn = -1
         self._slot_nbytes = 0
+        self._groups_of: dict[int, list[tuple[torch.dtype, list[int]]]] = {}
 
     def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> Lease:
         """Return the bytes of slab ``index``, to be sent. ``tensors`` are those of the slab's pieces."""
@@ -84,8 +85,8 @@ class BroadcastBuffer:
         if lying is not None:
             return Lease(index, lying, copied=False, _slot=None, _generation=0)
         slot = self._next_slot(index)
-        for which, views in self._views(slot, index):
-            torch._foreach_copy_(views, [self._words(slab.pieces[number], tensors[number]) for number in which])
+        for places, words in zip(self._views(slot, index), self.words(index, tensors), strict=True):
+            torch._foreach_copy_(places, words)
         return Lease(index, slot.memory[: slab.nbytes], copied=True, _slot=slot, _generation=slot.generation)
 
     def room(self, index: int, tensors: Sequence[torch.Tensor]) -> Lease:
@@ -97,13 +98,18 @@ class BroadcastBuffer:
         slot = self._next_slot(index)
         return Lease(index, slot.memory[: slab.nbytes], copied=True, _slot=slot, _generation=slot.generation)
 
-    def unpack(self, lease: Lease, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy what was received into ``lease``, of :meth:`room`, to ``tensors``; nothing to do if it lies there."""
-        if lease._slot is None:
-            return
-        slab = self._layout.slabs[lease.index]
-        for which, views in self._views(lease._slot, lease.index):
-            torch._foreach_copy_([self._words(slab.pieces[number], tensors[number]) for number in which], views)
+    def unpack(self, lease: Lease, words: Sequence[list[torch.Tensor]]) -> None:
+        """Copy what was received into ``lease``, of :meth:`room`, to the tensors whose :meth:`words` these are."""
+        if lease._slot is not None:
+            for places, targets in zip(self._views(lease._slot, lease.index), words, strict=True):
+                torch._foreach_copy_(targets, places)
+
+    def words(self, index: int, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the pieces of slab ``index`` as views of ``tensors``, those of one item size together."""
+        return [
+            [_words(self._layout.slabs[index].pieces[number], tensors[number], word) for number in numbers]
+            for word, numbers in self._groups(index)
+        ]
 
     def free_all(self) -> None:
         """Forget the operations that were under way: their group is closed, and waiting for them would only fail."""
@@ -142,32 +148,35 @@ class BroadcastBuffer:
         slot.generation += 1
         return slot
 
-    def _views(self, slot: _Slot, index: int) -> list[tuple[list[int], list[torch.Tensor]]]:
-        """Return slab ``index``'s places in ``slot``: for each item size, which pieces they are and views of them."""
-        if index not in slot.views:
-            by_size: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+    def _groups(self, index: int) -> list[tuple[torch.dtype, list[int]]]:
+        """Return which pieces of slab ``index`` are copied together, and as what."""
+        if index not in self._groups_of:
+            groups: dict[torch.dtype, list[int]] = {}
             for number, piece in enumerate(self._layout.slabs[index].pieces):
-                raw, entry = slot.memory[piece.at : piece.at + piece.nbytes], self._layout.entries[piece.entry]
-                view = _as_words(view_bytes(raw, entry)) if _is_whole(piece, entry) else raw
-                which, views = by_size.setdefault(view.dtype, ([], []))
-                which.append(number)
-                views.append(view)
-            slot.views[index] = list(by_size.values())
+                size = self._layout.entries[piece.entry].dtype.itemsize if piece.whole else 1
+                groups.setdefault(_WORDS[size], []).append(number)
+            self._groups_of[index] = list(groups.items())
+        return self._groups_of[index]
+
+    def _views(self, slot: _Slot, index: int) -> list[list[torch.Tensor]]:
+        """Return the places in ``slot`` of slab ``index``'s pieces, in groups as :meth:`words` returns them."""
+        if index not in slot.views:
+            pieces, entries = self._layout.slabs[index].pieces, self._layout.entries
+            raw = [slot.memory[piece.at : piece.at + piece.nbytes] for piece in pieces]
+            shaped = [
+                view_bytes(one, entries[piece.entry]) if piece.whole else one
+                for one, piece in zip(raw, pieces, strict=True)
+            ]
+            slot.views[index] = [
+                [shaped[number].view(word) for number in numbers] for word, numbers in self._groups(index)
+            ]
         return slot.views[index]
 
-    def _words(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``piece`` of ``tensor``, as its place in a slot is viewed."""
-        if _is_whole(piece, self._layout.entries[piece.entry]):
-            return _as_words(tensor)
-        return raw_bytes(tensor.contiguous())[piece.start : piece.start + piece.nbytes]
 
-
-def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_WORDS[tensor.itemsize])
-
-
-def _is_whole(piece: Piece, entry: Entry) -> bool:
-    return piece.nbytes == entry.nbytes
+def _words(piece: Piece, tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    if piece.whole:
+        return tensor.view(word)
+    return raw_bytes(tensor.contiguous())[piece.start : piece.start + piece.nbytes]
 
 
 class Place(Protocol):
@@ -228,7 +237,7 @@ class InPlace:
         aliases = [(self.tensors[e.name], self.tensors[e.alias_of]) for e in layout.entries if e.alias_of is not None]
         self._copies = [(alias, whole) for alias, whole in aliases if alias.data_ptr() != whole.data_ptr()]
         self._flat = _flat_memory(layout, self.tensors)
-        self._of_slab: dict[int, list[torch.Tensor]] = {}
+        self._words: dict[int, list[list[torch.Tensor]]] = {}
 
     def room(self, index: int) -> Lease:
         """Return the tensors' own memory where slab ``index`` can be received into it, else a slot of the ring."""
@@ -240,7 +249,11 @@ class InPlace:
 
     def land(self, lease: Lease) -> None:
         """Copy what came into the ring to the tensors."""
-        self._buffer.unpack(lease, self._of(lease.index) if lease.copied else ())
+        if not lease.copied:
+            return
+        if lease.index not in self._words:
+            self._words[lease.index] = self._buffer.words(lease.index, self._of(lease.index))
+        self._buffer.unpack(lease, self._words[lease.index])
 
     def finish(self) -> None:
         """Copy tied tensors to targets that are not tied here."""
@@ -248,11 +261,7 @@ class InPlace:
             alias.copy_(whole)
 
     def _of(self, index: int) -> list[torch.Tensor]:
-        if index not in self._of_slab:
-            entries = self._layout.entries
-            pieces = self._layout.slabs[index].pieces
-            self._of_slab[index] = [self.tensors[entries[piece.entry].name] for piece in pieces]
-        return self._of_slab[index]
+        return [self.tensors[self._layout.entries[number].name] for number in self._layout.slabs[index].entries]
 
 
 def _check_target(entry: Entry, target: torch.Tensor | None, device: torch.device, slab_nbytes: int) -> None:

@@ -38,8 +38,13 @@ class Checksums:
         if whole:
             rows = raw[: whole * _ROW_NBYTES].view(torch.int64).view(whole, _WORDS)
             torch.sum(rows, 1, out=self.values[begin : begin + whole])
-        if raw.numel() % _ROW_NBYTES:
-            self.values[begin + whole] = _short_sum(raw[whole * _ROW_NBYTES :])
+        rest = raw[whole * _ROW_NBYTES :]
+        if rest.numel():
+            words = rest[: rest.numel() // 8 * 8].view(torch.int64)
+            total = self.values[begin + whole : begin + whole + 1]
+            torch.sum(words.view(1, -1), 1, out=total)
+            if rest.numel() % 8:
+                total += rest[words.numel() * 8 :].sum(dtype=torch.int64) * _ODD
 
     def vote(self, theirs: torch.Tensor) -> str:
         """Compare with the sender's sums: "whole", or "corrupt" and which slabs; waits for the device."""
@@ -48,9 +53,3 @@ class Checksums:
         rows: list[int] = (self.values != theirs).nonzero().view(-1).tolist()
         wrong = sorted({bisect.bisect_right(self._begins, row) - 1 for row in rows})
         return f"corrupt: slabs {wrong[:8]} of {self.slabs}"
-
-
-def _short_sum(raw: torch.Tensor) -> torch.Tensor:
-    words = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    tail = raw[words.numel() * 8 :]
-    return words.sum() + tail.sum(dtype=torch.int64) * _ODD if tail.numel() else words.sum()

@@ -19,7 +19,7 @@ from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Reading, Rounds
+from hwrl.weights.rounds import Rounds
 
 
 class Lanes:
@@ -101,12 +101,9 @@ class DeviceSender(Rounds):
             name = f"{offer.epoch}.{offer.number}"
         return replace(offer, group=name, lanes=lanes_on(self._backend))
 
-    def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
+    def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:
         lanes = self._lanes_for(offer)
-        feed, under_way = (
-            TensorFeed(self._layout, named),
-            collections.deque[tuple[Pending, Lease, list[torch.Tensor]]](),
-        )
+        under_way = collections.deque[tuple[Pending, Lease, list[torch.Tensor]]]()
         for index, slab in enumerate(self._layout.slabs):
             with clock("gather"):
                 tensors = feed.of(slab)

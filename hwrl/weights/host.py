@@ -81,8 +81,9 @@ class HostSender:
         Returns how many receivers had joined by then; nobody is excluded. If copying fails, receivers are told, and
         those that lack the version before still get it.
         """
+        feed = TensorFeed(self._layout, named)
         if isinstance(named, (Sequence, ItemsView)):
-            TensorFeed(self._layout, named).finish()  # before anything is offered
+            feed.read_all()  # before anything is offered
         self._roster.refresh()
         receivers = len(self._roster.members)
         number = self._board.newest() + 1
@@ -93,7 +94,7 @@ class HostSender:
         self._board.put_offer(offer)
         self._offers.append(offer)
         with clock("copy"), torch.no_grad(), clock.span(self._backend):
-            self._write(place, TensorFeed(self._layout, named), clock)
+            self._write(place, feed, clock)
         for past in self._offers[:-1]:
             self._board.forget(past)
         self._offers, self._newest = [offer], offer

@@ -17,7 +17,7 @@ from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Reading, Rounds
+from hwrl.weights.rounds import Rounds
 
 _NOTE = "exports"
 
@@ -38,8 +38,7 @@ class IpcSender(Rounds):
         self._sums = Checksums(layout, device=backend.device())
         self._lent: list[torch.Tensor] = []
 
-    def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
-        feed = TensorFeed(self._layout, named)
+    def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:
         memories = []
         for index, slab in enumerate(self._layout.slabs):
             with clock("gather"):

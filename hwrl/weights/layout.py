@@ -41,7 +41,7 @@ class Entry:
     offset: int
     alias_of: str | None = None
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """The tensor's size."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -49,12 +49,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``start`` to ``start + nbytes`` of tensor number ``entry``, at ``at`` in their slab."""
+    """Bytes ``start`` to ``start + nbytes`` of tensor number ``entry``, at ``at`` in their slab; perhaps all of it."""
 
     entry: int
     start: int
     nbytes: int
     at: int
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Slab:
     offset: int
     nbytes: int
     pieces: tuple[Piece, ...]
+
+    @functools.cached_property
+    def entries(self) -> tuple[int, ...]:
+        """The numbers of the pieces' tensors."""
+        return tuple(piece.entry for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,8 @@ class WeightLayout:
         ties = find_ties(tensors)
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
         lying = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
-        if flat or lying is not None:
-            return _build(rows, slab_nbytes, _MAX_NBYTES, lying or ALIGNMENT_NBYTES)
+        if flat or lying is not None:  # slabs that need no ring may be larger
+            return _build(rows, 2 * slab_nbytes, _MAX_NBYTES, lying or ALIGNMENT_NBYTES)
         return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes // 4), ALIGNMENT_NBYTES)
 
     @classmethod
@@ -155,11 +161,14 @@ class WeightLayout:
 
 
 class TensorFeed:
-    """Reads ``named`` tensors once, in the layout's order, no further than asked, and checks each of them."""
+    """Reads ``named`` tensors once, in the layout's order, no further than asked, and checks each of them.
+
+    A microsecond for each tensor: mixtures of experts have tens of thousands.
+    """
 
     def __init__(self, layout: WeightLayout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._layout, self._named = layout, iter(named)
-        self._held: dict[int, torch.Tensor] = {}
+        self._held: list[torch.Tensor | None] = [None] * len(layout.entries)
         self._next = 0
         self._address_of = {entry.alias_of: 0 for entry in layout.entries if entry.alias_of is not None}
 
@@ -168,34 +177,38 @@ class TensorFeed:
 
         Raises LayoutMismatchError, naming the first difference, if other tensors come than were planned.
         """
-        while self._next <= slab.pieces[-1].entry:
-            self._read()
-        return [self._held.pop(piece.entry) if self._ends(piece) else self._held[piece.entry] for piece in slab.pieces]
+        if self._next <= slab.entries[-1]:
+            self._read(slab.entries[-1] + 1)
+        tensors = [self._held[index] for index in slab.entries]
+        last = slab.pieces[-1]
+        more = last.start + last.nbytes < self._layout.entries[last.entry].nbytes
+        for index in slab.entries[:-1] if more else slab.entries:
+            self._held[index] = None
+        return tensors  # type: ignore[return-value]  # all were just read
+
+    def read_all(self) -> TensorFeed:
+        """Read and hold all tensors now, so that what is wrong shows before anything is sent; return this feed."""
+        self.finish()
+        return self
 
     def finish(self) -> None:
         """Read what follows the last slab (tied and empty tensors); raise LayoutMismatchError if that is too much."""
-        while self._next < len(self._layout.entries):
-            self._read()
+        self._read(len(self._layout.entries))
         if next(self._named, None) is not None:
             raise _changed(f"{len(self._layout.entries)} tensors were planned and more came")
 
-    def _read(self) -> None:
-        entry = self._layout.entries[self._next]
-        name, tensor = next(self._named, (None, None))
-        if name is None or tensor is None:
-            raise _changed(f"{len(self._layout.entries)} tensors were planned and {self._next} came")
-        if name != entry.name or tensor.dtype != entry.dtype or tensor.shape != entry.shape:
-            raise _changed(_difference(entry, name, tensor))
-        if entry.alias_of is not None and tensor.data_ptr() != self._address_of[entry.alias_of]:
-            raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
-        if name in self._address_of:
-            self._address_of[name] = tensor.data_ptr()
-        if entry.alias_of is None and entry.nbytes:
+    def _read(self, stop: int) -> None:
+        for entry, (name, tensor) in zip(self._layout.entries[self._next : stop], self._named, strict=False):
+            if tensor.dtype is not entry.dtype or tensor.shape != entry.shape or name != entry.name:
+                raise _changed(_difference(entry, name, tensor))
             self._held[self._next] = tensor
-        self._next += 1
-
-    def _ends(self, piece: Piece) -> bool:
-        return piece.start + piece.nbytes == self._layout.entries[piece.entry].nbytes
+            self._next += 1
+            if entry.alias_of is not None and tensor.data_ptr() != self._address_of[entry.alias_of]:
+                raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
+            if self._address_of and name in self._address_of:
+                self._address_of[name] = tensor.data_ptr()
+        if self._next < stop:
+            raise _changed(f"{len(self._layout.entries)} tensors were planned and {self._next} came")
 
 
 def view_bytes(raw: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -284,7 +297,7 @@ class _Planner:
         for start in range(0, entry.nbytes, self._slab_nbytes):
             nbytes = min(self._slab_nbytes, entry.nbytes - start)
             at = self._aligned(pieces[-1].at + pieces[-1].nbytes) if pieces else 0
-            pieces.append(Piece(index, start, nbytes, at))
+            pieces.append(Piece(index, start, nbytes, at, whole=nbytes == entry.nbytes))
             if own or nbytes == self._slab_nbytes:
                 self._close(pieces)
 

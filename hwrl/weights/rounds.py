@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, ItemsView, Iterable, Iterator, Sequence
+from collections.abc import Generator, ItemsView, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,6 @@ _AFTER_FAILURE_S = 5.0  # a live receiver reports a lost transfer within millise
 _WATCH_S = 0.5
 
 Named = Iterable[tuple[str, torch.Tensor]]
-Reading = Iterator[tuple[str, torch.Tensor]]
 
 
 class Rounds:
@@ -66,7 +65,7 @@ class Rounds:
         """Return ``offer`` with what the transport's receivers must know."""
         return offer
 
-    def _move(self, offer: Offer, named: Reading, clock: StageClock) -> None:
+    def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:
         raise NotImplementedError
 
     def _break_off(self) -> None:
@@ -78,7 +77,7 @@ class Rounds:
         return offer
 
     def _round(self, offer: Offer, named: Named, excluded: dict[str, str], clock: StageClock) -> bool:
-        self._check(offer, named)
+        feed = self._read_ahead(offer, named, clock)
         with clock("rendezvous"):
             absent = self._absent(offer)
             excluded |= self._roster.exclude(absent, f"it did not come to receive within {self._timeout_s:g} s")
@@ -86,18 +85,20 @@ class Rounds:
         if absent:
             return False
         self._forget_past(offer)
-        failure = self._try_to_move(offer, named, clock)
+        failure = self._try_to_move(offer, feed or named, clock)
         with clock("vote"):
             return self._count_votes(offer, failure, excluded)
 
-    def _check(self, offer: Offer, named: Named) -> None:
-        """Check what can be checked before anything is sent: receivers are on their way meanwhile."""
-        if isinstance(named, (Sequence, ItemsView)):
-            try:
-                TensorFeed(self._layout, named).finish()
-            except BaseException:
-                self._board.say_go(offer, go=False)
-                raise
+    def _read_ahead(self, offer: Offer, named: Named, clock: StageClock) -> TensorFeed | None:
+        """Read what is there in any case before anything is sent: receivers are on their way meanwhile."""
+        if not isinstance(named, (Sequence, ItemsView)):
+            return None
+        try:
+            with clock("gather"):
+                return TensorFeed(self._layout, named).read_all()
+        except BaseException:
+            self._board.say_go(offer, go=False)
+            raise
 
     def _absent(self, offer: Offer) -> list[int]:
         """Wait for all receivers; return those which did not come, have left, or were replaced meanwhile."""
@@ -113,14 +114,15 @@ class Rounds:
                 return [member for member in absent if member not in self._roster.members]
         return absent
 
-    def _try_to_move(self, offer: Offer, named: Named, clock: StageClock) -> CommError | None:
-        reading = iter(named)
+    def _try_to_move(self, offer: Offer, named: Named | TensorFeed, clock: StageClock) -> CommError | None:
+        reading = None if isinstance(named, TensorFeed) else iter(named)
+        feed = named if isinstance(named, TensorFeed) else TensorFeed(self._layout, reading or ())
         try:
             with clock("wire"), torch.no_grad(), contextlib.ExitStack() as stack:
                 if isinstance(reading, Generator):
                     stack.callback(reading.close)  # now, and not when the failure's traceback is dropped
                 with clock.span(self._backend):
-                    self._move(offer, reading, clock)
+                    self._move(offer, feed, clock)
         except CommError as exc:
             self._break_off()
             return exc
@@ -146,7 +148,7 @@ class Rounds:
             self._break_off()
         if not committed:
             self._trouble = f"the sender's side: {failure}; the receivers' side: {torn}"
-            _log.warning("version %s is sent again; %s", offer.version, self._trouble)
+            _log.warning("version %s was not committed; %s", offer.version, self._trouble)
         self._roster.served |= dict.fromkeys(whole if committed else [], offer.version)
         self._board.put_verdict(offer, committed=committed)
         return committed

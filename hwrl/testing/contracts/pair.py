@@ -26,6 +26,13 @@ def need_two_ranks(backend: Backend) -> None:
         pytest.skip(f"needs two devices: {support.reason}")
 
 
+def need_ipc(backend: Backend) -> None:
+    """Skip the test, with the reason, where one process cannot open another's device memory."""
+    support = backend.supports(Capability.DEVICE_IPC)
+    if not support.usable:
+        pytest.skip(f"no {Capability.DEVICE_IPC.value}: {support.reason}")
+
+
 def place(rank: int, name: str) -> Backend:
     """Return backend ``name`` in this child process, with the rank's device as the current one."""
     hwrl.set_backend(name)

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.backend import Backend
-from hwrl.comm import connect_store
-from hwrl.testing.contracts.pair import StoreAddress, need_two_ranks, place
+from hwrl.comm import connect_store, raw_bytes
+from hwrl.testing.contracts.pair import StoreAddress, need_ipc, need_two_ranks, place
 from hwrl.testing.processes import run_processes
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.sender import Transport
 
 _VERSIONS = (1, 2, 3)
+_PLACES = ("apart", "in place")
 _SLAB_NBYTES = 1 << 16
 
 
 class WeightsContract:
     """Every version arrives whole and bit for bit, over each transport."""
 
-    @pytest.mark.parametrize("transport", ["device", "host"])
+    @pytest.mark.parametrize("transport", ["device", "ipc", "host"])
     def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: Transport) -> None:
-        """Scalars, odd sizes, mixed dtypes, strided and tied tensors, and one larger than a slab."""
+        """Scalars, odd sizes, mixed dtypes, every NaN, strided and tied tensors, and one larger than a slab.
+
+        They arrive in memory of the receiver's making, and in tensors that it was given.
+        """
         if transport == "device":
             need_two_ranks(backend)
+        if transport == "ipc":
+            need_ipc(backend)
         address = StoreAddress()
         sent, received = run_processes(_send_or_receive, 2, backend.info.name, str(address), transport)
-        assert sent == list(_VERSIONS)
-        assert received == {version: [] for version in _VERSIONS}
+        assert sent == {place: list(_VERSIONS) for place in _PLACES}
+        assert received == {place: {version: [] for version in _VERSIONS} for place in _PLACES}
 
 
 def _send_or_receive(rank: int, name: str, address: str, transport: Transport) -> object:
-    return _send(name, address, transport) if rank == 0 else _receive(name, address)
+    backend, store = place(rank, name), connect_store(address)
+    if rank == 0:
+        return {link: _send(backend, PrefixStore(link, store), transport) for link in _PLACES}
+    return {link: _receive(backend, PrefixStore(link, store), link) for link in _PLACES}
 
 
-def _send(name: str, address: str, transport: Transport) -> list[int]:
-    backend, store = place(0, name), connect_store(address)
+def _send(backend: Backend, store: Store, transport: Transport) -> list[int]:
     with WeightSender(store, backend=backend, transport=transport, slab_nbytes=_SLAB_NBYTES) as sender:
         sender.wait_for_receivers(1)
         sent = []
@@ -45,11 +54,12 @@ def _send(name: str, address: str, transport: Transport) -> list[int]:
         return sent
 
 
-def _receive(name: str, address: str) -> dict[int, list[str]]:
+def _receive(backend: Backend, store: Store, link: str) -> dict[int, list[str]]:
     """Return for each version the names of the tensors that are not what was sent."""
-    backend, store = place(1, name), connect_store(address)
     wrong = {}
-    with WeightReceiver(store, replica="conformance", backend=backend) as receiver:
+    given = {key: torch.zeros_like(tensor).contiguous() for key, tensor in _weights(backend, 0).items()}
+    into = given if link == "in place" else None
+    with WeightReceiver(store, replica="conformance", backend=backend, into=into) as receiver:
         for _ in _VERSIONS:
             got = receiver.receive()
             wanted = _weights(backend, got.version)
@@ -59,7 +69,7 @@ def _receive(name: str, address: str) -> dict[int, list[str]]:
 
 
 def _same(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return got.dtype == wanted.dtype and torch.equal(got, wanted)
+    return got.dtype == wanted.dtype and torch.equal(raw_bytes(got.contiguous()), raw_bytes(wanted.contiguous()))
 
 
 def _weights(backend: Backend, version: int) -> dict[str, torch.Tensor]:
@@ -76,6 +86,7 @@ def _weights(backend: Backend, version: int) -> dict[str, torch.Tensor]:
         "scale": normal(dtype=torch.float32),
         "strided": normal(64, 33, dtype=torch.float16).t(),
         "larger than a slab": normal(3 * _SLAB_NBYTES // 4 + 1, dtype=torch.float32),
+        "every bit pattern": torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(torch.bfloat16),
         "counts": torch.arange(5, device=device) + version,
         "mask": torch.tensor([True, False, True], device=device),
         "head": embedding,
