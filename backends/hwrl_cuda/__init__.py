@@ -31,7 +31,7 @@ _SUPPORT = {
     Capability.MEMORY_STATS: _PROVEN,
     Capability.COMM_ABORT: _PROVEN,
     Capability.DEVICE_IPC: _PROVEN,
-    Capability.REGISTERED_MEMORY: Support("unverified", "the runtime's own registration, not proven on this device"),
+    Capability.REGISTERED_MEMORY: _PROVEN,
 }
 
 

@@ -114,5 +114,5 @@ def summarise(config: Config, history: list[dict[str, float]], *, interrupted: b
     lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / 'reward.png'}")
     lines += [f"goal missed: {sentence}" for sentence in missed]
     if interrupted:
-        lines.append("continue with: the same command and resume=true")
+        lines.append(f"continue with: hwrl train {config.dir / CONFIG} resume=true")
     return Summary(not interrupted, missed, "\n".join(lines))
