@@ -212,9 +212,11 @@ class _Ways:
         self.layout = WeightLayout.plan(self.named, flat=True)
         self.flat = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=self.device)
         self.views = self.layout.views(self.flat)
-        self.spare = torch.empty_like(self.flat) if self.group is None else self.flat
+        self.spare = torch.empty_like(self.flat) if self.group is None and rank == 0 else None
+        copied = "per-tensor broadcast" in plan.ways or (rank and any(way.endswith("in place") for way in plan.ways))
         self.copies = {
-            name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in self.named
+            name: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+            for name, tensor in (self.named if copied else ())
         }
         self.ends = {way: self._end(way) for way in plan.ways if way.startswith("hwrl")}
 
@@ -235,7 +237,8 @@ class _Ways:
     def move(self, way: str, version: int) -> Any:
         """Take part in one transfer; return the sender's report, or what the receiver got."""
         if way == "copy on the device":
-            self.spare.copy_(self.flat)
+            if self.spare is not None:
+                self.spare.copy_(self.flat)
             return self.views
         if way.startswith("flat"):
             pieces = self.flat.split(1 << 30) if way.endswith("pieces") else [self.flat]

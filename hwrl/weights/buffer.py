@@ -119,19 +119,27 @@ class BroadcastBuffer:
 
     def _as_it_lies(self, slab: Slab, tensors: Sequence[torch.Tensor], *, gaps: bool) -> torch.Tensor | None:
         """Return the slab as memory of ``tensors``; ``gaps`` says whether bytes between them may belong to others."""
-        storage, base = tensors[0].untyped_storage(), tensors[0].data_ptr() - slab.pieces[0].at + slab.pieces[0].start
+        first = slab.pieces[0]
+        begin = tensors[0].storage_offset() * tensors[0].itemsize - first.at + first.start
+        if begin % 8 or not tensors[0].is_contiguous() or tensors[0].device != self._device:
+            return None  # the checksum reads 64-bit words
+        if len(tensors) > 1 and not self._are_neighbours(slab, tensors, gaps=gaps):
+            return None
+        storage = tensors[0].untyped_storage()
+        if begin < 0 or begin + slab.nbytes > storage.nbytes():
+            return None
+        memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return memory.set_(storage, begin, (slab.nbytes,), (1,))
+
+    def _are_neighbours(self, slab: Slab, tensors: Sequence[torch.Tensor], *, gaps: bool) -> bool:
+        base = tensors[0].data_ptr() - slab.pieces[0].at + slab.pieces[0].start
         for piece, tensor in zip(slab.pieces, tensors, strict=True):
             if tensor.data_ptr() + piece.start != base + piece.at or not tensor.is_contiguous():
-                return None
+                return False
         pairs = itertools.pairwise(slab.pieces)
         if not gaps and any(before.at + before.nbytes != after.at for before, after in pairs):
-            return None
-        begin = base - storage.data_ptr()
-        if tensors[0].device != self._device or begin % 8 or begin + slab.nbytes > storage.nbytes():
-            return None  # the checksum reads 64-bit words
-        if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors[1:]):
-            return None
-        return bytes_of(storage)[begin : begin + slab.nbytes]
+            return False
+        return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
     def _next_slot(self, index: int) -> _Slot:
         # Each transfer begins with the same slot, so that a slab meets the views that were made for it.
@@ -238,14 +246,21 @@ class InPlace:
         self._copies = [(alias, whole) for alias, whole in aliases if alias.data_ptr() != whole.data_ptr()]
         self._flat = _flat_memory(layout, self.tensors)
         self._words: dict[int, list[list[torch.Tensor]]] = {}
+        self._own: dict[int, Lease] = {}
 
     def room(self, index: int) -> Lease:
         """Return the tensors' own memory where slab ``index`` can be received into it, else a slot of the ring."""
+        if index in self._own:
+            return self._own[index]
         if self._flat is not None:
             slab = self._layout.slabs[index]
             memory = self._flat[slab.offset : slab.offset + slab.nbytes]
-            return Lease(index, memory, copied=False, _slot=None, _generation=0)
-        return self._buffer.room(index, self._of(index))
+            lease = Lease(index, memory, copied=False, _slot=None, _generation=0)
+        else:
+            lease = self._buffer.room(index, self._of(index))
+        if not lease.copied:
+            self._own[index] = lease
+        return lease
 
     def land(self, lease: Lease) -> None:
         """Copy what came into the ring to the tensors."""

@@ -24,6 +24,7 @@ class Checksums:
     def __init__(self, layout: WeightLayout, *, device: torch.device, values: torch.Tensor | None = None) -> None:
         rows = [-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs]
         self.slabs = len(rows)
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._begins = list(itertools.accumulate(rows, initial=0))
         self.values = torch.zeros(self._begins[-1], dtype=torch.int64, device=device) if values is None else values
 
@@ -34,17 +35,20 @@ class Checksums:
 
     def add(self, index: int, raw: torch.Tensor) -> None:
         """Compute slab ``index``'s sums from its bytes (1-d uint8, 8-byte aligned); does not wait for the device."""
-        begin, whole = self._begins[index], raw.numel() // _ROW_NBYTES
+        whole = raw.numel() // _ROW_NBYTES
+        if index not in self._places:
+            mine = self.values[self._begins[index] : self._begins[index + 1]]
+            self._places[index] = mine[:whole], mine[whole:]
+        of_rows, of_rest = self._places[index]
         if whole:
-            rows = raw[: whole * _ROW_NBYTES].view(torch.int64).view(whole, _WORDS)
-            torch.sum(rows, 1, out=self.values[begin : begin + whole])
-        rest = raw[whole * _ROW_NBYTES :]
-        if rest.numel():
+            rows = raw[: whole * _ROW_NBYTES] if of_rest.numel() else raw
+            torch.sum(rows.view(torch.int64).view(whole, _WORDS), 1, out=of_rows)
+        if of_rest.numel():
+            rest = raw[whole * _ROW_NBYTES :]
             words = rest[: rest.numel() // 8 * 8].view(torch.int64)
-            total = self.values[begin + whole : begin + whole + 1]
-            torch.sum(words.view(1, -1), 1, out=total)
+            torch.sum(words.view(1, -1), 1, out=of_rest)
             if rest.numel() % 8:
-                total += rest[words.numel() * 8 :].sum(dtype=torch.int64) * _ODD
+                of_rest += rest[words.numel() * 8 :].sum(dtype=torch.int64) * _ODD
 
     def vote(self, theirs: torch.Tensor) -> str:
         """Compare with the sender's sums: "whole", or "corrupt" and which slabs; waits for the device."""
