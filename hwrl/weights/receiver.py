@@ -53,8 +53,9 @@ class WeightReceiver:
 
     Without ``into`` it holds room for two versions, so that the old one serves until the new one is whole. With
     ``into`` (names → tensors on this process's device, at least those that are sent) each version is received into
-    those very tensors; besides them a ring of ``slabs`` slabs is held, for small tensors only. The old version is gone then
-    as soon as a transfer begins: :attr:`version` is None, and the tensors must not be used, until one has succeeded.
+    those very tensors; besides them a ring of ``slabs`` slabs is held, for small tensors only. The old version is
+    gone then as soon as a transfer begins: :attr:`version` is None, and the tensors must not be used, until one has
+    succeeded.
 
     One thread. A restarted replica takes its namesake's place. A context manager.
     """

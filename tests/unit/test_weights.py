@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from hwrl.weights import TransferReport, WeightReceiver, WeightSender
 from hwrl.weights.board import Offer
 from hwrl.weights.report import StageClock
 from hwrl_cpu import INFO, CpuBackend
-from tests.distributed.faulty import LateBackend
+from tests.distributed.faulty import CorruptingBackend, LateBackend
 
 
 @pytest.fixture
@@ -218,6 +219,40 @@ def test_tied_tensors_reach_targets_that_are_not_tied(store: Store) -> None:
         sender.publish(1, [("embed", weight), ("head", weight)])
         waiting()
     assert torch.equal(targets["embed"], weight) and torch.equal(targets["head"], weight)
+
+
+def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_them(store: Store) -> None:
+    targets = {"w": torch.zeros(700), "b": torch.zeros(())}
+    backend = CorruptingBackend(at=2)  # a slab and the sums are one version
+    with _sender(store) as sender, WeightReceiver(store, replica="r0", backend=backend, into=targets) as receiver:
+        _exchange(sender, [receiver], 1)
+        waiting = _beside(lambda: receiver.receive(timeout_s=10.0))
+        assert "corrupt" in sender.publish(2, _model(2)).quarantined["r0"]
+        with pytest.raises(QuarantinedError):
+            waiting()
+        assert receiver.version is None
+        receiver.join()
+        _exchange(sender, [receiver], 2)
+        assert receiver.version == 2 and targets["w"].eq(2).all()
+
+
+def test_an_offer_that_comes_between_two_looks_is_not_overslept(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hwrl.weights.receiver._WATCH_S", 5.0)
+    with _sender(store, transport="host", directory=tmp_path) as sender, _receiver(store) as receiver:
+        look = receiver._board.newest
+
+        def look_and_be_late() -> int:
+            newest = look()
+            if sender.version is None:
+                sender.publish(1, _model(1))
+            return newest
+
+        monkeypatch.setattr(receiver._board, "newest", look_and_be_late)
+        begin = time.monotonic()
+        assert receiver.receive(timeout_s=10.0).version == 1
+        assert time.monotonic() - begin < 4.0
 
 
 @pytest.mark.parametrize(
