@@ -88,7 +88,8 @@ class SharedWeights:
         self._say(going_on=True)
         weights = self._engine.named_weights()
         try:
-            yield from weights
+            for pair in weights:  # noqa: UP028 - delegating would close what is yet to be drained
+                yield pair
         finally:
             for _ in weights:  # the reader gave up, and the other ranks gather to the end
                 pass

@@ -1,0 +1,64 @@
+"""Both ends of a weight link in one process, for tests of its rules."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import Store
+
+from hwrl.comm import serve_store
+from hwrl.weights import TransferReport, WeightReceiver, WeightSender
+from hwrl_cpu import INFO, CpuBackend
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    yield serve_store()
+
+
+def sender_of(store: Store, **options: Any) -> WeightSender:
+    return WeightSender(store, **{"backend": CpuBackend(INFO), "timeout_s": 10.0, **options})
+
+
+def receiver_of(store: Store, replica: str = "r0") -> WeightReceiver:
+    return WeightReceiver(store, replica=replica, backend=CpuBackend(INFO), timeout_s=10.0)
+
+
+def model_of(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("w", torch.full((700,), float(value))), ("b", torch.tensor(float(value)))]
+
+
+def beside(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Run ``work`` in a thread; the returned function waits for its result, or raises what it raised."""
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(work())
+        except Exception as exc:  # noqa: BLE001 - raised again in the waiting thread
+            ended.append(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(20.0)
+        assert ended, "the thread is still at work"
+        if isinstance(ended[0], Exception):
+            raise ended[0]
+        return ended[0]
+
+    return result
+
+
+def exchange(sender: WeightSender, receivers: list[WeightReceiver], version: int) -> TransferReport:
+    """Publish ``version`` to ``receivers`` and check that each has it."""
+    waiting = [beside(functools.partial(receiver.receive, timeout_s=10.0)) for receiver in receivers]
+    report = sender.publish(version, model_of(version))
+    for wait in waiting:
+        received = wait()
+        assert received.version == version and received["b"].item() == version
+    return report
