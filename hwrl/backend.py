@@ -191,8 +191,10 @@ class DeviceMap:
             return {}
         return {self.visible_variable: ",".join(str(index) for index in physical)}
 
-    def ray_options(self, count: int) -> dict[str, Any]:
-        """Return the ``ray.remote`` options that reserve ``count`` devices for an actor."""
+    def ray_options(self, count: float) -> dict[str, Any]:
+        """Return the options with which ``ray.remote`` reserves ``count`` devices, a share of one if below 1, for an
+        actor; and ``ray.init`` takes them for the number of devices that a machine has.
+        """
         if self.ray_resource is None:
             return {"num_cpus": count}
         return {"resources": {self.ray_resource: count}}

@@ -38,8 +38,11 @@ def hwrl_create_backend() -> Backend:
 
 
 @hookspec(firstresult=True)
-def hwrl_process_env(role: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a worker of ``role`` should start, given the driver's ``env``. Optional."""
+def hwrl_process_env(role: str, env: Mapping[str, str], exports_memory: bool) -> dict[str, str]:  # noqa: FBT001 - pluggy passes by name
+    """Return the variables with which a worker of ``role`` should start, given the driver's ``env``. Optional.
+
+    ``exports_memory``: other processes will open its device memory.
+    """
     raise NotImplementedError
 
 

@@ -126,16 +126,18 @@ class Registry:
             failures = tuple(item for item in loaded if isinstance(item, LoadFailure))
             return Survey(tuple(_probe(plugin, self._context) for plugin in plugins), failures)
 
-    def process_env(self, role: str) -> dict[str, str]:
+    def process_env(self, role: str, *, exports_memory: bool = False) -> dict[str, str]:
         """Return the variables that the chosen backend wants for a worker of ``role`` and that nobody has set here.
 
-        Empty if it wants none, or was given as an object that no plugin made.
+        ``exports_memory`` says that other processes will open the worker's device memory. Empty if the backend wants
+        none, or was given as an object that no plugin made.
         """
         name = self.get_backend().info.name
         plugin = self._plugins().load(name) if name in self._plugins().names() else None
         if not isinstance(plugin, Plugin):
             return {}
-        wanted = plugin.manager.hook.hwrl_process_env(role=role, env=dict(self._env)) or {}
+        hook = plugin.manager.hook.hwrl_process_env
+        wanted = hook(role=role, env=dict(self._env), exports_memory=exports_memory) or {}
         return {variable: value for variable, value in wanted.items() if variable not in self._env}
 
     def _plugins(self) -> Installed:
@@ -280,6 +282,6 @@ def set_backend(choice: str | Backend) -> None:
     _PROCESS.set_backend(choice)
 
 
-def process_env(role: str) -> dict[str, str]:
+def process_env(role: str, *, exports_memory: bool = False) -> dict[str, str]:
     """Return the variables that a worker of ``role`` should start with; see :meth:`Registry.process_env`."""
-    return _PROCESS.process_env(role)
+    return _PROCESS.process_env(role, exports_memory=exports_memory)

@@ -71,8 +71,8 @@ def hwrl_create_backend() -> Backend:
 
 
 @hwrl.hookimpl
-def hwrl_process_env(role: str, env: Mapping[str, str]) -> dict[str, str]:
-    if role != "trainer" or any(name in env for name in ALLOCATOR):
+def hwrl_process_env(role: str, env: Mapping[str, str], exports_memory: bool) -> dict[str, str]:
+    if role != "trainer" or exports_memory or any(name in env for name in ALLOCATOR):
         return {}
     return {ALLOCATOR[0]: "expandable_segments:True"}
 
@@ -97,7 +97,7 @@ class CudaDeviceMap(DeviceMap):
             return ()
         return super().visible(env)
 
-    def ray_options(self, count: int) -> dict[str, Any]:
+    def ray_options(self, count: float) -> dict[str, Any]:
         return {"num_gpus": count}
 
 

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import EngineError
+from hwrl.registry import get_backend, set_backend
 from hwrl.rollout.groups import PromptGroup
 from hwrl.rollout.ledger import Lease, PromptLedger
 from hwrl.run.config import Config
+from hwrl.run.placement import see_also
+
+if TYPE_CHECKING:
+    from hwrl.weights.sender import Transport
 
 LEASE_WAIT_S = 1.0
 """How long the ledger keeps a rollouter's question for prompts open before it answers with none."""
@@ -166,16 +172,22 @@ class RolloutActor:
         config: Config,
         *,
         backend: str,
+        opens: Sequence[int],
         replica: str,
         incarnation: str,
         seed: int,
         store_address: str,
         ledger: Any,
     ) -> None:
-        """Build the replica, which then waits for weights. (Errors of an actor's ``__init__`` come out worse.)"""
+        """Build the replica, which then waits for weights. (Errors of an actor's ``__init__`` come out worse.)
+
+        ``opens``: the machine's devices whose memory it may have to open.
+        """
+        set_backend(backend)
+        os.environ |= see_also(opens, os.environ, get_backend().devices)  # read once, when the device is first used
         from hwrl.run.build import build_rollouter, evaluation_prompts, prepare_process
 
-        prepare_process(backend, threads=config.rollout.threads)
+        prepare_process(threads=config.rollout.threads)
         self._rollouter = build_rollouter(
             config,
             replica=replica,
@@ -201,12 +213,17 @@ class RolloutActor:
 class TrainActor:
     """One rank of the trainer: ``set_up``, then calls of :class:`~hwrl.run.build.TrainerParts`."""
 
-    def set_up(self, config: Config, *, backend: str, rank: int, store_address: str, incarnation: int) -> None:
+    def set_up(
+        self, config: Config, *, backend: str, rank: int, store_address: str, incarnation: int, transport: Transport
+    ) -> None:
         """Build this rank; on several ranks, all must be set up at the same time."""
+        set_backend(backend)
         from hwrl.run.build import TrainerParts, prepare_process
 
-        prepare_process(backend, threads=config.train.threads)
-        self._parts = TrainerParts(config, rank=rank, store_address=store_address, incarnation=incarnation)
+        prepare_process(threads=config.train.threads)
+        self._parts = TrainerParts(
+            config, rank=rank, store_address=store_address, incarnation=incarnation, transport=transport
+        )
 
     def call(self, method: str, *args: Any) -> Any:
         """Call ``method`` of this rank's parts."""

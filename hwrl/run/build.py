@@ -14,7 +14,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.errors import CommError, ConfigError, QuarantinedError, TransferFailedError
 from hwrl.models import build_model, load_tokenizer
-from hwrl.registry import get_backend, set_backend
+from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.engine import RolloutEngine, Sampling
@@ -27,6 +27,7 @@ from hwrl.train.gather import SharedWeights
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.trainer import Algorithm, AsyncTrainer
 from hwrl.weights import Received, WeightReceiver, WeightSender
+from hwrl.weights.sender import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +35,8 @@ POLICY = "policy"
 """The name under which the policy's weights travel."""
 
 
-def prepare_process(backend: str, *, threads: int) -> None:
-    """Choose ``backend`` and take its first visible device; compute with ``threads`` host threads."""
-    set_backend(backend)
+def prepare_process(*, threads: int) -> None:
+    """Take the first visible device of the chosen backend; compute with ``threads`` host threads."""
     torch.set_num_threads(threads)
     if get_backend().device_count():
         get_backend().set_device(0)
@@ -138,7 +138,9 @@ def _end_ids(model: Any, tokenizer: Any) -> list[int]:
 class TrainerParts:
     """One rank's trainer with its engine, weight sender and checkpoints, wired together."""
 
-    def __init__(self, config: Config, *, rank: int, store_address: str, incarnation: int) -> None:
+    def __init__(
+        self, config: Config, *, rank: int, store_address: str, incarnation: int, transport: Transport
+    ) -> None:
         self._config, self._rank = config, rank
         backend = get_backend()
         store = connect_store(store_address)
@@ -148,7 +150,7 @@ class TrainerParts:
             place = PrefixStore(f"train/{incarnation}", store)
             self._group = Comm(backend).init_default(store=place, rank=rank, size=ranks)
         self._engine = _build_train_engine(config, group=self._group)
-        self._sender = _build_sender(config, store) if rank == 0 else None
+        self._sender = _build_sender(config, store, transport) if rank == 0 else None
         self._trainer = AsyncTrainer(
             self._engine,
             algorithm=_algorithm(config),
@@ -258,12 +260,13 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
     )
 
 
-def _build_sender(config: Config, store: Any) -> WeightSender:
+def _build_sender(config: Config, store: Any, transport: Transport) -> WeightSender:
+    slab_mib = config.weights.update_weights_bucket_megabytes
     return WeightSender(
         store,
         name=POLICY,
-        transport="device" if config.weights.bypass_cpu else "host",
-        slab_nbytes=config.weights.update_weights_bucket_megabytes << 20,
+        transport=transport,
+        slab_nbytes=None if slab_mib is None else slab_mib << 20,
         timeout_s=_transfer_timeout_s(config),
     )
 

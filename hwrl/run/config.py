@@ -173,9 +173,9 @@ class WeightsConfig(Section):
     """How weights travel from the trainer to the rollouters."""
 
     bypass_cpu: bool = True
-    """Device to device; otherwise through a versioned store in host memory, and the trainer does not wait."""
-    update_weights_bucket_megabytes: Positive = 64
-    """Size of a slab of the broadcast buffer, MiB."""
+    """No copy on the host, where the device can; else a versioned store in host memory: the trainer does not wait."""
+    update_weights_bucket_megabytes: Positive | None = None
+    """Size of a slab of the broadcast buffer, MiB; without it, what suits the device."""
     timeout_s: PositiveReal = 60.0
     """A replica that does not take part in a transfer for so long is left out, and must join again."""
 

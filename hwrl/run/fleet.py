@@ -9,13 +9,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError, EngineError, HwrlError
+from hwrl.errors import EngineError, HwrlError
 from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
+from hwrl.run.placement import Seat, choose_transport, machine_devices, seat
 
 POLL_S = 1.0
 DEATH_NOTICE_S = 5.0  # a survivor may fail before Ray has told that its peer is dead
@@ -47,7 +49,7 @@ class Fleet:
         # Other machines must reach the store; on one machine it is nobody else's business.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
-        self._check_room()
+        self._place()
         self._ledger: Any = ray.remote(LedgerActor).options(num_cpus=0).remote(config)
         self._trainers: list[Any] = []
         self._replicas: dict[str, _Replica] = {}
@@ -60,8 +62,8 @@ class Fleet:
     def launch(self) -> None:
         """Start trainers and replicas side by side; return when the trainers are set up."""
         set_up = self._launch_trainers()
-        for index in range(self._config.rollout.replicas):
-            self._launch_replica(f"replica-{index}")
+        for name in self._seats:
+            self._launch_replica(name)
         self._gather(set_up)
 
     def await_replicas(self) -> None:
@@ -86,32 +88,46 @@ class Fleet:
         """Say who is there."""
         return (
             f"hwrl on {self._backend.info.name}: {len(self._trainers)} trainer rank(s), "
-            f"{len(self._replicas)} rollout replica(s)"
+            f"{len(self._replicas)} rollout replica(s); {self._seating}; "
+            f"weights travel by {self._transport}: {self._why_transport}"
         )
 
-    def _check_room(self) -> None:
-        """Raise if the cluster has fewer free devices than actors: Ray would wait for more without a word."""
-        resource = self._backend.devices.ray_resource or "CPU"
-        ranks, replicas = self._config.train.ranks, self._config.rollout.replicas
-        present = ray.available_resources().get(resource, 0)
-        if ranks + replicas <= present:
-            return
-        raise ConfigError(
-            f"the run needs {ranks + replicas} devices ({resource})",
-            why=f"train.ranks={ranks} and rollout.replicas={replicas} take one each, and {present:g} are free",
-            fix="use fewer ranks or replicas, or add machines to the cluster that RAY_ADDRESS names",
+    def _place(self) -> None:
+        """Give each process its device, and choose how weights travel. Raises if there are too few devices."""
+        devices, ranks, replicas = self._backend.devices, self._config.train.ranks, self._config.rollout.replicas
+        free = int(ray.available_resources().get(devices.ray_resource or "CPU", 0))
+        self._seating = seat(devices=free, ranks=ranks, replicas=replicas, may_share=devices.ray_resource is not None)
+        self._seats = {f"replica-{index}": place for index, place in enumerate(self._seating.replicas)}
+        self._transport, self._why_transport = choose_transport(
+            bypass_cpu=self._config.weights.bypass_cpu,
+            shared=self._seating.shared,
+            one_machine=is_local(),
+            supports=self._backend.supports,
         )
+        self._opens: tuple[int, ...] = ()
+        if self._transport == "ipc":
+            self._opens = machine_devices(os.environ, devices, count=self._backend.device_count())
+        self._group: Any = None
+        if self._seating.shared:  # one bundle a device: by shares alone Ray might put replicas where a rank must go
+            self._group = ray.util.placement_group([{devices.ray_resource: 1}] * self._seating.devices)
 
-    def _options(self, role: str) -> dict[str, Any]:
+    def _options(self, role: str, place: Seat) -> dict[str, Any]:
         """Return what Ray is told about one worker: its device, and the variables that its backend wants."""
-        variables = process_env(role)
-        return self._backend.devices.ray_options(1) | ({"runtime_env": {"env_vars": variables}} if variables else {})
+        options = self._backend.devices.ray_options(place.share)
+        if self._group is not None:
+            options |= {
+                "num_cpus": 0,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, place.device),
+            }
+        variables = process_env(role, exports_memory=role == "trainer" and self._transport == "ipc")
+        return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
 
     def _launch_trainers(self) -> list[Any]:
         """Make the trainer's ranks and begin to set them up; return what to wait for."""
-        options = self._options("trainer")
         incarnation, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
-        self._trainers = [ray.remote(TrainActor).options(**options).remote() for _ in range(self._config.train.ranks)]
+        self._trainers = [
+            ray.remote(TrainActor).options(**self._options("trainer", place)).remote() for place in self._seating.ranks
+        ]
         return [
             trainer.set_up.remote(
                 self._config,
@@ -119,6 +135,7 @@ class Fleet:
                 rank=rank,
                 store_address=self._store_address,
                 incarnation=incarnation,
+                transport=self._transport,
             )
             for rank, trainer in enumerate(self._trainers)
         ]
@@ -129,12 +146,13 @@ class Fleet:
         """
         start, self._replica_starts = self._replica_starts, self._replica_starts + 1
         incarnation = f"{name}#{start}"
-        options = self._options("rollout")
+        options = self._options("rollout", self._seats[name])
         actor = ray.remote(RolloutActor).options(max_concurrency=4, **options).remote()
         self._replicas[name] = _Replica(actor, incarnation)
         joining = actor.set_up.remote(
             self._config,
             backend=self._backend.info.name,
+            opens=self._opens,
             replica=name,
             incarnation=incarnation,
             seed=self._seed + 1009 * start,
@@ -207,6 +225,8 @@ class Fleet:
             ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_S)
         for actor in [*self._trainers, *(replica.actor for replica in self._replicas.values()), self._ledger]:
             ray.kill(actor)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
 
     # -- what dies ----------------------------------------------------------------------------------------------
 

@@ -240,8 +240,10 @@ def _cluster(config: Config) -> Iterator[None]:
     """Join the Ray cluster that RAY_ADDRESS names, or start one on this machine, with room for the run's actors."""
     options: dict[str, Any] = {}
     if is_local():
-        actors = config.train.ranks + config.rollout.replicas
-        options = {"address": "local", "num_cpus": max(actors, os.cpu_count() or 1), "include_dashboard": False}
+        devices, actors = get_backend().devices, config.train.ranks + config.rollout.replicas
+        if devices.ray_resource is not None:  # Ray itself finds those devices only that it knows
+            options = devices.ray_options(get_backend().device_count())
+        options |= {"address": "local", "num_cpus": max(actors, os.cpu_count() or 1), "include_dashboard": False}
     ray.init(log_to_driver=False, configure_logging=False, namespace=f"hwrl-{Path(config.dir).name}", **options)
     try:
         yield

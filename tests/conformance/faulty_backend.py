@@ -56,7 +56,7 @@ class FaultyDeviceMap(DeviceMap):
     def render(self, physical: Sequence[int]) -> dict[str, str]:
         return super().render(physical[:1] if fault("devices are dropped") else physical)
 
-    def ray_options(self, count: int) -> dict[str, Any]:
+    def ray_options(self, count: float) -> dict[str, Any]:
         return {} if fault("nothing is reserved") else super().ray_options(count)
 
 

@@ -185,9 +185,10 @@ def test_doctor_is_told_that_the_npu_order_shows_no_device(machine: Machine) -> 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_a_trainer_on_gpus_gets_expandable_segments_unless_the_user_configures_the_allocator(name: str) -> None:
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert hwrl_cuda.hwrl_process_env(role="trainer", env={}) == wanted
-    assert hwrl_cuda.hwrl_process_env(role="trainer", env={name: ""}) == {}
-    assert hwrl_cuda.hwrl_process_env(role="rollout", env={}) == {}
+    assert hwrl_cuda.hwrl_process_env(role="trainer", env={}, exports_memory=False) == wanted
+    assert hwrl_cuda.hwrl_process_env(role="trainer", env={name: ""}, exports_memory=False) == {}
+    assert hwrl_cuda.hwrl_process_env(role="rollout", env={}, exports_memory=False) == {}
+    assert hwrl_cuda.hwrl_process_env(role="trainer", env={}, exports_memory=True) == {}
 
 
 def test_doctor_is_told_about_two_allocator_settings(machine: Machine) -> None:

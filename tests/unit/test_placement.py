@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from hwrl.backend import Capability, DeviceMap, Support
+from hwrl.errors import ConfigError
+from hwrl.run.placement import Seat, choose_transport, machine_devices, seat, see_also
+
+DEVICES = DeviceMap(visible_variable="VISIBLE", ray_resource="XPU")
+
+
+def test_each_process_has_a_device_of_its_own_if_there_are_enough() -> None:
+    seating = seat(devices=8, ranks=2, replicas=3, may_share=True)
+    assert [place.device for place in (*seating.ranks, *seating.replicas)] == [0, 1, 2, 3, 4]
+    assert {place.share for place in (*seating.ranks, *seating.replicas)} == {1.0}
+    assert not seating.shared and str(seating) == "a device for each process"
+
+
+def test_replicas_share_what_the_trainer_leaves() -> None:
+    seating = seat(devices=4, ranks=2, replicas=5, may_share=True)
+    assert [place.share for place in seating.ranks] == [1.0, 1.0]
+    assert [place.device for place in seating.replicas] == [2, 3, 2, 3, 2]
+    assert seating.shared and "those that the trainer leaves" in str(seating)
+
+
+def test_replicas_share_the_trainers_devices_if_nothing_is_left() -> None:
+    seating = seat(devices=1, ranks=1, replicas=1, may_share=True)
+    assert (seating.ranks, seating.replicas) == ((Seat(0, 0.6),), (Seat(0, 0.4),))
+    assert seating.shared and "the trainer's" in str(seating)
+
+
+@pytest.mark.parametrize("devices", range(1, 9))
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_whatever_must_fit_fits_and_no_two_ranks_meet(devices: int, ranks: int) -> None:
+    for replicas in range(1, 30):
+        if ranks > devices:
+            continue
+        seating = seat(devices=devices, ranks=ranks, replicas=replicas, may_share=True)
+        assert (len(seating.ranks), len(seating.replicas)) == (ranks, replicas)
+        assert len({place.device for place in seating.ranks}) == ranks
+        assert all(place.share > 0.5 for place in seating.ranks)
+        for device in range(seating.devices):
+            here = [place.share for place in (*seating.ranks, *seating.replicas) if place.device == device]
+            assert sum(round(share * 10_000) for share in here) <= 10_000
+            assert here, "a device serves nobody while others are shared"
+
+
+def test_more_ranks_than_devices_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"train\.ranks=3 take one each, and 2 are free"):
+        seat(devices=2, ranks=3, replicas=1, may_share=True)
+
+
+def test_what_may_not_be_shared_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.replicas=2 take one each, and 2 are free"):
+        seat(devices=2, ranks=1, replicas=2, may_share=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "able", "transport", "reason"),
+    [
+        ({"bypass_cpu": False}, set(Capability), "host", "bypass_cpu is false"),
+        ({"shared": False}, set(), "device", "a device of its own"),
+        ({}, {Capability.SHARED_DEVICE_GROUPS, Capability.DEVICE_IPC}, "device", "shared_device_groups: yes"),
+        ({}, {Capability.DEVICE_IPC}, "ipc", "on this machine"),
+        ({"one_machine": False}, {Capability.DEVICE_IPC}, "host", "the machine's border"),
+        ({}, set(), "host", "device_ipc: no"),
+    ],
+)
+def test_the_transport_follows_from_what_the_device_can(
+    facts: dict[str, bool], able: set[Capability], transport: str, reason: str
+) -> None:
+    def supports(capability: Capability) -> Support:
+        yes = capability in able
+        return Support("supported" if yes else "unsupported", f"{capability.value}: {'yes' if yes else 'no'}")
+
+    given = {"bypass_cpu": True, "shared": True, "one_machine": True} | facts
+    chosen, why = choose_transport(supports=supports, **given)
+    assert chosen == transport
+    assert reason in why
+
+
+def test_a_process_sees_others_devices_behind_its_own() -> None:
+    machine = machine_devices({"VISIBLE": "3,5,7"}, DEVICES, count=3)
+    assert machine == (3, 5, 7)
+    assert see_also(machine, {"VISIBLE": "5"}, DEVICES) == {"VISIBLE": "5,3,7"}
+    assert see_also((), {"VISIBLE": "5"}, DEVICES) == {}
+
+
+def test_a_machine_that_hides_nothing_numbers_its_devices_from_zero() -> None:
+    assert machine_devices({}, DEVICES, count=2) == (0, 1)
