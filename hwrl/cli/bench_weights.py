@@ -351,7 +351,7 @@ def _measure_small(ways: _Ways) -> list[float]:
             ways.meet()
         return []
     seconds = []
-    with WeightSender(ways.store, name="small") as sender:
+    with WeightSender(ways.store, name="small", transport="device" if ways.group is not None else "ipc") as sender:
         sender.wait_for_receivers(ways.size - 1)
         for version in range(_SMALL_ROUNDS + 1):
             begin = time.perf_counter()

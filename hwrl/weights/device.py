@@ -46,7 +46,7 @@ class Lanes:
                     comm.standalone_group(store, rank=rank, size=size, name=f"{name}/{lane}", timeout_s=timeout_s)
                 )
         except CommError:
-            cls(groups).break_off()
+            cls(groups).close()
             raise
         return cls(groups)
 
@@ -56,19 +56,18 @@ class Lanes:
         self._turn += 1
         return group.broadcast(memory, src=0, async_op=True)
 
-    def break_off(self) -> None:
-        """End what is under way, here and at the peers, and close the groups."""
+    def close(self) -> None:
+        """End what is under way, here and at the peers, and close the groups. Does not wait for the peers.
+
+        A library's own end may: it is a collective, too, for which a peer that is idle or dead does not come.
+        """
 
         def abort(group: Group) -> None:
             with contextlib.suppress(UnsupportedError):  # then closing waits for what cannot be ended
-                group.abort("the transfer was broken off")
+                group.abort("the transfer is over")
 
         with ThreadPoolExecutor(max(1, self.count)) as threads:  # at once: one's end may wait for the other's work
             list(threads.map(abort, self._groups))
-        self.close()
-
-    def close(self) -> None:
-        """Close the groups."""
         for group in self._groups:
             group.close()
 
@@ -97,7 +96,7 @@ class DeviceSender(Rounds):
     def _begin(self, offer: Offer) -> Offer:
         name, to = self._lanes_to
         if self._lanes is None or to != offer.to:
-            self.close()
+            self._break_off()
             name = f"{offer.epoch}.{offer.number}"
         return replace(offer, group=name, lanes=lanes_on(self._backend))
 
@@ -120,15 +119,9 @@ class DeviceSender(Rounds):
             pending.wait()
         lanes.broadcast(self._sums.values).wait()
 
-    def close(self) -> None:
-        """Close the groups."""
-        if self._lanes is not None:
-            self._lanes.close()
-        self._lanes = None
-
     def _break_off(self) -> None:
         if self._lanes is not None:
-            self._lanes.break_off()
+            self._lanes.close()
         self._lanes = None
         self._buffer.free_all()
 
@@ -168,13 +161,8 @@ class DeviceReceiver:
                 pending.complete()  # before anything waits for the device, which a lost sender would leave hanging
             return theirs
         except BaseException:  # the groups are out of step, whatever ended the receiving
-            self._break_off()
+            self.close()
             raise
-
-    def _break_off(self) -> None:
-        if self._lanes is not None:
-            self._lanes.break_off()
-        self._lanes = None
 
     def close(self) -> None:
         """Close the groups."""

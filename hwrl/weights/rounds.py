@@ -59,7 +59,8 @@ class Rounds:
         )
 
     def close(self) -> None:
-        """Give up what the transport holds, when nothing is under way."""
+        """Give up what the transport holds."""
+        self._break_off()
 
     def _begin(self, offer: Offer) -> Offer:
         """Return ``offer`` with what the transport's receivers must know."""
