@@ -253,9 +253,10 @@ class _Ways:
         return self.ends[way].publish(version, named)  # type: ignore[union-attr]  # rank 0 has the senders
 
     def meet(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process is here and its device is idle."""
         from hwrl.comm import await_keys
 
+        self.backend.synchronize()
         if self.group is not None:
             self.group.barrier()
             return
