@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import threading
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from hwrl.errors import CommError, UnsupportedError
 _HANDLE_NBYTES = 64  # CU_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _FIELDS = {"process": str, "device": str, "memory": str, "offset": int, "nbytes": int}
+_contexts = threading.local()
 _LOADED = uuid.uuid4().hex
 
 
@@ -153,13 +155,11 @@ def _process() -> str:
 def _context(index: int) -> Iterator[None]:
     """Make the device's context current in this thread, which the driver's calls need, and torch makes late."""
     with torch.cuda.device(index):
-        _make_context(index)
+        made: set[int] = _contexts.__dict__.setdefault("made", set())
+        if index not in made:
+            torch.cuda.mem_get_info(index)
+            made.add(index)
         yield
-
-
-@functools.cache
-def _make_context(index: int) -> None:
-    torch.cuda.mem_get_info(index)
 
 
 def _call(name: str, *args: Any) -> None:

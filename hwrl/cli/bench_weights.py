@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from hwrl.comm import Group
     from hwrl.weights import WeightReceiver, WeightSender
+    from hwrl.weights.sender import Transport
 
     Described = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -196,6 +197,7 @@ class _Ways:
     def __init__(self, rank: int, size: int, address: str, plan: _Plan) -> None:
         import torch
 
+        from hwrl.backend import Capability
         from hwrl.comm import Comm, connect_store
         from hwrl.weights import WeightLayout
 
@@ -207,6 +209,8 @@ class _Ways:
         self.group: Group | None = None
         if "copy on the device" not in plan.ways:
             self.group = comm.standalone_group(self.store, rank=rank, size=size, name="raw", timeout_s=300.0)
+        ipc = self.backend.supports(Capability.DEVICE_IPC).usable
+        self.smallest: Transport = "device" if self.group is not None else "ipc" if ipc else "host"
         self._meetings = 0
         self.named = _make(plan, self.device)
         self.layout = WeightLayout.plan(self.named, flat=True)
@@ -352,7 +356,7 @@ def _measure_small(ways: _Ways) -> list[float]:
             ways.meet()
         return []
     seconds = []
-    with WeightSender(ways.store, name="small", transport="device" if ways.group is not None else "ipc") as sender:
+    with WeightSender(ways.store, name="small", transport=ways.smallest) as sender:
         sender.wait_for_receivers(ways.size - 1)
         for version in range(_SMALL_ROUNDS + 1):
             begin = time.perf_counter()

@@ -101,7 +101,7 @@ class Fleet:
         self._transport, self._why_transport = choose_transport(
             bypass_cpu=self._config.weights.bypass_cpu,
             shared=self._seating.shared,
-            one_machine=is_local(),
+            one_machine=is_local() or sum(node["Alive"] for node in ray.nodes()) == 1,
             supports=self._backend.supports,
         )
         self._opens: tuple[int, ...] = ()

@@ -79,19 +79,33 @@ def _too_few(devices: int, *, ranks: int, replicas: int, may_share: bool) -> Con
 def choose_transport(
     *, bypass_cpu: bool, shared: bool, one_machine: bool, supports: Callable[[Capability], Support]
 ) -> tuple[Transport, str]:
-    """Return how weights travel, and why so. ``shared`` says whether processes of the run share a device."""
+    """Return how weights travel, and why so. ``shared`` says whether processes of the run share a device.
+
+    Raises ConfigError if nothing that the devices can do reaches all of the run's machines.
+    """
+    groups, ipc = supports(Capability.SHARED_DEVICE_GROUPS), supports(Capability.DEVICE_IPC)
+    if bypass_cpu and not shared:
+        return "device", "each process has a device of its own"
+    if bypass_cpu and groups.usable:
+        return "device", f"processes share a device, and a group may: {groups.reason}"
+    if not one_machine:
+        raise _not_across_machines(bypass_cpu=bypass_cpu)
     if not bypass_cpu:
         return "host", "weights.bypass_cpu is false"
-    if not shared:
-        return "device", "each process has a device of its own"
-    groups, ipc = supports(Capability.SHARED_DEVICE_GROUPS), supports(Capability.DEVICE_IPC)
-    if groups.usable:
-        return "device", f"processes share a device, and a group may: {groups.reason}"
     if not ipc.usable:
         return "host", f"processes share a device, which no group may, and IPC is not possible: {ipc.reason}"
-    if not one_machine:
-        return "host", "processes share a device, which no group may, and IPC ends at the machine's border"
     return "ipc", "processes share a device, which no group may; all are on this machine"
+
+
+def _not_across_machines(*, bypass_cpu: bool) -> ConfigError:
+    return ConfigError(
+        "weights cannot reach the other machines of this cluster",
+        why="processes share a device, which no group may; IPC and host memory end at the machine's border"
+        if bypass_cpu
+        else "weights.bypass_cpu is false, and host memory ends at the machine's border",
+        fix="use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one "
+        "machine",
+    )
 
 
 def machine_devices(env: Mapping[str, str], devices: DeviceMap, *, count: int) -> tuple[int, ...]:

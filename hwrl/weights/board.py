@@ -10,7 +10,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.comm import await_keys, clone_store, store_failures
-from hwrl.errors import TransferFailedError
+from hwrl.errors import LayoutMismatchError, TransferFailedError
 from hwrl.weights.layout import WeightLayout
 
 Metadata = Mapping[str, str | int | float]
@@ -106,6 +106,10 @@ class Board:
         keys = {f"{note}/{offer.number}/{member}": member for member in members}
         return [keys[key] for key in await_keys(self.store, keys, timeout_s=timeout_s)]
 
+    def has_verdict(self, offer: Offer) -> bool:
+        """Return whether the sender has ended the transfer."""
+        return self._notes.get(f"verdict/{offer.number}") is not None
+
     def vote(self, offer: Offer, member: int) -> str:
         """Return what a member that is not absent voted."""
         return (self._notes.get(f"vote/{offer.number}/{member}") or b"").decode()
@@ -173,7 +177,9 @@ class Board:
         """Return the layout that ``offer`` follows; raises LayoutMismatchError if it is malformed or another one."""
         layout = WeightLayout.from_json(self._notes.get(f"layout/{offer.layout}") or b"")
         if layout.hash != offer.layout:
-            raise _unreadable("a layout", layout.hash.encode())
+            raise LayoutMismatchError(
+                "this is not the layout of the offer", why="its hash is another", fix="use the same hwrl on both sides"
+            )
         return layout
 
 

@@ -48,7 +48,9 @@ class Checksums:
             words = rest[: rest.numel() // 8 * 8].view(torch.int64)
             torch.sum(words.view(1, -1), 1, out=of_rest)
             if rest.numel() % 8:
-                of_rest += rest[words.numel() * 8 :].sum(dtype=torch.int64) * _ODD
+                word = torch.zeros(8, dtype=torch.uint8, device=rest.device)
+                word[: rest.numel() % 8] = rest[words.numel() * 8 :]
+                of_rest += word.view(torch.int64) * _ODD
 
     def vote(self, theirs: torch.Tensor) -> str:
         """Compare with the sender's sums: "whole", or "corrupt" and which slabs; waits for the device."""

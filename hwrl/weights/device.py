@@ -63,7 +63,7 @@ class Lanes:
         """
 
         def abort(group: Group) -> None:
-            with contextlib.suppress(UnsupportedError):  # then closing waits for what cannot be ended
+            with contextlib.suppress(CommError, UnsupportedError):  # it cannot, and closing waits for what is under way
                 group.abort("the transfer is over")
 
         with ThreadPoolExecutor(max(1, self.count)) as threads:  # at once: one's end may wait for the other's work
@@ -120,10 +120,10 @@ class DeviceSender(Rounds):
         lanes.broadcast(self._sums.values).wait()
 
     def _break_off(self) -> None:
-        if self._lanes is not None:
-            self._lanes.close()
-        self._lanes = None
+        lanes, self._lanes = self._lanes, None
         self._buffer.free_all()
+        if lanes is not None:
+            lanes.close()
 
     def _lanes_for(self, offer: Offer) -> Lanes:
         if self._lanes is None:

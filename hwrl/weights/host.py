@@ -93,7 +93,7 @@ class HostSender:
         offer = replace(base, number=number, directory=str(self.directory), slot=slot, before=before)
         self._board.put_offer(offer)
         self._offers.append(offer)
-        with clock("copy"), torch.no_grad(), clock.span(self._backend):
+        with clock("copy"), torch.no_grad(), contextlib.closing(feed), clock.span(self._backend):
             self._write(place, feed, clock)
         for past in self._offers[:-1]:
             self._board.forget(past)
@@ -189,7 +189,15 @@ class HostReceiver:
         self._landed = backend.event()
 
     def receive(
-        self, offer: Offer, place: Place, sums: Checksums, *, after: int, deadline: float, clock: StageClock
+        self,
+        offer: Offer,
+        layout: WeightLayout,
+        place: Place,
+        sums: Checksums,
+        *,
+        after: int,
+        deadline: float,
+        clock: StageClock,
     ) -> Offer | None:
         """Copy the offered version into ``place`` while it is written; return its offer, None if it was replaced.
 
@@ -198,13 +206,13 @@ class HostReceiver:
         written, or the sender failed or died. Raises CommTimeoutError if the version is not whole by ``deadline``.
         """
         try:
-            return offer if self._pull(offer, place, sums, deadline, clock) else None
+            return offer if self._pull(offer, layout, place, sums, deadline, clock) else None
         except TransferFailedError as exc:
             earlier = self._board.offer(offer.before) if offer.before > after else None
             if earlier is None:
                 raise
             _log.warning("version %d is received instead: %s", earlier.version, exc)
-            return earlier if self._pull(earlier, place, sums, deadline, clock) else None
+            return earlier if self._pull(earlier, layout, place, sums, deadline, clock) else None
 
     def close(self) -> None:
         """Unmap the files."""
@@ -213,18 +221,20 @@ class HostReceiver:
         self._places = {}
 
     @contextlib.contextmanager
-    def claim(self, offer: Offer, clock: StageClock) -> Iterator[_Place | None]:
+    def claim(self, offer: Offer, layout: WeightLayout, clock: StageClock) -> Iterator[_Place | None]:
         """Keep the offered version from being overwritten; yield its place, or None if a newer one has replaced it."""
         with clock("register"):
-            place = self._place(offer)
+            place = self._place(offer, layout)
         claimed = place.claim(offer.number)
         try:
             yield place if claimed else None
         finally:
             place.release()
 
-    def _pull(self, offer: Offer, place: Place, sums: Checksums, deadline: float, clock: StageClock) -> bool:
-        with clock("copy"), torch.no_grad(), self.claim(offer, clock) as source:
+    def _pull(
+        self, offer: Offer, layout: WeightLayout, place: Place, sums: Checksums, deadline: float, clock: StageClock
+    ) -> bool:
+        with clock("copy"), torch.no_grad(), self.claim(offer, layout, clock) as source:
             if source is None:
                 return False
             try:
@@ -297,20 +307,28 @@ class HostReceiver:
             else:
                 time.sleep(_POLL_S)
 
-    def _place(self, offer: Offer) -> _Place:
+    def _place(self, offer: Offer, layout: WeightLayout) -> _Place:
         if offer.directory != self._directory:
             self.close()
             self._directory = offer.directory
         for slot in {*_FIRST_SLOTS, offer.slot} - self._places.keys():
             try:
                 file = os.open(Path(offer.directory) / str(slot), os.O_RDWR)
-            except FileNotFoundError as exc:
+            except OSError as exc:
                 raise TransferFailedError(
                     f"version {offer.version} is not on this host",
-                    why=f"{exc.filename} is missing: its sender has closed it, or runs on another host",
+                    why=f"{exc}: its sender has closed it, runs as another user, or runs on another host",
                     fix="use transport='device' between hosts",
                 ) from exc
-            self._places[slot] = _Place(file, self._board.layout(offer), backend=self._backend)
+            try:
+                self._places[slot] = _Place(file, layout, backend=self._backend)
+            except (ValueError, RuntimeError) as exc:
+                os.close(file)
+                raise TransferFailedError(
+                    f"version {offer.version} cannot be read",
+                    why=f"{exc.__class__.__name__}: {exc}",
+                    fix="publish again",
+                ) from exc
         return self._places[offer.slot]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hwrl.backend import Backend, Capability, StreamLike
-from hwrl.errors import CommTimeoutError, TransferFailedError
+from hwrl.errors import TransferFailedError
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import BroadcastBuffer, Place
@@ -19,7 +19,7 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
 from hwrl.weights.rounds import Rounds
 
-_NOTE = "exports"
+EXPORTS = "exports"
 
 
 class IpcSender(Rounds):
@@ -53,7 +53,7 @@ class IpcSender(Rounds):
             exports.add(memory)  # not earlier: a backend may move memory to where it can be opened
         self._backend.current_stream().synchronize()  # receivers read on streams of their own
         self._lent = exports.memories
-        self._board.put_note(offer, _NOTE, exports.to_json())
+        self._board.put_note(offer, EXPORTS, exports.to_json())
 
     def _count_votes(self, *args: Any) -> bool:
         committed = super()._count_votes(*args)
@@ -88,36 +88,27 @@ class _Exports:
 
 
 class IpcReceiver:
-    """A receiver's end: keeps the sender's memory open for the next version."""
+    """A receiver's end."""
 
-    def __init__(self, board: Board, *, backend: Backend, timeout_s: float) -> None:
-        self._board, self._backend, self._timeout_s = board, backend, timeout_s
-        self._opened: dict[str, torch.Tensor] = {}
+    def __init__(self, *, backend: Backend) -> None:
+        self._backend = backend
         self._streams: list[StreamLike] = []
 
-    def receive(self, offer: Offer, place: Place, sums: Checksums, clock: StageClock) -> torch.Tensor:
-        """Copy ``offer`` into ``place`` and its sums into ``sums``; return the sender's sums, for comparison.
+    def receive(self, exports: bytes, place: Place, sums: Checksums, clock: StageClock) -> torch.Tensor:
+        """Copy what the sender's note ``exports`` lends into ``place``, and its sums into ``sums``.
 
-        Ordered on the current stream. Raises CommError if the sender's memory cannot be opened.
+        Returns the sender's sums, for comparison. Blocks until nothing of the sender's memory is used any more, and
+        closes it: what is freed while somebody has it open is lost to the device. Raises CommError if it cannot be
+        opened, TransferFailedError if the note is malformed.
         """
-        note = self._board.await_note(offer, _NOTE, timeout_s=self._timeout_s)
-        if note is None:
-            raise CommTimeoutError(
-                f"the sender did not export its memory within {self._timeout_s:g} s",
-                why="it died, or reading its tensors takes longer",
-                fix="raise the receiver's timeout_s if it is only slow",
-            )
-        exports = _read(note, sums.slabs)
-        self._opened = {
-            key: self._opened[key] if key in self._opened else self._backend.open_memory(handle)
-            for key, handle in exports.handles.items()
-        }
-        with clock.span(self._backend):
-            return self._copy(exports.places, list(self._opened.values()), place, sums)
-
-    def close(self) -> None:
-        """Close the sender's memory."""
-        self._opened = {}
+        lent = _read(exports, sums.slabs)
+        opened = [self._backend.open_memory(handle) for handle in lent.handles]
+        try:
+            with clock.span(self._backend):
+                return self._copy(lent.places, opened, place, sums)
+        finally:
+            for stream in (*self._streams, self._backend.current_stream()):
+                stream.synchronize()
 
     def _copy(
         self, places: list[tuple[int, int]], opened: list[torch.Tensor], place: Place, sums: Checksums
@@ -145,21 +136,21 @@ class IpcReceiver:
 
 
 class _Opening:
-    """What the sender wrote: handles by their text, and a (handle, offset) for each slab and for the checksums."""
+    """What the sender wrote: handles, and a (handle, offset) for each slab and for the checksums."""
 
-    def __init__(self, handles: Mapping[str, Mapping[str, str | int]], places: list[tuple[int, int]]) -> None:
+    def __init__(self, handles: Sequence[Mapping[str, str | int]], places: list[tuple[int, int]]) -> None:
         self.handles, self.places = handles, places
 
 
 def _read(note: bytes, slabs: int) -> _Opening:
     try:
         found = json.loads(note)
-        handles = {json.dumps(handle, sort_keys=True): dict(handle) for handle in found["handles"]}
+        handles = [dict(handle) for handle in found["handles"]]
         places = [(int(number), int(offset)) for number, offset in found["places"]]
-    except (ValueError, TypeError, KeyError, RecursionError) as exc:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
         raise _unreadable(f"{type(exc).__name__} in {note[:80]!r}") from exc
     good = all(0 <= number < len(handles) and offset >= 0 for number, offset in places)
-    if len(handles) != len(found["handles"]) or len(places) != slabs + 1 or not good:
+    if len(places) != slabs + 1 or not good:
         raise _unreadable(f"{len(places)} places in {len(handles)} memories for {slabs} slabs")
     return _Opening(handles, places)
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,6 +196,12 @@ class TensorFeed:
         self._read(len(self._layout.entries))
         if next(self._named, None) is not None:
             raise _changed(f"{len(self._layout.entries)} tensors were planned and more came")
+
+    def close(self) -> None:
+        """Let what was read go; a generator ends now, and not when the last reference to a traceback is dropped."""
+        self._held = []
+        if isinstance(self._named, Generator):
+            self._named.close()
 
     def _read(self, stop: int) -> None:
         for entry, (name, tensor) in zip(self._layout.entries[self._next : stop], self._named, strict=False):

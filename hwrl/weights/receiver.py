@@ -16,7 +16,7 @@ from hwrl.weights.buffer import InPlace, Place, Staging
 from hwrl.weights.checksum import Checksums
 from hwrl.weights.device import DeviceReceiver
 from hwrl.weights.host import HostReceiver
-from hwrl.weights.ipc import IpcReceiver
+from hwrl.weights.ipc import EXPORTS, IpcReceiver
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
 
@@ -27,7 +27,8 @@ class Received(Mapping[str, torch.Tensor]):
     """A whole, verified version: names → tensors on this process's device, in the sender's order.
 
     The tensors are the receiver's memory. They stay valid and unchanged until the next ``receive`` returns, and after
-    that until the one after it begins to write: copy what must live longer.
+    that until the one after it begins to write: copy what must live longer. Received ``into`` given tensors, they are
+    those, which the next ``receive`` changes.
     """
 
     def __init__(self, offer: Offer, tensors: Mapping[str, torch.Tensor], nbytes: int, clock: StageClock) -> None:
@@ -80,7 +81,7 @@ class WeightReceiver:
         self._into, self._slabs = into, slabs
         self._rooms: _Rooms | None = None
         self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs, timeout_s=timeout_s)
-        self._ipc = IpcReceiver(self._board, backend=self._backend, timeout_s=timeout_s)
+        self._ipc = IpcReceiver(backend=self._backend)
         self._host = HostReceiver(self._board, backend=self._backend)
         self.join()
 
@@ -132,7 +133,6 @@ class WeightReceiver:
         """Leave the link and free the memory; tensors that were received must not be used after."""
         self._board.leave(self._member)
         self._device.close()
-        self._ipc.close()
         self._host.close()
         self._rooms = None
 
@@ -164,28 +164,34 @@ class WeightReceiver:
         """Receive ``offer``; return the offer that was committed here, or None if none was."""
         if offer.transport == "host":
             place, sums = self._spare(rooms), rooms.sums
-            return self._host.receive(offer, place, sums, after=after, deadline=deadline, clock=clock)
+            return self._host.receive(offer, rooms.layout, place, sums, after=after, deadline=deadline, clock=clock)
         self._board.say(offer, self._member, note="here", text="here")
         with clock("rendezvous"):
             if self._await_note(offer, "go", deadline) != b"go":
                 return None
         with clock("wire"), torch.no_grad():
-            vote = self._move(offer, rooms, clock)
+            vote = self._move(offer, rooms, deadline, clock)
         with clock("vote"):
             self._board.say(offer, self._member, note="vote", text=vote)
             return offer if self._await_note(offer, "verdict", deadline) == b"committed" else None
 
-    def _move(self, offer: Offer, rooms: _Rooms, clock: StageClock) -> str:
+    def _move(self, offer: Offer, rooms: _Rooms, deadline: float, clock: StageClock) -> str:
         """Receive ``offer``; return the vote: "whole", "corrupt …" or "torn …"."""
-        place = self._spare(rooms)
         try:
+            place = self._spare(rooms)
             if offer.transport == "ipc":
-                theirs = self._ipc.receive(offer, place, rooms.sums, clock)
+                exports = self._await_note(offer, EXPORTS, deadline)
+                if exports is None:
+                    return "torn: the sender gave up"
+                theirs = self._ipc.receive(exports, place, rooms.sums, clock)
             else:
                 theirs = self._device.receive(offer, self._member, place, rooms.sums, clock)
+            return rooms.sums.vote(theirs)
         except CommError as exc:
             return f"torn: {exc.what}"
-        return rooms.sums.vote(theirs)
+        except BaseException as exc:  # the others need not wait for the vote of one that failed
+            self._board.say(offer, self._member, note="vote", text=f"torn: {type(exc).__name__}")
+            raise
 
     def _spare(self, rooms: _Rooms) -> Place:
         if self._into is not None:
@@ -193,13 +199,15 @@ class WeightReceiver:
         return rooms.spare()
 
     def _await_note(self, offer: Offer, note: str, deadline: float) -> bytes | None:
-        """Wait for the sender's note on ``offer``; None if another offer came instead."""
+        """Wait for the sender's note on ``offer``; None if the verdict, or another offer, came instead."""
         while True:
             left_s = deadline - time.monotonic()
             found = self._board.await_note(offer, note, timeout_s=min(_WATCH_S, max(0.0, left_s)))
             self._check_standing()
-            if found is not None or self._board.newest() != offer.number:
+            if found is not None:
                 return found
+            if self._board.newest() != offer.number or (note != "verdict" and self._board.has_verdict(offer)):
+                return self._board.await_note(offer, note, timeout_s=0.0)  # it may have come before those
             if left_s <= 0:
                 raise TransferFailedError(
                     f"version {offer.version} did not commit in {self.replica!r}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, ItemsView, Iterable, Sequence
+from collections.abc import ItemsView, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,7 +36,7 @@ class Rounds:
     ) -> None:
         self._board, self._roster, self._layout = board, roster, layout
         self._backend, self._timeout_s = backend, timeout_s
-        self._past: Offer | None = None
+        self._past: list[Offer] = []
         self._trouble = ""
 
     def publish(self, base: Offer, named: Named, clock: StageClock) -> tuple[int, dict[str, str]]:
@@ -49,9 +49,10 @@ class Rounds:
         while fruitless < _ATTEMPTS_WITHOUT_CULPRIT:
             self._roster.refresh()
             to, blamed = self._roster.without(base.version), len(excluded)
-            if not to or self._round(self._offer(base, to), named, excluded, clock):
+            offer = self._offer(base, to) if to else None
+            if offer is None or self._round(offer, named, excluded, clock):
                 return len(self._roster.members), excluded
-            fruitless += len(excluded) == blamed
+            fruitless += len(excluded) == blamed and not self._gone(offer)
         raise TransferFailedError(
             f"version {base.version} could not be sent",
             why=f"{fruitless} attempts failed although every receiver answered; the last: {self._trouble}",
@@ -109,21 +110,22 @@ class Rounds:
             absent = self._board.absent(offer, absent, note="here", timeout_s=slice_s)
             waited_s += slice_s
             if not absent:
-                return []
-            self._roster.refresh()
-            if any(member not in self._roster.members for member in absent):
-                return [member for member in absent if member not in self._roster.members]
+                return self._gone(offer) if waited_s > _WATCH_S else []
+            gone = self._gone(offer)
+            if gone:
+                return gone
         return absent
 
+    def _gone(self, offer: Offer) -> list[int]:
+        """Return which receivers of ``offer`` have left, or were replaced, since it was made."""
+        self._roster.refresh()
+        return [member for member in offer.to if member not in self._roster.members]
+
     def _try_to_move(self, offer: Offer, named: Named | TensorFeed, clock: StageClock) -> CommError | None:
-        reading = None if isinstance(named, TensorFeed) else iter(named)
-        feed = named if isinstance(named, TensorFeed) else TensorFeed(self._layout, reading or ())
+        feed = named if isinstance(named, TensorFeed) else TensorFeed(self._layout, named)
         try:
-            with clock("wire"), torch.no_grad(), contextlib.ExitStack() as stack:
-                if isinstance(reading, Generator):
-                    stack.callback(reading.close)  # now, and not when the failure's traceback is dropped
-                with clock.span(self._backend):
-                    self._move(offer, feed, clock)
+            with clock("wire"), torch.no_grad(), contextlib.closing(feed), clock.span(self._backend):
+                self._move(offer, feed, clock)
         except CommError as exc:
             self._break_off()
             return exc
@@ -134,7 +136,8 @@ class Rounds:
         return None
 
     def _count_votes(self, offer: Offer, failure: CommError | None, excluded: dict[str, str]) -> bool:
-        patience_s = self._timeout_s if failure is None else min(self._timeout_s, _AFTER_FAILURE_S)
+        # Where the host is ahead of the device, a receiver learns of a lost one only after its own timeout.
+        patience_s = (self._timeout_s if failure is None else 0.0) + _AFTER_FAILURE_S
         silent = self._board.absent(offer, offer.to, note="vote", timeout_s=patience_s)
         votes = {member: self._board.vote(offer, member) for member in offer.to if member not in silent}
         why = "it did not vote in time" if failure is None else f"it was lost in the transfer ({failure.why})"
@@ -155,7 +158,9 @@ class Rounds:
         return committed
 
     def _forget_past(self, offer: Offer) -> None:
-        """Delete the last offer's notes: every receiver of this one has left it behind."""
-        if self._past is not None:
-            self._board.forget(self._past)
-        self._past = offer
+        """Delete the notes of offers that every receiver has left behind: it came to this one, or is no member."""
+        behind = set(offer.to)
+        done = [past for past in self._past if behind.issuperset(set(past.to) & self._roster.members.keys())]
+        for past in done:
+            self._board.forget(past)
+        self._past = [*(past for past in self._past if past not in done), offer]

@@ -17,7 +17,7 @@ from hwrl.weights.board import Board, Metadata, Offer, checked_metadata
 from hwrl.weights.device import DeviceSender
 from hwrl.weights.host import HostSender
 from hwrl.weights.ipc import IpcSender
-from hwrl.weights.layout import WeightLayout
+from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.roster import Roster
 from hwrl.weights.rounds import Named, Rounds
@@ -50,7 +50,7 @@ class WeightSender:
         directory: Path | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        _check_options(transport=transport, slabs=slabs, versions=versions)
+        _check_options(transport=transport, slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
         self.transport = transport
         self._backend = Comm(backend).backend
         usual, self._own_nbytes = _sizes(self._backend)
@@ -78,8 +78,8 @@ class WeightSender:
         with the host transport, only until they are copied. The first call plans the layout, from
         ``named_tensors.metadata()`` (names and meta tensors) where there is such a method; later ones must bring the
         same names, dtypes and shapes in the same order (LayoutMismatchError). A version names its content: publishing
-        the newest one again reaches only the receivers that joined since. Without a receiver the device transport
-        sends nothing and reports 0 receivers.
+        the newest one again reaches only the receivers that joined since (with the host transport, all). Without a
+        receiver the device and ipc transports send nothing and report 0 receivers.
 
         Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if
         the transfer fails with no receiver to blame.
@@ -176,10 +176,16 @@ def _sizes(backend: Backend) -> tuple[int, int]:
     return 16 << 20, 4 << 20
 
 
-def _check_options(*, transport: str, slabs: int, versions: int) -> None:
+def _check_options(*, transport: str, slab_nbytes: int | None, slabs: int, versions: int) -> None:
     if transport not in get_args(Transport):
         known = ", ".join(get_args(Transport))
         raise ConfigError(f"there is no transport {transport!r}", why=f"known are {known}", fix="choose one of them")
+    if slab_nbytes is not None and (slab_nbytes <= 0 or slab_nbytes % ALIGNMENT_NBYTES):
+        raise ConfigError(
+            f"slab_nbytes={slab_nbytes} cannot work",
+            why=f"slabs are cut at multiples of {ALIGNMENT_NBYTES} bytes",
+            fix=f"use a positive multiple of {ALIGNMENT_NBYTES}, or None for what suits the device",
+        )
     if slabs < 1 or versions < 2:
         raise ConfigError(
             f"slabs={slabs}, versions={versions} cannot work",

@@ -205,7 +205,7 @@ def _hold_a_claim(rank: int, address: str) -> None:
     receiver = WeightReceiver(store, replica="r0", backend=_cpu())
     offer = receiver._board.offer(receiver._board.newest())
     assert offer is not None
-    with receiver._host.claim(offer, StageClock()) as place:
+    with receiver._host.claim(offer, receiver._board.layout(offer), StageClock()) as place:
         assert place is not None
         store.set("claimed", "")
         await_keys(store, ["never"], timeout_s=50.0)

@@ -62,7 +62,7 @@ def test_what_may_not_be_shared_is_not() -> None:
         ({"shared": False}, set(), "device", "a device of its own"),
         ({}, {Capability.SHARED_DEVICE_GROUPS, Capability.DEVICE_IPC}, "device", "shared_device_groups: yes"),
         ({}, {Capability.DEVICE_IPC}, "ipc", "on this machine"),
-        ({"one_machine": False}, {Capability.DEVICE_IPC}, "host", "the machine's border"),
+        ({"one_machine": False, "shared": False}, set(), "device", "a device of its own"),
         ({}, set(), "host", "device_ipc: no"),
     ],
 )
@@ -77,6 +77,15 @@ def test_the_transport_follows_from_what_the_device_can(
     chosen, why = choose_transport(supports=supports, **given)
     assert chosen == transport
     assert reason in why
+
+
+@pytest.mark.parametrize(("bypass_cpu", "why"), [(True, "share a device"), (False, "bypass_cpu is false")])
+def test_what_does_not_reach_all_machines_is_refused(bypass_cpu: bool, why: str) -> None:
+    def supports(capability: Capability) -> Support:
+        return Support("supported" if capability is Capability.DEVICE_IPC else "unsupported", "")
+
+    with pytest.raises(ConfigError, match=why):
+        choose_transport(bypass_cpu=bypass_cpu, shared=True, one_machine=False, supports=supports)
 
 
 def test_a_process_sees_others_devices_behind_its_own() -> None:

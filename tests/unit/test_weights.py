@@ -281,6 +281,8 @@ def test_the_store_does_not_grow_with_versions(store: Store) -> None:
 def test_wrong_options_are_refused(store: Store) -> None:
     with pytest.raises(ConfigError, match="no transport 'carrier pigeon'"):
         sender_of(store, transport="carrier pigeon")
+    with pytest.raises(ConfigError, match="slab_nbytes=1000"):
+        sender_of(store, slab_nbytes=1000)
     with pytest.raises(ConfigError, match="versions=1"):
         sender_of(store, transport="host", versions=1)
     with sender_of(store) as sender, pytest.raises(TransferFailedError, match="more than text and numbers"):
@@ -311,3 +313,34 @@ def test_a_lost_store_is_named() -> None:
     del served
     with pytest.raises(PeerLostError, match="the store cannot be reached"):
         receiver.poll()
+
+
+class _Closing:
+    """Weights whose second tensor is not what was planned; says whether the reader was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, torch.empty(3, device="meta")) for name in ("a", "b"))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield "a", torch.zeros(3)
+            yield "c", torch.zeros(3)
+        finally:
+            self.closed = True
+
+
+@pytest.mark.parametrize("transport", ["device", "ipc", "host"])
+def test_a_reader_of_weights_is_closed_before_the_error_reaches_the_caller(
+    store: Store, tmp_path: Path, transport: str
+) -> None:
+    weights = _Closing()
+    with sender_of(store, transport=transport, directory=tmp_path) as sender, receiver_of(store) as receiver:
+        waiting = beside(lambda: receiver.receive(timeout_s=5.0))
+        with pytest.raises(LayoutMismatchError, match="'b' was planned here and 'c' came") as raised:
+            sender.publish(1, weights)
+        assert weights.closed, raised
+        with pytest.raises((TransferFailedError, CommTimeoutError)):
+            waiting()

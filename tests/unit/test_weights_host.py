@@ -121,7 +121,7 @@ def test_as_many_versions_are_kept_as_are_read(store: Store, tmp_path: Path) -> 
             reader = claims.enter_context(receiver_of(store, f"reads {version}"))
             offer = reader._board.offer(reader._board.newest())
             assert offer is not None
-            places.append(claims.enter_context(reader._host.claim(offer, StageClock())))
+            places.append(claims.enter_context(reader._host.claim(offer, reader._board.layout(offer), StageClock())))
         sender.publish(3, model_of(3))
         assert [place.slabs[0][:4].view(torch.float32).item() for place in places if place] == [1.0, 2.0]
         with pytest.raises(TransferFailedError, match="receivers have been reading all 2 older"):
