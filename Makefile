@@ -1,6 +1,5 @@
 # Needs python3 (3.11 or newer) with venv and pip, and make. Everything is installed into .venv.
 PYTHON ?= python3
-PIP := .venv/bin/python -m pip --disable-pip-version-check -qq
 INSTALLED := .venv/installed
 
 SEED ?= 1
@@ -20,7 +19,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hwrl needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	ci/install .venv/bin/python -e '.[dev]'
 	@touch $@
 
 # Exit status 0 only if the goals in the demo's configuration were reached.

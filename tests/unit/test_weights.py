@@ -338,7 +338,7 @@ def test_a_reader_of_weights_is_closed_before_the_error_reaches_the_caller(
 ) -> None:
     weights = _Closing()
     with sender_of(store, transport=transport, directory=tmp_path) as sender, receiver_of(store) as receiver:
-        waiting = beside(lambda: receiver.receive(timeout_s=5.0))
+        waiting = beside(lambda: receiver.receive(timeout_s=1.0))
         with pytest.raises(LayoutMismatchError, match="'b' was planned here and 'c' came") as raised:
             sender.publish(1, weights)
         assert weights.closed, raised
