@@ -84,7 +84,8 @@ class CheckpointManager:
     ``max_ckpt_to_keep`` newest checkpoints stay, None keeps all. With ``async_save`` the state is copied to the host
     and written by a background thread; what that thread could not do is raised by the next call. ``group`` holds the
     ranks that save together, on one shared directory; all of them make the same calls in the same order.
-    ``timeout_s`` is how long a rank waits for another. ``fs`` is the door to the disk.
+    A rank that has not been heard of for ``timeout_s`` counts as lost; one that is heard of may take its time to write.
+    ``fs`` is the door to the disk.
 
     Timeline: opening takes the directory's lock and sweeps what dead writers left; ``resume`` comes first, then any
     number of ``save``; ``close``, or leaving the context, waits for a save that runs and releases the lock.
@@ -98,7 +99,7 @@ class CheckpointManager:
         async_save: bool = False,
         group: Group | None = None,
         backend: Backend | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = 120.0,
         fs: DurableFS | None = None,
     ) -> None:
         if max_ckpt_to_keep is not None and max_ckpt_to_keep < 1:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -150,6 +152,31 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[Checkpoint
         except CheckpointCorruptError as exc:
             skipped.append(Skipped(path, exc.why))
     return sorted(complete, key=lambda info: info.step), sorted(skipped, key=lambda one: one.path)
+
+
+@contextlib.contextmanager
+def in_use(info: CheckpointInfo) -> Iterator[None]:
+    """Keep a trainer from removing the checkpoint meanwhile; raises CheckpointCorruptError if it is gone.
+
+    It is a lock on the manifest that ends with this process.
+    """
+    try:
+        manifest = (info.path / MANIFEST_NAME).open("rb")
+    except OSError as exc:
+        raise corrupt(info.path, _reason(exc)) from exc
+    with manifest:
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        yield
+
+
+def is_in_use(path: Path) -> bool:
+    """Return whether some process is in :func:`in_use` of the checkpoint in ``path``."""
+    with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS locks exclusively only what may be written
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def corrupt(path: Path, reason: str) -> CheckpointCorruptError:

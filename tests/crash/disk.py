@@ -19,8 +19,8 @@ from typing import Literal
 
 Kind = Literal["kill", "torn", "short", "full", "broken"]
 KINDS: tuple[Kind, ...] = ("kill", "torn", "short", "full", "broken")
-"""What may befall a call: the process is killed before it; or after it, half of it for a write; a write does half and
-says so, as it may; the disk is full from then on (half of a write fits; removing still works); or it fails with EIO once.
+"""What may befall a call: the process is killed before it; or after it, after half of it for a write; a write does half
+and says so, as it may; the disk is full from then on (half of a write fits, removing works); or it fails once with EIO.
 """
 
 OPERATIONS = (
@@ -66,8 +66,8 @@ class _State(ctypes.Structure):
 class WatchedDisk:
     """The changes that processes make below ``directory``, an absolute path without symbolic links.
 
-    Made in a parent; each child of :func:`os.fork` that is to be watched calls :meth:`enter`, which lasts until it ends.
-    Its threads and its own children are watched with it, on one count, which the parent can read.
+    Made in a parent; a child of :func:`os.fork` that is to be watched calls :meth:`enter`, for good. Its threads and
+    its own children are watched with it, on one count, which the parent can read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -132,7 +132,7 @@ def _records(data: bytes) -> Iterator[Operation]:
 def why_unavailable() -> str | None:
     """Return why processes cannot be watched on this machine; None if they can."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
-        return f"system calls are intercepted on Linux on x86-64 only, and this is {sys.platform} on {platform.machine()}"
+        return f"system calls are intercepted on Linux on x86-64 only, not {sys.platform} on {platform.machine()}"
     if shutil.which("cc") is None:
         return "there is no C compiler (cc)"
     if not _SECCOMP.exists() or "trap" not in _SECCOMP.read_text():

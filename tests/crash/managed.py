@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # fully_shard imports it when it is first called: once here, and not in every life
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint.state_dict import get_model_state_dict

@@ -1,4 +1,4 @@
-"""The crash matrix: a saving job meets a fault at every change of the disk, and what is promised is looked at after each.
+"""The crash matrix: a saving job meets a fault at every change of the disk; after each, its promises are looked at.
 
 A *life* is one run of a job: its ranks open the directory, resume, save and end. A *point* is a fault in one life, and
 perhaps another in the life that recovers from it; a life without faults comes last. Every life is a group of processes
@@ -46,8 +46,8 @@ class Session(ABC):
 class Subject(ABC):
     """A way to keep checkpoints, as the matrix drives it: ``ranks`` processes make the same calls of their sessions.
 
-    ``keep`` steps are kept; ``errors`` are what a call may raise when the disk fails or a rank is gone, the latter after
-    ``timeout_s``.
+    ``keep`` steps are kept; ``errors`` are what a call may raise when the disk fails, or ``timeout_s`` after a rank has
+    gone.
     """
 
     ranks = 1
@@ -126,9 +126,17 @@ class Matrix:
         acknowledged = attempted = set(range(1, subject.keep + 1))  # what the template holds
         faults = [point.first, *([point.second] if point.second else []), None]
         for number, fault in enumerate(faults, start=1):
-            disk = WatchedDisk(home)
-            steps = [10 * number]
-            life = _Life(subject, home, self._name(), steps=steps, victim=point.victim, disk=disk, fault=fault)
+            disk, victim = WatchedDisk(home), point.victim if number == 1 else 0
+            life = _Life(
+                subject,
+                home,
+                self._name(),
+                steps=[10 * number],
+                resumes=number > 1,
+                victim=victim,
+                disk=disk,
+                fault=fault,
+            )
             complaints = life.run()
             attempted = attempted | {10 * number, 10 * number + 1}
             complaints += _check_resumed(life, acknowledged, attempted)
@@ -168,12 +176,14 @@ class _Life:
         name: str,
         *,
         steps: list[int],
+        resumes: bool = False,
         victim: int = 0,
         disk: WatchedDisk | None = None,
         fault: Fault | None = None,
         trace: Path | None = None,
     ) -> None:
-        self._subject, self._home, self._name, self._steps = subject, home, name, steps
+        self._subject, self._home, self._name = subject, home, name
+        self._steps, self._resumes = steps, resumes
         self._victim, self._disk, self._fault, self._trace = victim, disk, fault, trace
         self.resumed: list[int | None] = []
         self.saved: set[int] = set()
@@ -220,7 +230,8 @@ class _Life:
         self._started_s = time.monotonic()
         try:
             with self._subject.open(self._home, rank=rank, life=f"{self._name}/first") as session:
-                reports.send({"resumed": session.resume()})
+                if self._resumes:
+                    reports.send({"resumed": session.resume()})
                 self._save(session, self._steps, reports)
         except self._subject.errors as exc:
             self._note(exc, reports)

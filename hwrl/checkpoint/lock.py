@@ -1,0 +1,75 @@
+"""The right to write in a directory, which one process has at a time and no dead process keeps."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import weakref
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hwrl.errors import CheckpointError
+
+LOCK_NAME = ".hwrl.lock"
+
+
+class DirectoryLock:
+    """Held from its making until :meth:`close`, or until this process ends in whatever way.
+
+    It is a lock of the kernel on a file; what stands in the file is only told to whom it is refused. The file is never
+    removed: two processes could then hold locks on two files of that name. A forked child does not hold the lock, so
+    that a worker that outlives its parent keeps nobody out. Raises CheckpointError, with the owner named, if another
+    process has it, and OSError if the file cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        # A link would have us overwrite what it points to.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor: int | None = os.open(directory / LOCK_NAME, flags, 0o644)
+        try:
+            _take(self._descriptor, directory)
+        except BaseException:
+            self.close()
+            raise
+        _held.add(self)
+
+    def close(self) -> None:
+        """Give the right up. May be called again."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _take(descriptor: int, directory: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        raise CheckpointError(
+            f"{directory} already has a writer",
+            why=_describe_owner(os.read(descriptor, 4096)),
+            fix="end that run, or choose another directory",
+        ) from exc
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}).encode())
+
+
+def _describe_owner(text: bytes) -> str:
+    try:
+        owner = json.loads(text)
+        return f"process {owner['pid']} on {owner['host']} has it since {owner['since']}"
+    except (ValueError, KeyError, TypeError):  # it is about to write its name, or the disk was full
+        return "its owner has not written its name"
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
