@@ -3,14 +3,17 @@ PYTHON ?= python3
 INSTALLED := .venv/installed
 
 SEED ?= 1
+POINTS ?= 10000
+CRASH_SEED ?= 0
 DEMO := demo/seed-$(SEED)
 
-.PHONY: help install demo check test clean
+.PHONY: help install demo check test crash-test clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1)"
 	@echo "make check   lint, types and all tests on the tree"
 	@echo "make test    make check, and the fast tests on the built wheel"
+	@echo "make crash-test   ten thousand crashes of a save, and what is left after each (POINTS=10000 CRASH_SEED=0)"
 	@echo "make clean   remove .venv and everything that was built"
 
 install: $(INSTALLED)
@@ -35,6 +38,9 @@ check: $(INSTALLED)
 test: $(INSTALLED)
 	ci/wheel
 	ci/check
+
+crash-test: $(INSTALLED)
+	.venv/bin/python -m tests.crash.sweep --points $(POINTS) --seed $(CRASH_SEED)
 
 clean:
 	rm -rf .venv build dist demo .mypy_cache .pytest_cache .ruff_cache

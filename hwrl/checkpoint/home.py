@@ -39,6 +39,11 @@ class CheckpointHome:
             self.close()
             raise _unusable(directory, exc) from exc
 
+    @property
+    def owner(self) -> str:
+        """What the lock says of this process."""
+        return self._lock.owner
+
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()

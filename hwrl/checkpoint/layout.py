@@ -203,3 +203,33 @@ def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
         return
     entry = state.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
     entry.chunks.append(data.chunk)
+
+
+def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor]:
+    """Return the whole tensors whose names begin with ``prefix``, without it, on the host; whoever sharded them.
+
+    Hashes are not verified here. Raises CheckpointCorruptError if the bytes cannot be read.
+    """
+    reader = LayoutReader(info)
+    saved = reader.read_metadata()
+    entries = {
+        name: entry
+        for name, entry in saved.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    metadata = Metadata(dict(entries), storage_data=saved.storage_data, storage_meta=saved.storage_meta)
+    load_state(info, reader, metadata, dict(tensors))
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def load_state(info: CheckpointInfo, reader: LayoutReader, metadata: Metadata, state: dict[str, Any]) -> None:
+    """Fill ``state`` in place; CheckpointError if it differs from ``metadata``, CheckpointCorruptError if bytes do."""
+    planner = SafeLoadPlanner()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as exc:  # torch raises whatever forged bytes lead to
+        raise corrupt(info.path, f"its data cannot be read: {exc}") from exc
