@@ -26,6 +26,7 @@ from hwrl.checkpoint.home import CheckpointHome
 from hwrl.checkpoint.layout import LayoutReader, SafeSavePlanner, load_state
 from hwrl.checkpoint.lock import await_owner
 from hwrl.checkpoint.manifest import (
+    MALFORMED,
     CheckpointInfo,
     Skipped,
     corrupt,
@@ -280,9 +281,12 @@ class CheckpointManager:
         self._agreement.decide(lambda: _load_into(info, state), lambda parts: None)
         try:
             extra = json.loads((info.path / EXTRA_NAME).read_bytes())
-            return Resumed(info, extra["all"], extra["ranks"], skipped)
-        except (OSError, ValueError, KeyError, TypeError) as exc:
+            resumed = Resumed(info, dict(extra["all"]), [dict(one) for one in extra["ranks"]], skipped)
+        except (OSError, *MALFORMED) as exc:
             raise corrupt(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
+        if len(resumed.rank_extras) != info.manifest.world_size:
+            raise corrupt(info.path, f"{EXTRA_NAME} is of {len(resumed.rank_extras)} ranks, the manifest of others")
+        return resumed
 
 
 def _agreement(group: Group | None, timeout_s: float) -> Agreement:

@@ -59,7 +59,9 @@ def run_points(matrix: Matrix, points: list[Point]) -> Outcome:
     outcome = Outcome()
     for point in points:
         outcome.points[_name(point)] += 1
-        outcome.broken += [f"{point}: {complaint}" for complaint in matrix.run(point)]
+        for complaint in matrix.run(point):
+            outcome.broken.append(f"{point}: {complaint}")
+            print(outcome.broken[-1], flush=True)
     return outcome
 
 
@@ -85,7 +87,7 @@ def _name(point: Point) -> str:
 
 
 def main() -> int:
-    """Sweep, print what was met and what was broken; return 1 if something was."""
+    """Sweep, print what is broken when it is found, and what was met; return 1 if something is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -95,7 +97,6 @@ def main() -> int:
     for name, count in sorted(outcome.points.items()):
         print(f"{count:6}  {name}")
     print(f"{outcome.points.total():6}  points in {time.monotonic() - begin_s:.0f} s, {len(outcome.broken)} broken")
-    print(*outcome.broken, sep="\n")
     return 1 if outcome.broken else 0
 
 

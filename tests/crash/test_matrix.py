@@ -27,7 +27,8 @@ def test_the_matrix_finds_orders_that_lose_or_mix(tmp_path: Path, order: type[Re
     assert len(outcome.broken) >= at_least
 
 
+@pytest.mark.timeout(600)  # 40 s on two idle cores
 def test_no_single_fault_breaks_a_promise(tmp_path: Path) -> None:
-    outcome = sweep(160, seed=0, timeout_s=170)
+    outcome = sweep(160, seed=0, timeout_s=590)
     assert not outcome.broken, "\n".join(outcome.broken)
     assert outcome.points.total() == 160
