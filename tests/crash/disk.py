@@ -40,7 +40,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Operation:
-    """One call as it was made: ``to`` for a rename, ``offset`` and ``data`` for a write."""
+    """One call as it was made: ``to`` for a rename, ``offset`` and ``data`` for a write.
+
+    For another call ``offset`` is the length that a file is cut to, -1 if it is not.
+    """
 
     name: str
     path: Path

@@ -50,7 +50,7 @@ struct call {
     const char *path, *to;  /* NULL: what fd stands for */
     const void *data;
     size_t data_nbytes;
-    int64_t offset;         /* -1: where the file stands */
+    int64_t offset;         /* of a write, -1: where the file stands; else the length that the file is cut to, -1: none */
     int count_arg;          /* the argument that says how many bytes; -1: none */
 };
 
@@ -116,8 +116,9 @@ static struct call understand(long number, const long *a) {
     struct call call = {.operation = NONE, .offset = -1, .count_arg = -1};
     const struct iovec *first = (const struct iovec *)a[1];
     switch (number) {
-    case SYS_open: case SYS_creat: by_path(&call, CREATE, AT_FDCWD, a[0]); break;
-    case SYS_openat: by_path(&call, CREATE, a[0], a[1]); break;
+    case SYS_creat: by_path(&call, CREATE, AT_FDCWD, a[0]); call.offset = 0; break;
+    case SYS_open: by_path(&call, CREATE, AT_FDCWD, a[0]); call.offset = a[1] & O_TRUNC ? 0 : -1; break;
+    case SYS_openat: by_path(&call, CREATE, a[0], a[1]); call.offset = a[2] & O_TRUNC ? 0 : -1; break;
     case SYS_openat2:
         if (((struct open_how *)a[2])->flags & (O_CREAT | O_TRUNC)) by_path(&call, CREATE, a[0], a[1]);
         break;
@@ -129,8 +130,9 @@ static struct call understand(long number, const long *a) {
     case SYS_pwritev: case SYS_pwritev2: by_write(&call, a[0], first->iov_base, first->iov_len, a[3], 2); break;
     case SYS_sendfile: by_write(&call, a[0], NULL, (size_t)a[3], -1, 3); break;
     case SYS_copy_file_range: case SYS_splice: by_write(&call, a[2], NULL, (size_t)a[4], -1, 4); break;
-    case SYS_ftruncate: case SYS_fallocate: by_fd(&call, RESIZE, a[0]); break;
-    case SYS_truncate: by_path(&call, RESIZE, AT_FDCWD, a[0]); break;
+    case SYS_fallocate: by_fd(&call, RESIZE, a[0]); break;
+    case SYS_ftruncate: by_fd(&call, RESIZE, a[0]); call.offset = a[1]; break;
+    case SYS_truncate: by_path(&call, RESIZE, AT_FDCWD, a[0]); call.offset = a[1]; break;
     case SYS_fsync: case SYS_fdatasync: case SYS_sync_file_range: case SYS_syncfs: by_fd(&call, SYNC, a[0]); break;
     case SYS_mkdir: by_path(&call, MKDIR, AT_FDCWD, a[0]); break;
     case SYS_mkdirat: by_path(&call, MKDIR, a[0], a[1]); break;

@@ -35,7 +35,7 @@ class Managed(Subject):
 
     errors = (HwrlError,)
 
-    def __init__(self, *, async_save: bool, keep: int, ranks: int = 1, store: str = "", timeout_s: float = 1.0) -> None:
+    def __init__(self, *, async_save: bool, keep: int, ranks: int = 1, store: str = "", timeout_s: float = 3.0) -> None:
         self.async_save, self.keep, self.ranks, self.timeout_s = async_save, keep, ranks, timeout_s
         self._store = store
 
