@@ -61,22 +61,23 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint.lock import find_owner
 
     complete, skipped = _find(args)
-    tracker = args.dir / TRACKER_NAME
+    path, unfinished = args.dir / TRACKER_NAME, leftovers(args.dir)
+    owner, tracker = find_owner(args.dir), path.read_text() if path.is_file() else None
     report = {
-        "owner": find_owner(args.dir),
-        "tracker": tracker.read_text() if tracker.is_file() else None,
+        "owner": owner,
+        "tracker": tracker,
         "checkpoints": [_describe(info) for info in complete],
         "incomplete": [{"path": str(one.path), "reason": one.reason} for one in skipped],
-        "unfinished": [str(path) for path in leftovers(args.dir)],
+        "unfinished": [str(path) for path in unfinished],
     }
-    lines = [f"{args.dir}: {report['owner'] or 'nobody writes here now'}; the tracker says {report['tracker']}"]
+    lines = [f"{args.dir}: {owner or 'nobody writes here now'}; the tracker says {tracker}"]
     lines += [
         f"  step {info.step:<8} {info.nbytes / 1e6:12,.1f} MB  {info.manifest.world_size} rank(s)  "
         f"weight version {info.weight_version:<6} {_saved_at(info)}"
         for info in complete
     ]
     lines += [f"  {one.path.name} is not complete: {one.reason}" for one in skipped]
-    lines += [f"  {Path(path).name}: a save that runs, or did not end" for path in report["unfinished"]]
+    lines += [f"  {path.name}: a save that runs, or did not end" for path in unfinished]
     return report, lines, True
 
 

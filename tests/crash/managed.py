@@ -99,7 +99,7 @@ class _ManagedSession(Session):
         return resumed.step
 
     def _state(self, step: int) -> dict[str, Any]:
-        state = {"model": get_model_state_dict(self._model), "step": step}
+        state: dict[str, Any] = {"model": get_model_state_dict(self._model), "step": step}
         for tensor in state["model"].values():
             _local(tensor).fill_(float(step))
         return state

@@ -307,10 +307,11 @@ def _end_group(leader: int) -> bool:
 
 
 def _check_resumed(life: _Life, acknowledged: set[int], attempted: set[int]) -> list[str]:
-    found = set(life.resumed)
-    if not found or (found <= attempted and len(found) == 1 and max(found) >= max(acknowledged)):
-        return []
-    return [f"resumed from {sorted(map(str, found))}, and {max(acknowledged)} was acknowledged"]
+    newest = max(acknowledged)
+    wrong = [step for step in life.resumed if step is None or step < newest or step not in attempted]
+    if wrong or len(set(life.resumed)) > 1:
+        return [f"the ranks resumed from {life.resumed}, and {newest} was acknowledged"]
+    return []
 
 
 def _check_disk(subject: Subject, home: Path, acknowledged: set[int]) -> list[str]:

@@ -39,7 +39,7 @@ class Outcome:
 
 
 def sweep(points: int, *, seed: int, timeout_s: float = 3600.0) -> Outcome:
-    """Meet ``points`` points: a sample of the single faults or, when all of those are met, pairs of faults as well."""
+    """Meet ``points`` points: single faults, each at most once, and pairs of faults in two lives."""
     outcome, store = Outcome(), serve_store()
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as work:
         cores = os.cpu_count() or 1
@@ -85,8 +85,9 @@ def _share(rank: int, work: Path, store: str, count: int, seed: int, shares: int
     matrix = Matrix(managed_subjects(store), work / str(rank))
     points = list(matrix.every_point())
     random.Random(seed).shuffle(points)
-    wanted = itertools.chain(points, matrix.random_points(points, seed=seed))
-    return run_points(matrix, list(itertools.islice(wanted, rank, count, shares)))
+    pairs = matrix.random_points(points, seed=seed)
+    wanted = itertools.chain.from_iterable(zip(points, pairs, strict=False))  # as many of both, then pairs
+    return run_points(matrix, list(itertools.islice(itertools.chain(wanted, pairs), rank, count, shares)))
 
 
 def _name(point: Point) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Fault, WatchedDisk, read_trace, why_unavailable
@@ -52,14 +53,14 @@ class TorchAlone(ReferenceSession):
     """torch's own writer, a directory a step: it syncs its metadata before that has left Python's buffer."""
 
     def save(self, step: int) -> None:
-        dcp.save({"weight": torch.full((64,), float(step))}, checkpoint_id=self.home / f"step_{step}", no_dist=True)
+        save({"weight": torch.full((64,), float(step))}, checkpoint_id=self.home / f"step_{step}", no_dist=True)
 
     def resume(self) -> int | None:
         newest = max(self.home.glob("step_*"), key=lambda path: int(path.name[5:]), default=None)
         if newest is None:
             return None
         state = {"weight": torch.zeros(64)}
-        dcp.load(state, checkpoint_id=newest, no_dist=True)
+        load(state, checkpoint_id=newest, no_dist=True)
         return int(state["weight"][0])
 
 
@@ -76,7 +77,7 @@ def _save_in_child(subject: Subject, home: Path, trace: Path) -> dict[int, int]:
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as lines:
-        acknowledged = dict(map(int, line.split()) for line in lines)
+        acknowledged = {int(step): int(calls) for step, calls in map(str.split, lines)}
     assert os.waitpid(child, 0)[1] == 0
     return acknowledged
 

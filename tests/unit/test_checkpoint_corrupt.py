@@ -302,7 +302,7 @@ def test_a_layout_with_parts_missing_or_twice_loads_nothing(tmp_path: Path, doub
     weight["sizes"] = [32]
     entries += [{**weight, "offsets": [16]}] * doubled
     _plant(step, "layout.json", json.dumps(entries).encode())
-    state = {"weight": torch.zeros(64), "count": 0}
+    state: dict[str, Any] = {"weight": torch.zeros(64), "count": 0}
     with (
         CheckpointManager(tmp_path, backend=BACKEND) as manager,
         pytest.raises(CheckpointCorruptError, match="do not make up the whole"),

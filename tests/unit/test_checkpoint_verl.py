@@ -20,9 +20,10 @@ def _verls_own(name: str) -> Callable[..., Any]:
     """Return a function of verl's checkpoint manager, without importing verl: that takes Ray and a device."""
     assert FOUND is not None and FOUND.origin is not None, "else the test is skipped"
     source = Path(FOUND.origin).parent / "utils" / "checkpoint" / "checkpoint_manager.py"
-    functions = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)]
+    parsed = ast.parse(source.read_text())
+    parsed.body = [node for node in parsed.body if isinstance(node, ast.FunctionDef)]
     namespace: dict[str, Any] = {"os": os, "torch": torch}
-    exec(compile(ast.Module(functions, type_ignores=[]), source, "exec"), namespace)
+    exec(compile(parsed, source, "exec"), namespace)
     own: Callable[..., Any] = namespace[name]
     return own
 
