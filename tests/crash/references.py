@@ -28,7 +28,7 @@ class Reference(Subject):
         self._kind = kind
 
     @contextlib.contextmanager
-    def open(self, home: Path, *, rank: int, life: str) -> Iterator[Session]:
+    def open(self, home: Path, *, rank: int, life: str, timeout_s: float) -> Iterator[Session]:
         yield self._kind(home)
 
     def steps(self, home: Path) -> list[int]:

@@ -70,7 +70,7 @@ def _save_in_child(subject: Subject, home: Path, trace: Path) -> dict[int, int]:
     if (child := os.fork()) == 0:
         disk.enter(trace=trace)
         disk.arm()
-        with subject.open(home, rank=0, life="") as session:
+        with subject.open(home, rank=0, life="", timeout_s=60) as session:
             for step in (1, 2, 3):
                 session.save(step)
                 os.write(write, f"{step} {disk.calls}\n".encode())
@@ -105,7 +105,7 @@ def _cut_everywhere(rank: int, work: Path, subject: Subject) -> tuple[int, list[
 
 def _find_wrong(subject: Subject, left: Path, at_least: int) -> str:
     try:
-        with subject.open(left, rank=0, life="") as session:
+        with subject.open(left, rank=0, life="", timeout_s=60) as session:
             step = session.resume()
     except BaseException as exc:  # noqa: BLE001 - torch raises its CheckpointException, which is no Exception
         return f"{type(exc).__name__}: {exc}"[:300] if at_least else ""
@@ -184,7 +184,7 @@ def _cut_image_over_time(rank: int, work: Path, moments_s: list[float]) -> list[
     except (OSError, subprocess.CalledProcessError) as exc:
         return f"nothing can be mounted here: {exc}"
     subject, wrong = Managed(async_save=True, keep=1), []
-    with subject.open(image.home, rank=0, life="") as session:
+    with subject.open(image.home, rank=0, life="", timeout_s=60) as session:
         for step in (1, 2):
             session.save(step)
         begin_s = time.monotonic()
@@ -214,7 +214,7 @@ def _kill_second_save(subject: Subject, home: Path, at: int) -> None:
     disk = WatchedDisk(home)
     if (child := os.fork()) == 0:
         disk.enter()
-        with subject.open(home, rank=0, life="") as session:
+        with subject.open(home, rank=0, life="", timeout_s=60) as session:
             session.save(1)
             disk.arm(Fault("kill", at))
             session.save(2)
