@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hwrl.errors import UnsupportedError
+from hwrl.errors import HwrlError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +109,13 @@ class Peer(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Let go of processes that only this peer has."""
+
+
+def one_line(exc: Exception) -> str:
+    """Return what ``exc`` says, without a library's stack below it."""
+    if isinstance(exc, HwrlError):
+        return f"{exc.what}: {exc.why}"
+    return f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
 
 
 class Vllm(Peer):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwrl.cli.bench_peers import PEERS, Seat
+from hwrl.cli.bench_peers import PEERS, Seat, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,7 @@ def _measure_peer(name: str, size: int, plan: _Plan, *, timeout_s: float) -> dic
     try:
         ranks = peer.run(_measure, size, store_address(store), plan, timeout_s=timeout_s)
     except Exception as exc:  # noqa: BLE001 - another package may fail in any way; its row says how
-        return {"version": peer.version(), "why_not": f"{type(exc).__name__}: {exc}"}
+        return {"version": peer.version(), "why_not": one_line(exc)}
     return {"version": peer.version(), "ways": _rates(ranks)}
 
 
@@ -485,7 +485,9 @@ def _table(result: dict[str, Any]) -> str:
             lines.append(f"{way}, ms of the sender's host: {parts}")
     if measured:
         lines.append(f"{', '.join(measured)}: in processes of their own, of the raw broadcasts in those")
-    lines += [f"{name}: not measured: {result['peers'][name]['why_not']}" for name in result["peers"].keys() - measured]
+    lines += [
+        f"{name}: not measured: {peer['why_not']}" for name, peer in result["peers"].items() if "ways" not in peer
+    ]
     lines.append(f"publishing 0.4 MB: {result['small_publish_median_s'] * 1e3:.2f} ms")
     wrong = ", ".join(way for way, found in ways.items() if not found["bit_exact"])
     lines.append(f"NOT BIT-EXACT: {wrong}" if wrong else "every transfer was bit-exact")
