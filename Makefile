@@ -10,7 +10,7 @@ DEMO := demo/seed-$(SEED)
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1)"
 	@echo "make check   lint, types and all tests on the tree"
-	@echo "make test    make check, and the fast tests on the built wheel"
+	@echo "make test    make check, and the tests of packaging on the built wheel"
 	@echo "make clean   remove .venv and everything that was built"
 
 install: $(INSTALLED)
