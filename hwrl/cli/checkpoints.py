@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -135,10 +136,12 @@ def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor]) -> 
             fix="give --model the directory that training began from",
         )
     model.load_state_dict(weights)
-    draft = args.out.with_name(f".tmp_{args.out.name}")
-    model.save_pretrained(draft)
-    load_tokenizer(args.model).save_pretrained(draft)
-    draft.rename(args.out)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as directory:
+        draft = Path(directory) / args.out.name
+        model.save_pretrained(draft)
+        load_tokenizer(args.model).save_pretrained(draft)
+        draft.rename(args.out)
 
 
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
