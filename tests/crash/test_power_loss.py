@@ -95,7 +95,7 @@ def _cut_everywhere(rank: int, work: Path, subject: Subject) -> tuple[int, list[
         power.run(operation)
         at_least = max((step for step, calls in acknowledged.items() if calls <= number), default=0)
         for survival in survivals(number):
-            power.cut(left, **survival)  # type: ignore[arg-type]  # one of the dictionaries that it takes
+            power.cut(left, survival)
             cuts += 1
             if wrong := _find_wrong(subject, left, at_least):
                 lost.append(f"after call {number}, {operation.name} {operation.path.name}: {wrong}")
