@@ -83,7 +83,7 @@ def _transformer_config(config: Any, *, tensor_parallel: int, dtype: torch.dtype
 
 def head_size(config: Any) -> int:
     """Return the size of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _require_supported(config: Any, *, tensor_parallel: int) -> None:

@@ -64,7 +64,7 @@ class Weight:
         shape = self._local_shape()
         rows = shape[0] // len(runs)
         for number, run in enumerate(runs):
-            begin = run.storage_offset() - self.parameter.storage_offset()
+            begin = int(run.storage_offset() - self.parameter.storage_offset())
             first, last = max(start, begin) - begin, min(stop, begin + run.numel()) - begin
             for offset, size in _rectangles((rows, *shape[1:]), first, last):
                 place = [offset[0] + number * rows, *offset[1:]]
