@@ -140,6 +140,7 @@ def runnable(tmp_path: Path) -> dict[str, Any]:
         ("data.eval=/none.jsonl", "no file /none.jsonl(.|\n)*data.eval names it"),
         ("data.train={tmp_path}/mine.py", "unknown kind"),
         ("reward.function={tmp_path}/mine.py:g", "no function 'g'"),
+        ("train.engine=Fsdp", "did you mean 'fsdp'"),
     ],
 )
 def test_inputs_are_checked_before_anything_starts(tmp_path: Path, word: str, message: str) -> None:
@@ -164,6 +165,14 @@ def test_hwrl_train_checks_its_inputs_and_takes_a_reward_from_the_working_direct
     assert main(["train", str(path), "reward.function=beside_the_run:f"]) == 1
     assert "there is no function 'f' in beside_the_run" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_options_of_an_engine_are_for_plugins(tmp_path: Path) -> None:
+    options = ["train.engine_options.tensor_parallel=2"]
+    config = load_config(write(tmp_path, MINIMAL), [*options, "train.engine=other"])
+    assert config.train.engine_options == {"tensor_parallel": 2}
+    with pytest.raises(ConfigError, match="engine=fsdp has none"):
+        load_config(write(tmp_path, MINIMAL), options)
 
 
 @pytest.mark.parametrize("place", ["/proc/x", "config.yaml"])
