@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from hwrl.errors import ConfigError
+from hwrl_megatron.weights import head_size
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """The ``model_type`` of the Hugging Face configurations that have an equal GPTModel here."""
@@ -79,11 +80,6 @@ def _transformer_config(config: Any, *, tensor_parallel: int, dtype: torch.dtype
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )
-
-
-def head_size(config: Any) -> int:
-    """Return the size of an attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _require_supported(config: Any, *, tensor_parallel: int) -> None:
