@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> G
     _require_supported(config, tensor_parallel=tensor_parallel)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.model_type == "qwen3", normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = TorchAttention
-    return GPTModel(
+    model = GPTModel(
         _transformer_config(config, tensor_parallel=tensor_parallel, dtype=dtype),
         layer,
         vocab_size=config.vocab_size,
@@ -37,6 +38,17 @@ def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> G
         rotary_base=config.rope_parameters["rope_theta"],
         share_embeddings_and_output_weights=config.tie_word_embeddings,
     )
+    if config.pad_token_id is not None:
+        model.embedding.word_embeddings.register_forward_hook(functools.partial(_hold_padding, config.pad_token_id))
+    return model
+
+
+def _hold_padding(pad_id: int, _: nn.Module, ids: tuple[torch.Tensor], embedded: torch.Tensor) -> torch.Tensor:
+    """Give the padding token's embedding no gradient, as transformers does.
+
+    Its row is often zero, and the norm after it would make the gradient a thousand times too large.
+    """
+    return torch.where((ids[0] == pad_id)[..., None], embedded.detach(), embedded)
 
 
 class TorchAttention(nn.Module):

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 }
 CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
-    "qwen2-tied": Qwen2Config(**{**SIZES, "head_dim": 8}, tie_word_embeddings=True),
+    "qwen2-tied-with-padding": Qwen2Config(**{**SIZES, "head_dim": 8}, tie_word_embeddings=True, pad_token_id=7),
     "llama-without-groups": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=False),
 }
 
