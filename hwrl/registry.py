@@ -126,19 +126,33 @@ class Registry:
             failures = tuple(item for item in loaded if isinstance(item, LoadFailure))
             return Survey(tuple(_probe(plugin, self._context) for plugin in plugins), failures)
 
-    def process_env(self, role: str, *, exports_memory: bool = False) -> dict[str, str]:
+    def process_env(self, role: str, *, exports_memory: bool = False, shares_device: bool = False) -> dict[str, str]:
         """Return the variables that the chosen backend wants for a worker of ``role`` and that nobody has set here.
 
-        ``exports_memory`` says that other processes will open the worker's device memory. Empty if the backend wants
-        none, or was given as an object that no plugin made.
+        ``exports_memory`` says that other processes will open the worker's device memory, ``shares_device`` that they
+        use its device. Empty if the backend wants none, or was given as an object that no plugin made.
         """
+        plugin = self._chosen_plugin()
+        if plugin is None:
+            return {}
+        wanted = plugin.manager.hook.hwrl_process_env(
+            role=role, env=dict(self._env), exports_memory=exports_memory, shares_device=shares_device
+        )
+        return {variable: value for variable, value in (wanted or {}).items() if variable not in self._env}
+
+    def bootstrap(self, framework: str) -> None:
+        """Let the chosen backend prepare this process for the import of ``framework``; call it before that import.
+
+        May be called again. Raises what the backend finds wrong: an adaptor that is missing, an import that came first.
+        """
+        plugin = self._chosen_plugin()
+        if plugin is not None:
+            plugin.manager.hook.hwrl_bootstrap(framework=framework)
+
+    def _chosen_plugin(self) -> Plugin | None:
         name = self.get_backend().info.name
         plugin = self._plugins().load(name) if name in self._plugins().names() else None
-        if not isinstance(plugin, Plugin):
-            return {}
-        hook = plugin.manager.hook.hwrl_process_env
-        wanted = hook(role=role, env=dict(self._env), exports_memory=exports_memory) or {}
-        return {variable: value for variable, value in wanted.items() if variable not in self._env}
+        return plugin if isinstance(plugin, Plugin) else None
 
     def _plugins(self) -> Installed:
         if self._installed is None:
@@ -282,6 +296,11 @@ def set_backend(choice: str | Backend) -> None:
     _PROCESS.set_backend(choice)
 
 
-def process_env(role: str, *, exports_memory: bool = False) -> dict[str, str]:
+def process_env(role: str, *, exports_memory: bool = False, shares_device: bool = False) -> dict[str, str]:
     """Return the variables that a worker of ``role`` should start with; see :meth:`Registry.process_env`."""
-    return _PROCESS.process_env(role, exports_memory=exports_memory)
+    return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device)
+
+
+def bootstrap(framework: str) -> None:
+    """Prepare this process for the import of ``framework``; see :meth:`Registry.bootstrap`."""
+    _PROCESS.bootstrap(framework)

@@ -1,0 +1,47 @@
+"""Megatron-core on NPUs: an adaptor patches it, and must be imported before it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hwrl.errors import EngineError
+
+_ADAPTORS = {"mindspeed": "mindspeed.megatron_adaptor", "megatron_adaptor": "megatron_adaptor"}
+"""By package, the module whose import patches Megatron: MindSpeed's, and that of its successor."""
+
+
+def prepare() -> None:
+    """Import the adaptor that is installed. Raises EngineError if there is none, or if Megatron was imported first."""
+    installed = [package for package in _ADAPTORS if importlib.util.find_spec(package) is not None]
+    if not installed:
+        raise EngineError(
+            "cannot prepare Megatron-core for NPUs",
+            why=f"none of {', '.join(_ADAPTORS)} is installed",
+            fix="install the branch of MindSpeed that belongs to your Megatron-core, for example core_r0.16.0",
+        )
+    adaptor = _ADAPTORS[installed[0]]
+    if adaptor in sys.modules:
+        return
+    if "megatron.core" in sys.modules:
+        raise EngineError(
+            "cannot prepare Megatron-core for NPUs any more",
+            why=f"it was imported before {adaptor}, and what imported names from it keeps the unpatched ones",
+            fix="call hwrl.registry.bootstrap('megatron') before anything imports megatron",
+        )
+    with _hidden_command_line():
+        importlib.import_module(adaptor)
+
+
+@contextmanager
+def _hidden_command_line() -> Iterator[None]:
+    """Hide the arguments of this program, which the adaptor would parse as Megatron's."""
+    arguments = sys.argv
+    sys.argv = arguments[:1]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
