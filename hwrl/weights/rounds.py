@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import ItemsView, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -79,7 +79,13 @@ class Rounds:
         return offer
 
     def _round(self, offer: Offer, named: Named, excluded: dict[str, str], clock: StageClock) -> bool:
-        feed = self._read_ahead(offer, named, clock)
+        feed = TensorFeed(self._layout, named)
+        try:
+            with clock("gather"):
+                feed.read_ahead()  # receivers are on their way meanwhile
+        except BaseException:
+            self._board.say_go(offer, go=False)
+            raise
         with clock("rendezvous"):
             absent = self._absent(offer)
             excluded |= self._roster.exclude(absent, f"it did not come to receive within {self._timeout_s:g} s")
@@ -87,20 +93,9 @@ class Rounds:
         if absent:
             return False
         self._forget_past(offer)
-        failure = self._try_to_move(offer, feed or named, clock)
+        failure = self._try_to_move(offer, feed, clock)
         with clock("vote"):
             return self._count_votes(offer, failure, excluded)
-
-    def _read_ahead(self, offer: Offer, named: Named, clock: StageClock) -> TensorFeed | None:
-        """Read what is there in any case before anything is sent: receivers are on their way meanwhile."""
-        if not isinstance(named, (Sequence, ItemsView)):
-            return None
-        try:
-            with clock("gather"):
-                return TensorFeed(self._layout, named).read_all()
-        except BaseException:
-            self._board.say_go(offer, go=False)
-            raise
 
     def _absent(self, offer: Offer) -> list[int]:
         """Wait for all receivers; return those which did not come, have left, or were replaced meanwhile."""
@@ -121,8 +116,7 @@ class Rounds:
         self._roster.refresh()
         return [member for member in offer.to if member not in self._roster.members]
 
-    def _try_to_move(self, offer: Offer, named: Named | TensorFeed, clock: StageClock) -> CommError | None:
-        feed = named if isinstance(named, TensorFeed) else TensorFeed(self._layout, named)
+    def _try_to_move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> CommError | None:
         try:
             with clock("wire"), torch.no_grad(), contextlib.closing(feed), clock.span(self._backend):
                 self._move(offer, feed, clock)
