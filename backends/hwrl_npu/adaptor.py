@@ -15,7 +15,7 @@ _ADAPTORS = {"mindspeed": "mindspeed.megatron_adaptor", "megatron_adaptor": "meg
 
 
 def prepare() -> None:
-    """Import the adaptor that is installed. Raises EngineError if there is none, or if Megatron was imported first."""
+    """Import the adaptor that is installed; Megatron must not have been imported yet. Raises EngineError if none is."""
     installed = [package for package in _ADAPTORS if importlib.util.find_spec(package) is not None]
     if not installed:
         raise EngineError(
@@ -23,17 +23,8 @@ def prepare() -> None:
             why=f"none of {', '.join(_ADAPTORS)} is installed",
             fix="install the branch of MindSpeed that belongs to your Megatron-core, for example core_r0.16.0",
         )
-    adaptor = _ADAPTORS[installed[0]]
-    if adaptor in sys.modules:
-        return
-    if "megatron.core" in sys.modules:
-        raise EngineError(
-            "cannot prepare Megatron-core for NPUs any more",
-            why=f"it was imported before {adaptor}, and what imported names from it keeps the unpatched ones",
-            fix="call hwrl.registry.bootstrap('megatron') before anything imports megatron",
-        )
     with _hidden_command_line():
-        importlib.import_module(adaptor)
+        importlib.import_module(_ADAPTORS[installed[0]])
 
 
 @contextmanager

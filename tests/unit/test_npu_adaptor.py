@@ -26,16 +26,10 @@ def run(folder: Path, code: str, *packages: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("package", ["mindspeed", "megatron_adaptor"])
-def test_the_installed_adaptor_is_imported_once_and_sees_no_arguments(tmp_path: Path, package: str) -> None:
-    code = BOOTSTRAP + "import megatron.core, sys\n" + BOOTSTRAP + "print(sys.argv[1:])"
+def test_the_installed_adaptor_is_imported_and_sees_no_arguments(tmp_path: Path, package: str) -> None:
+    code = BOOTSTRAP + "import megatron.core, sys; print(sys.argv[1:])"
     ended = run(tmp_path, code, package)
     assert ended.stdout.splitlines() == ["patched with []", "['--steps', '3']"], ended.stderr
-
-
-def test_megatron_that_came_first_is_an_error(tmp_path: Path) -> None:
-    ended = run(tmp_path, "import megatron.core\n" + BOOTSTRAP, "mindspeed")
-    assert ended.returncode == 1
-    assert "it was imported before mindspeed.megatron_adaptor" in ended.stderr
 
 
 def test_without_an_adaptor_the_error_says_what_to_install(tmp_path: Path) -> None:
