@@ -15,6 +15,11 @@
 #include <sstream>
 #include <vector>
 
+// Opaque to torch_npu, which only builds and destroys them.
+struct aclopAttr {};
+struct aclTensorDesc {};
+struct aclDataBuffer {};
+
 namespace npusim {
 namespace {
 
@@ -355,6 +360,41 @@ NPUSIM_EXPORT int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t
 NPUSIM_EXPORT uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
 NPUSIM_EXPORT uint64_t MsprofSysCycleTime() { return 0; }
 
+// Operators compiled at run time, torch_npu's way where it finds no aclnn operator: their description may be built,
+// so that the call that would run it can name the operator.
+NPUSIM_EXPORT aclopAttr* aclopCreateAttr() { return new aclopAttr; }
+NPUSIM_EXPORT void aclopDestroyAttr(const aclopAttr* attributes) { delete attributes; }
+NPUSIM_EXPORT aclTensorDesc* aclCreateTensorDesc(aclDataType, int, const int64_t*, aclFormat) { return new aclTensorDesc; }
+NPUSIM_EXPORT void aclDestroyTensorDesc(const aclTensorDesc* description) { delete description; }
+NPUSIM_EXPORT aclDataBuffer* aclCreateDataBuffer(void*, size_t) { return new aclDataBuffer; }
+NPUSIM_EXPORT aclError aclDestroyDataBuffer(const aclDataBuffer* buffer) {
+    delete buffer;
+    return ACL_SUCCESS;
+}
+NPUSIM_EXPORT void aclSetTensorDescName(aclTensorDesc*, const char*) {}
+NPUSIM_IGNORED(aclSetTensorFormat, aclTensorDesc*, aclFormat)
+NPUSIM_IGNORED(aclSetTensorPlaceMent, aclTensorDesc*, aclMemType)
+NPUSIM_IGNORED(aclSetTensorShape, aclTensorDesc*, int, const int64_t*)
+NPUSIM_IGNORED(aclopSetAttrBool, aclopAttr*, const char*, uint8_t)
+NPUSIM_IGNORED(aclopSetAttrDataType, aclopAttr*, const char*, aclDataType)
+NPUSIM_IGNORED(aclopSetAttrFloat, aclopAttr*, const char*, float)
+NPUSIM_IGNORED(aclopSetAttrInt, aclopAttr*, const char*, int64_t)
+NPUSIM_IGNORED(aclopSetAttrListBool, aclopAttr*, const char*, int, const uint8_t*)
+NPUSIM_IGNORED(aclopSetAttrListFloat, aclopAttr*, const char*, int, const float*)
+NPUSIM_IGNORED(aclopSetAttrListInt, aclopAttr*, const char*, int, const int64_t*)
+NPUSIM_IGNORED(aclopSetAttrListListInt, aclopAttr*, const char*, int, const int*, const int64_t* const[])
+NPUSIM_IGNORED(aclopSetAttrString, aclopAttr*, const char*, const char*)
+
+NPUSIM_EXPORT aclError aclopCompileAndExecute(const char* type, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
+                                              const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*, aclopEngineType,
+                                              aclopCompileType, const char*, aclrtStream) {
+    unsimulated((std::string("the operator ") + type + ", which has no aclnn here,").c_str());
+}
+NPUSIM_EXPORT aclError aclopCompileAndExecuteV2(const char* type, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
+                                                aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*, aclrtStream) {
+    unsimulated((std::string("the operator ") + type + ", which has no aclnn here,").c_str());
+}
+
 // --- what is not simulated -------------------------------------------------------------------------------------------
 
 // Symbols that the wheel needs to be loaded at all. Their parameters do not matter: none of them returns.
@@ -362,32 +402,11 @@ NPUSIM_EXPORT uint64_t MsprofSysCycleTime() { return 0; }
     NPUSIM_EXPORT __attribute__((noreturn)) void npusim_##name() __asm__(#name); \
     void npusim_##name() { unsimulated(#name); }
 
-// Operators compiled at run time, the way of torch_npu before aclnn.
-NPUSIM_UNSIMULATED(aclopCompileAndExecute)
-NPUSIM_UNSIMULATED(aclopCreateAttr)
-NPUSIM_UNSIMULATED(aclopDestroyAttr)
-NPUSIM_UNSIMULATED(aclopSetAttrBool)
-NPUSIM_UNSIMULATED(aclopSetAttrDataType)
-NPUSIM_UNSIMULATED(aclopSetAttrFloat)
-NPUSIM_UNSIMULATED(aclopSetAttrInt)
-NPUSIM_UNSIMULATED(aclopSetAttrListBool)
-NPUSIM_UNSIMULATED(aclopSetAttrListFloat)
-NPUSIM_UNSIMULATED(aclopSetAttrListInt)
-NPUSIM_UNSIMULATED(aclopSetAttrListListInt)
-NPUSIM_UNSIMULATED(aclopSetAttrString)
-NPUSIM_UNSIMULATED(aclCreateDataBuffer)
-NPUSIM_UNSIMULATED(aclDestroyDataBuffer)
-NPUSIM_UNSIMULATED(aclCreateTensorDesc)
-NPUSIM_UNSIMULATED(aclDestroyTensorDesc)
+// Reading back such a description; device code.
 NPUSIM_UNSIMULATED(aclGetTensorDescDimV2)
 NPUSIM_UNSIMULATED(aclGetTensorDescFormat)
 NPUSIM_UNSIMULATED(aclGetTensorDescNumDims)
 NPUSIM_UNSIMULATED(aclGetTensorDescType)
-NPUSIM_UNSIMULATED(aclSetTensorDescName)
-NPUSIM_UNSIMULATED(aclSetTensorFormat)
-NPUSIM_UNSIMULATED(aclSetTensorPlaceMent)
-NPUSIM_UNSIMULATED(aclSetTensorShape)
-// Device code.
 NPUSIM_UNSIMULATED(aclrtBinaryGetFunction)
 NPUSIM_UNSIMULATED(aclrtBinaryLoadFromData)
 NPUSIM_UNSIMULATED(aclrtGetFunctionAddr)
