@@ -100,6 +100,9 @@ struct Outs : std::vector<Out> {
     void operator=(const Tensors& values) const;
 };
 
+/// The bits from `first` on as a tensor of this shape, 0 or 1: eight to a byte, the lowest first, as dropout masks have them.
+Tensor unpack_bits(const Tensor& bits, int64_t first, at::IntArrayRef shape);
+
 struct Signature {
     const char* name;
     const char* parameters;
