@@ -23,6 +23,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Tensor]:
     backend = hwrl.get_backend()
+    backend.set_device(rank % backend.device_count())
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
         engine = FsdpEngine(model_directory, backend=backend, group=group, learning_rate=1e-3, total_steps=1)
         with SharedWeights(engine, group) as weights:
@@ -36,7 +37,7 @@ def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Ten
             assert first.keys() == second.keys()
             described = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.metadata()}
             assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in first.items()}
-            return second
+            return {name: tensor.cpu() for name, tensor in second.items()}
 
 
 def test_the_first_rank_reads_whole_weights_as_often_as_it_likes(model_directory: Path) -> None:
@@ -45,6 +46,6 @@ def test_the_first_rank_reads_whole_weights_as_often_as_it_likes(model_directory
     assert nothing == {}
     backend = hwrl.get_backend()
     alone = FsdpEngine(model_directory, backend=backend, group=None, learning_rate=1e-3, total_steps=1)
-    wanted = dict(alone.named_weights())
+    wanted = {name: tensor.cpu() for name, tensor in alone.named_weights()}
     assert whole.keys() == wanted.keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in wanted.items())
