@@ -93,6 +93,12 @@ class NpuBackend(Backend):
             return Support("unsupported", "expandable_segments is on, whose memory was not proven to be shareable")
         return _SUPPORT.get(capability) or super().supports(capability)
 
+    def set_device(self, index: int) -> None:
+        super().set_device(index)
+        # torch_npu 2.13 makes a device's default stream when it is first used, and ends the process in a backward pass
+        # if there is a device that was only set.
+        self.device_module.current_stream()
+
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
         self.require(Capability.DEVICE_IPC, needed_for="export device memory")
         from hwrl_npu import ipc
