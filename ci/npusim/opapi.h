@@ -8,7 +8,8 @@
 //
 // The parameters are the C function's: the types below say how each crosses it. torch_npu calls through untyped
 // pointers, so every handle is checked: a wrong one stops the process, which names the operator and the argument.
-#pragma once
+#ifndef NPUSIM_OPAPI_H  // and no `#pragma once`: this header is precompiled, and is then found at two places
+#define NPUSIM_OPAPI_H
 
 #include "sim.h"
 
@@ -219,21 +220,27 @@ template <> struct Argument<Scalars> : ListArgument<aclScalarList, Scalars> {};
 aclError refuse(const Signature& signature, const std::exception& reason);
 aclError launch(const Signature& signature, aclOpExecutor* executor, aclrtStream stream);
 
+template <class... V>
+aclError prepare(const Signature& signature, void (*kernel)(V...), uint64_t* workspace_size, aclOpExecutor** executor,
+                 typename Argument<V>::C... values) {
+    try {
+        int position = 0;
+        std::tuple<V...> arguments{Argument<V>::take(values, {signature, ++position})...};  // braces: left to right
+        *workspace_size = 0;
+        *executor = new aclOpExecutor(signature.name, [kernel, arguments = std::move(arguments)] { std::apply(kernel, arguments); });
+        return ACL_SUCCESS;
+    } catch (const std::exception& reason) {
+        return refuse(signature, reason);
+    }
+}
+
 template <auto kernel, const Signature& signature>
 struct Operator;
 
 template <class... V, void (*kernel)(V...), const Signature& signature>
 struct Operator<kernel, signature> {
-    static aclError prepare(typename Argument<V>::C... values, uint64_t* workspace_size, aclOpExecutor** executor) {
-        try {
-            int position = 0;
-            std::tuple<V...> arguments{Argument<V>::take(values, {signature, ++position})...};  // braces: left to right
-            *workspace_size = 0;
-            *executor = new aclOpExecutor(signature.name, [arguments = std::move(arguments)] { std::apply(kernel, arguments); });
-            return ACL_SUCCESS;
-        } catch (const std::exception& reason) {
-            return refuse(signature, reason);
-        }
+    static aclError get_workspace_size(typename Argument<V>::C... values, uint64_t* workspace_size, aclOpExecutor** executor) {
+        return prepare<V...>(signature, kernel, workspace_size, executor, values...);
     }
 };
 
@@ -246,7 +253,7 @@ struct Operator<kernel, signature> {
     static constexpr npusim::Signature NAME##_signature{#NAME, #PARAMETERS};                                   \
     extern "C" {                                                                                               \
     __attribute__((used)) static auto NAME##_resolve() {                                                       \
-        return reinterpret_cast<void (*)()>(&npusim::Operator<NAME##_kernel, NAME##_signature>::prepare);      \
+        return reinterpret_cast<void (*)()>(&npusim::Operator<NAME##_kernel, NAME##_signature>::get_workspace_size); \
     }                                                                                                          \
     __attribute__((visibility("default"), ifunc(#NAME "_resolve"))) void NAME##GetWorkspaceSize();             \
     __attribute__((visibility("default")))                                                                     \
@@ -254,3 +261,5 @@ struct Operator<kernel, signature> {
         return npusim::launch(NAME##_signature, executor, stream);                                             \
     }                                                                                                          \
     }
+
+#endif  // NPUSIM_OPAPI_H
