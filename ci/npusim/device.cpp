@@ -45,6 +45,7 @@ Config read_config() {
     config.node = node != nullptr ? node : "/dev/shm/npusim-" + std::to_string(getuid());
     config.log = static_cast<int>(number("NPUSIM_LOG", 0));
     config.hccl_timeout_s = static_cast<double>(number("NPUSIM_HCCL_TIMEOUT", number("HCCL_EXEC_TIMEOUT", 1836)));
+    config.hccl_mild = number("NPUSIM_HCCL_MILD", 0) != 0;
     config.oom_after = number("NPUSIM_FAULT_OOM_AFTER", 0);
     config.oom_at = number("NPUSIM_FAULT_OOM_AT", 0);
     std::string rank = "-1";

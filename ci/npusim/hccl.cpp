@@ -212,10 +212,11 @@ private:
                 if (ready(peer)) continue;
                 missing = peer;
                 // In this order: a rank that has done its part may leave.
-                if (look && gone(peer) && !ready(peer))
+                if (!config().hccl_mild && look && gone(peer) && !ready(peer))
                     throw DeviceError(ACL_ERROR_RT_AICORE_EXCEPTION, who(what) + ": rank " + std::to_string(peer) + " is gone");
             }
             if (missing < 0) return;
+            if (aborted_ && config().hccl_mild) throw Dropped{};
             if (aborted_) throw DeviceError(ACL_ERROR_RT_AICORE_EXCEPTION, who(what) + ": aborted");
             if (Clock::now() > deadline)
                 throw DeviceError(ACL_ERROR_RT_FFTS_PLUS_TIMEOUT, who(what) + ": timed out after " + std::to_string(timeout_s_) +

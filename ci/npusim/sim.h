@@ -27,6 +27,7 @@ struct Config {
     std::string node;          // NPUSIM_NODE: processes with the same one share the devices' memory
     int log;                   // NPUSIM_LOG: 2 traces each call
     double hccl_timeout_s;     // NPUSIM_HCCL_TIMEOUT, otherwise HCCL_EXEC_TIMEOUT
+    bool hccl_mild;            // NPUSIM_HCCL_MILD
     uint64_t oom_after;        // NPUSIM_FAULT_OOM_AFTER: bytes; 0 is never, as in the next
     uint64_t oom_at;           // NPUSIM_FAULT_OOM_AT: the nth allocation
     int exit_rank;             // NPUSIM_FAULT_EXIT=RANK:N
@@ -35,6 +36,9 @@ struct Config {
     uint64_t op_fails_at;      //
 };
 const Config& config();
+
+/// What a task throws that ends without its effect and without failing the device.
+struct Dropped {};
 
 /// What a task throws to fail with a code of its own; any other exception fails it as an AICore exception (507015).
 class DeviceError : public std::runtime_error {

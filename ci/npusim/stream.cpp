@@ -38,6 +38,7 @@ void execute(Queue& queue, const Task& task) {
     const std::string name = task.name.empty() ? "" : task.name + ": ";
     try {
         task.run();
+    } catch (const Dropped&) {
     } catch (const DeviceError& error) {
         fail_device(queue.device, error.code, name + error.what());
     } catch (const std::exception& error) {
@@ -300,6 +301,7 @@ NPUSIM_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent event) {
 
 NPUSIM_EXPORT aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
     Progress& progress = *checked<Event>(event, __func__).progress;
+    if (current_device() >= 0 && device_failed(current_device())) return device_error(current_device());
     std::lock_guard<std::mutex> guard(progress.mutex);
     *status = progress.done >= progress.submitted ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
     return ACL_SUCCESS;
