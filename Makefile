@@ -5,13 +5,14 @@ INSTALLED := .venv/installed
 SEED ?= 1
 DEMO := demo/seed-$(SEED)
 
-.PHONY: help install demo check test clean
+.PHONY: help install demo check test test-npu clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1)"
 	@echo "make check   lint, types and all tests on the tree"
-	@echo "make test    make check, and the fast tests on the built wheel"
-	@echo "make clean   remove .venv and everything that was built"
+	@echo "make test    make check, make test-npu, and the fast tests on the built wheel"
+	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
+	@echo "make clean   remove .venv, .venv-npu and everything that was built"
 
 install: $(INSTALLED)
 
@@ -31,11 +32,15 @@ demo: $(INSTALLED)
 check: $(INSTALLED)
 	ci/check
 
-# The wheel first: the last lines are then the summary of all tests.
+test-npu: $(INSTALLED)
+	ci/npu
+
+# The tree last: the last lines are then the summary of all of its tests.
 test: $(INSTALLED)
 	ci/wheel
+	ci/npu
 	ci/check
 
 clean:
-	rm -rf .venv build dist demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-npu build dist demo .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

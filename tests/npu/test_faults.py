@@ -45,9 +45,7 @@ def _lose_the_peer(rank: int, address: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("mild", ["0", "1"], ids=["the device fails", "the device waits"])
-def test_a_dead_peer_is_told_within_the_timeout_with_rank_and_group(
-    monkeypatch: pytest.MonkeyPatch, mild: str
-) -> None:
+def test_a_dead_peer_is_told_within_the_timeout_with_rank_and_group(monkeypatch: pytest.MonkeyPatch, mild: str) -> None:
     monkeypatch.setenv("NPUSIM_HCCL_MILD", mild)
     store = serve_store()
     with Processes(_lose_the_peer, 2, store_address(store), timeout_s=120.0) as pair:

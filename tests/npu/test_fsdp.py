@@ -17,9 +17,7 @@ _STEPS = 4
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_take_the_steps_of_the_host(
-    model_directory: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_take_the_steps_of_the_host(model_directory: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = serve_store()
     sharded = run_processes(train, ranks, model_directory, store_address(store), ranks, _STEPS, timeout_s=120.0)
     monkeypatch.setenv("HWRL_BACKEND", "cpu")

@@ -14,7 +14,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 def main(device: str, out: str) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
     )
     model = Qwen3ForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -65,7 +65,9 @@ def _run_share(dtype: str, names: Sequence[str]) -> dict[str, str]:
             child.join()
             if len(outcome) < len(names):
                 words.seek(0)
-                outcome[names[len(outcome)]] = _last_words(words.read()) or f"no answer within {TIMEOUT_S:.0f} s, or a crash"
+                outcome[names[len(outcome)]] = (
+                    _last_words(words.read()) or f"no answer within {TIMEOUT_S:.0f} s, or a crash"
+                )
     return outcome
 
 
