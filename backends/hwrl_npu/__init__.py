@@ -101,6 +101,7 @@ class NpuBackend(Backend):
 
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
         self.require(Capability.DEVICE_IPC, needed_for="export device memory")
+        self.check_exportable(memory)
         from hwrl_npu import ipc
 
         return ipc.export(memory, devices=self.devices)

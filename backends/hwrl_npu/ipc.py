@@ -8,8 +8,10 @@ when it is made, and readers count nothing.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import uuid
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from hwrl.backend import DeviceMap
 from hwrl.errors import CommError, UnsupportedError
 
-_FIELDS = {"process": str, "device": int, "memory": str, "offset": int, "nbytes": int}
+_FIELDS = {"process": str, "device": int, "memory": str, "offset": int, "nbytes": int, "sum": int}
 _LOADED = uuid.uuid4().hex
 _NO_EVENT = bytes(64)  # ACL_IPC_EVENT_HANDLE_SIZE
 _NO_COUNTER = b"/hwrl-counts-no-readers"  # a shared memory file that does not exist: torch_npu ignores that
@@ -26,12 +28,6 @@ _NO_COUNTER = b"/hwrl-counts-no-readers"  # a shared memory file that does not e
 
 def export(memory: torch.Tensor, *, devices: DeviceMap) -> dict[str, str | int]:
     """Return a handle of ``memory``; see :meth:`hwrl.Backend.export_memory`."""
-    if memory.device.type != "npu" or not memory.is_contiguous() or memory.numel() == 0:
-        raise CommError(
-            "cannot export this tensor",
-            why=f"it is on {memory.device}, has shape {tuple(memory.shape)} and strides {memory.stride()}",
-            fix="export a contiguous tensor that is on an NPU and not empty",
-        )
     storage: Any = memory.untyped_storage()
     try:
         index, handle, _, offset, counter, place, _, _ = storage._share_npu_()
@@ -42,13 +38,14 @@ def export(memory: torch.Tensor, *, devices: DeviceMap) -> dict[str, str | int]:
             fix="needs a driver of 25.3 and CANN 8.3 or newer, and a tensor in base format; or do not use IPC",
         ) from exc
     torch.UntypedStorage._release_ipc_counter_npu(counter, place)  # type: ignore[attr-defined]  # torch_npu's
-    return {
+    made: dict[str, str | int] = {
         "process": _process(),
         "device": devices.to_physical(index, os.environ),
         "memory": handle.hex(),
         "offset": offset + memory.storage_offset() * memory.element_size(),
         "nbytes": memory.nbytes,
     }
+    return made | {"sum": _sum(made)}
 
 
 def open(handle: Mapping[str, str | int], *, devices: DeviceMap) -> torch.Tensor:
@@ -73,7 +70,7 @@ def _checked(handle: Mapping[str, str | int]) -> bytes:
     wrong = [name for name, kind in _FIELDS.items() if type(handle.get(name)) is not kind]
     with contextlib.suppress(ValueError):
         raw = b"" if wrong else bytes.fromhex(str(handle["memory"]))
-        if raw and min(int(handle[name]) for name in ("device", "offset")) >= 0 and int(handle["nbytes"]) > 0:
+        if raw and handle["sum"] == _sum(handle):
             if handle["process"] == _process():
                 raise UnsupportedError(
                     "cannot open the memory of this process itself",
@@ -83,9 +80,14 @@ def _checked(handle: Mapping[str, str | int]) -> bytes:
             return raw
     raise CommError(
         "this is no handle of device memory",
-        why=f"{', '.join(wrong) or 'memory, offset or nbytes'} cannot be right in {dict(handle)!r:.200}",
+        why=f"{', '.join(wrong) or 'the sum of its fields'} cannot be right in {dict(handle)!r:.200}",
         fix="pass on unchanged what export_memory returned",
     )
+
+
+def _sum(handle: Mapping[str, str | int]) -> int:
+    """Return a checksum of what is in ``handle``; a reader cannot ask the driver how large the memory is."""
+    return zlib.crc32(json.dumps([handle[name] for name in _FIELDS if name != "sum"]).encode())
 
 
 def _index_of(physical: int, devices: DeviceMap) -> int:

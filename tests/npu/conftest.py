@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+
 import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("torch_npu") else ["test_*.py"]
