@@ -28,7 +28,7 @@ TROUBLES = {
 
 
 def doctor(**env: str) -> dict[str, Any]:
-    command = [HWRL, "doctor", "--json"]
+    command = [str(HWRL), "doctor", "--json"]
     ended = subprocess.run(command, env=os.environ | env, text=True, capture_output=True, timeout=120, check=False)
     report: dict[str, Any] = json.loads(ended.stdout)
     assert ended.returncode == (0 if report["ok"] else 1), ended.stderr
