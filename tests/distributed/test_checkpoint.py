@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import hwrl
 from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
-from hwrl_cpu import INFO, CpuBackend
 
-BACKEND = CpuBackend(INFO)
+BACKEND = hwrl.get_backend()
 ROWS = 7  # odd: the ranks' shards differ in size
 
 
@@ -28,16 +28,17 @@ class Training:
 
     def __init__(self, group: Group | None, *, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, ROWS), nn.Linear(ROWS, ROWS))
+        self.model = nn.Sequential(nn.Linear(4, ROWS), nn.Linear(ROWS, ROWS)).to(BACKEND.device())
         if group is not None:
-            mesh = init_device_mesh("cpu", (group.size,))
+            mesh = init_device_mesh(BACKEND.info.device_type, (group.size,))
             for layer in self.model:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
 
     def step(self) -> float:
-        loss: torch.Tensor = self.model(torch.arange(12.0).reshape(3, 4).sin()).square().mean()
+        data = torch.arange(12.0).reshape(3, 4).sin().to(BACKEND.device())
+        loss: torch.Tensor = self.model(data).square().mean()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -52,6 +53,7 @@ class Training:
 
 
 def _group(rank: int, address: str, *, size: int = 2) -> Group:
+    BACKEND.set_device(rank % BACKEND.device_count())
     return Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=size)
 
 

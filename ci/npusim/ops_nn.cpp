@@ -1,0 +1,164 @@
+// Neural networks: products of matrices, convolution, pooling, normalization, embedding, losses.
+#include "opapi.h"
+
+using namespace npusim;
+
+namespace {
+
+std::array<bool, 3> three(const Bools& mask) { return {mask[0], mask[1], mask[2]}; }
+
+template <class T>
+std::optional<T> some(double scale) { return scale > 0 ? std::optional<T>(scale) : std::nullopt; }
+
+}  // namespace
+
+OP(aclnnMm, (Float a, Float b, Out out, int8_t), out = at::mm(a, b))
+OP(aclnnMatmul, (Float a, Float b, Out out, int8_t), out = at::matmul(a, b))
+OP(aclnnBatchMatMul, (Float a, Float b, Out out, int8_t), out = at::bmm(a, b))
+OP(aclnnMv, (Float a, Float b, Out out, int8_t), out = at::mv(a, b))
+OP(aclnnDot, (Float a, Float b, Out out), out = at::dot(a, b))
+OP(aclnnAddmm, (Float self, Float a, Float b, Scalar beta, Scalar alpha, Out out, int8_t), out = at::addmm(self, a, b, beta, alpha))
+OP(aclnnInplaceAddmm, (Out self, Float a, Float b, Scalar beta, Scalar alpha, int8_t), self = at::addmm(self, a, b, beta, alpha))
+OP(aclnnAddmv, (Float self, Float a, Float b, Scalar alpha, Scalar beta, Out out, int8_t), out = at::addmv(self, a, b, beta, alpha))
+OP(aclnnAddbmm, (Float self, Float a, Float b, Scalar beta, Scalar alpha, Out out, int8_t), out = at::addbmm(self, a, b, beta, alpha))
+OP(aclnnBaddbmm, (Float self, Float a, Float b, Scalar beta, Scalar alpha, Out out, int8_t), out = at::baddbmm(self, a, b, beta, alpha))
+OP(aclnnAddr, (Tensor self, Tensor a, Tensor b, Scalar beta, Scalar alpha, Out out), out = at::addr(self, a, b, beta, alpha))
+OP(aclnnInplaceAddr, (Out self, Tensor a, Tensor b, Scalar beta, Scalar alpha), self = at::addr(self, a, b, beta, alpha))
+
+OP(aclnnConvolution, (Float input, Float weight, Float bias, Ints stride, Ints padding, Ints dilation, bool transposed, Ints output_padding,
+                      int64_t groups, Out out, int8_t),
+   out = at::convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups))
+OP(aclnnConvolutionBackward, (Float grad, Float input, Float weight, Ints bias, Ints stride, Ints padding, Ints dilation, bool transposed,
+                              Ints output_padding, int64_t groups, Bools mask, int8_t, Out dinput, Out dweight, Out dbias),
+   std::tie(dinput, dweight, dbias) =
+       at::convolution_backward(grad, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, three(mask)))
+OP(aclnnConvDepthwise2d, (Float input, Float weight, Ints, Float bias, Ints stride, Ints padding, Ints dilation, Out out, int8_t),
+   out = at::conv2d(input, weight, bias, stride, padding, dilation, input.size(1)))
+OP(aclnnConvTbc, (Float self, Float weight, Float bias, int64_t pad, Out out, int8_t), out = at::conv_tbc(self, weight, bias, pad))
+
+OP(aclnnAdaptiveAvgPool2d, (Tensor self, Ints size, Out out), out = at::_adaptive_avg_pool2d(self, size))
+OP(aclnnAdaptiveAvgPool2dBackward, (Tensor grad, Tensor self, Out out), out = at::_adaptive_avg_pool2d_backward(grad, self))
+OP(aclnnAdaptiveAvgPool3d, (Tensor self, Ints size, Out out), out = at::_adaptive_avg_pool3d(self, size))
+OP(aclnnAdaptiveAvgPool3dBackward, (Tensor grad, Tensor self, Out out), out = at::_adaptive_avg_pool3d_backward(grad, self))
+OP(aclnnAdaptiveMaxPool2d, (Tensor self, Ints size, Out out, Out indices), std::tie(out, indices) = at::adaptive_max_pool2d(self, size))
+OP(aclnnAdaptiveMaxPool2dBackward, (Tensor grad, Tensor self, Tensor indices, Out out),
+   out = at::adaptive_max_pool2d_backward(grad, self, indices.to(at::kLong)))
+OP(aclnnAdaptiveMaxPool3d, (Tensor self, Ints size, Out out, Out indices), std::tie(out, indices) = at::adaptive_max_pool3d(self, size))
+OP(aclnnAdaptiveMaxPool3dBackward, (Tensor grad, Tensor self, Tensor indices, Out out),
+   out = at::adaptive_max_pool3d_backward(grad, self, indices.to(at::kLong)))
+OP(aclnnAvgPool2d, (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_pad, int64_t divisor, int8_t, Out out),
+   out = at::avg_pool2d(self, kernel, stride, padding, ceil, count_pad, some<int64_t>(divisor)))
+OP(aclnnAvgPool2dBackward,
+   (Tensor grad, Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_pad, int64_t divisor, int8_t, Out out),
+   out = at::avg_pool2d_backward(grad, self, kernel, stride, padding, ceil, count_pad, some<int64_t>(divisor)))
+OP(aclnnAvgPool3d, (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_pad, int64_t divisor, Out out),
+   out = at::avg_pool3d(self, kernel, stride, padding, ceil, count_pad, some<int64_t>(divisor)))
+OP(aclnnAvgPool3dBackward,
+   (Tensor grad, Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_pad, int64_t divisor, Out out),
+   out = at::avg_pool3d_backward(grad, self, kernel, stride, padding, ceil, count_pad, some<int64_t>(divisor)))
+OP(aclnnMaxPool2dWithIndices, (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Out out, Out indices),
+   std::tie(out, indices) = at::max_pool2d_with_indices(self, kernel, stride, padding, dilation, ceil))
+OP(aclnnMaxPool2dWithIndicesBackward,
+   (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Out out),
+   out = at::max_pool2d_with_indices_backward(grad, self, kernel, stride, padding, dilation, ceil, indices.to(at::kLong)))
+OP(aclnnMaxPool3dWithArgmax, (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Out out, Out indices),
+   std::tie(out, indices) = at::max_pool3d_with_indices(self, kernel, stride, padding, dilation, ceil))
+OP(aclnnMaxPool3dWithArgmaxBackward,
+   (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Out out),
+   out = at::max_pool3d_with_indices_backward(grad, self, kernel, stride, padding, dilation, ceil, indices.to(at::kLong)))
+OP(aclnnMaxUnpool2d, (Tensor self, Tensor indices, Ints size, Out out), out = at::max_unpool2d(self, indices, size))
+OP(aclnnMaxUnpool3d, (Tensor self, Tensor indices, Ints size, Ints stride, Ints padding, Out out),
+   out = at::max_unpool3d(self, indices, size, stride, padding))
+
+OP(aclnnLayerNorm, (Float input, Ints shape, Float weight, Float bias, double eps, Out out, Out mean, Out rstd),
+   std::tie(out, mean, rstd) = at::native_layer_norm(input, shape, weight, bias, eps))
+OP(aclnnFastLayerNorm, (Float input, Ints shape, Float weight, Float bias, double eps, Out out, Out mean, Out rstd),
+   std::tie(out, mean, rstd) = at::native_layer_norm(input, shape, weight, bias, eps))
+OP(aclnnLayerNormBackward, (Float grad, Float input, Ints shape, Tensor mean, Tensor rstd, Float weight, Float bias, Bools mask, Out dinput,
+                            Out dweight, Out dbias),
+   std::tie(dinput, dweight, dbias) = at::native_layer_norm_backward(grad, input, shape, mean, rstd, weight, bias, three(mask)))
+OP(aclnnGroupNorm, (Float input, Float weight, Float bias, int64_t n, int64_t c, int64_t hw, int64_t groups, double eps, Out out, Out mean, Out rstd),
+   std::tie(out, mean, rstd) = at::native_group_norm(input, weight, bias, n, c, hw, groups, eps))
+OP(aclnnGroupNormBackward, (Float grad, Float input, Tensor mean, Tensor rstd, Float weight, int64_t n, int64_t c, int64_t hw, int64_t groups,
+                            Bools mask, Out dinput, Out dweight, Out dbias),
+   std::tie(dinput, dweight, dbias) = at::native_group_norm_backward(grad, input, mean, rstd, weight, n, c, hw, groups, three(mask)))
+OP(aclnnBatchNorm, (Float input, Float weight, Float bias, Out running_mean, Out running_var, bool training, double momentum, double eps, Out out,
+                    Out mean, Out rstd), {
+    auto result = at::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
+    out = std::get<0>(result);
+    if (training) mean = std::get<1>(result), rstd = std::get<2>(result);
+})
+OP(aclnnBatchNormBackward, (Float grad, Float input, Float weight, Tensor running_mean, Tensor running_var, Tensor mean, Tensor rstd, bool training,
+                            double eps, Bools mask, Out dinput, Out dweight, Out dbias),
+   std::tie(dinput, dweight, dbias) =
+       at::native_batch_norm_backward(grad, input, weight, running_mean, running_var, mean, rstd, training, eps, three(mask)))
+
+OP(aclnnEmbedding, (Tensor weight, Tensor indices, Out out), out = at::embedding(weight, indices))
+OP(aclnnEmbeddingDenseBackward, (Tensor grad, Tensor indices, int64_t rows, int64_t padding, bool scale, Out out),
+   out = at::embedding_dense_backward(grad, indices, rows, padding, scale))
+OP(aclnnEmbeddingRenorm, (Out self, Tensor indices, double max, double p), at::embedding_renorm_(self, indices, max, p))
+
+OP(aclnnSoftmax, (Tensor self, int64_t dim, Out out), out = at::softmax(self, dim, out.scalar_type()))
+OP(aclnnSoftmaxBackward, (Tensor grad, Tensor output, int64_t dim, Out out),
+   out = at::_softmax_backward_data(grad, output, dim, output.scalar_type()))
+OP(aclnnLogSoftmax, (Tensor self, int64_t dim, Out out), out = at::log_softmax(self, dim, out.scalar_type()))
+OP(aclnnLogSoftmaxBackward, (Tensor grad, Tensor output, int64_t dim, Out out),
+   out = at::_log_softmax_backward_data(grad, output, dim, output.scalar_type()))
+
+OP(aclnnNLLLoss, (Float self, Tensor target, Float weight, int64_t reduction, int64_t ignore, Out out, Out total),
+   std::tie(out, total) = at::nll_loss_forward(self, target.to(at::kLong), weight, reduction, ignore))
+OP(aclnnNLLLossBackward,
+   (Float grad, Float self, Tensor target, Float weight, int64_t reduction, int64_t ignore, Tensor total, Out out),
+   out = at::nll_loss_backward(grad, self, target.to(at::kLong), weight, reduction, ignore, total))
+OP(aclnnNLLLoss2d, (Float self, Tensor target, Float weight, int64_t reduction, int64_t ignore, Out out, Out total),
+   std::tie(out, total) = at::nll_loss2d_forward(self, target.to(at::kLong), weight, reduction, ignore))
+OP(aclnnNLLLoss2dBackward,
+   (Float grad, Float self, Tensor target, Float weight, int64_t reduction, int64_t ignore, Tensor total, Out out),
+   out = at::nll_loss2d_backward(grad, self, target.to(at::kLong), weight, reduction, ignore, total))
+OP(aclnnMseLoss, (Tensor self, Tensor target, int64_t reduction, Out out), out = at::mse_loss(self, target, reduction))
+OP(aclnnMseLossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Out out),
+   out = at::mse_loss_backward(grad, self, target, reduction))
+OP(aclnnL1Loss, (Tensor self, Tensor target, int64_t reduction, Out out), out = at::l1_loss(self, target, reduction))
+OP(aclnnSmoothL1Loss, (Tensor self, Tensor target, int64_t reduction, float beta, Out out), out = at::smooth_l1_loss(self, target, reduction, beta))
+OP(aclnnSmoothL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, float beta, Out out),
+   out = at::smooth_l1_loss_backward(grad, self, target, reduction, beta))
+OP(aclnnSoftMarginLoss, (Tensor self, Tensor target, int64_t reduction, Out out), out = at::soft_margin_loss(self, target, reduction))
+OP(aclnnSoftMarginLossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Out out),
+   out = at::soft_margin_loss_backward(grad, self, target, reduction))
+OP(aclnnMultilabelMarginLoss, (Tensor self, Tensor target, int64_t reduction, Out out, Out is_target),
+   std::tie(out, is_target) = at::multilabel_margin_loss_forward(self, target, reduction))
+OP(aclnnBinaryCrossEntropy, (Tensor self, Tensor target, Tensor weight, int64_t reduction, Out out),
+   out = at::binary_cross_entropy(self, target, weight, reduction))
+OP(aclnnBinaryCrossEntropyBackward, (Tensor grad, Tensor self, Tensor target, Tensor weight, int64_t reduction, Out out),
+   out = at::binary_cross_entropy_backward(grad, self, target, weight, reduction))
+OP(aclnnBinaryCrossEntropyWithLogits, (Tensor self, Tensor target, Tensor weight, Tensor positive, int64_t reduction, Out out),
+   out = at::binary_cross_entropy_with_logits(self, target, weight, positive, reduction))
+OP(aclnnKlDiv, (Tensor self, Tensor target, int64_t reduction, bool log_target, Out out), out = at::kl_div(self, target, reduction, log_target))
+OP(aclnnCtcLoss, (Tensor log_probs, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Out loss, Out alpha),
+   std::tie(loss, alpha) = at::_ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity))
+
+OP(aclnnLinalgCross, (Tensor self, Tensor other, int64_t dim, Out out), out = at::linalg_cross(self, other, dim))
+OP(aclnnLinalgCholesky, (Tensor self, bool upper, Out out), out = at::linalg_cholesky(self, upper))
+OP(aclnnInverse, (Tensor self, Out out), out = at::inverse(self))
+OP(aclnnSlogdet, (Tensor self, Out sign, Out log), std::tie(sign, log) = at::slogdet(self))
+OP(aclnnTriangularSolve, (Tensor self, Tensor a, bool upper, bool transpose, bool unitriangular, Out x, Out m),
+   std::tie(x, m) = at::triangular_solve(self, a, upper, transpose, unitriangular))
+OP(aclnnCdist, (Tensor a, Tensor b, float p, int64_t mode, Out out), out = at::_cdist_forward(a, b, p, mode))
+OP(aclnnPdist, (Tensor self, float p, Out out), out = at::_pdist_forward(self, p))
+OP(aclnnGridSampler2D, (Tensor input, Tensor grid, int64_t interpolation, int64_t padding, bool align, Out out),
+   out = at::grid_sampler_2d(input, grid, interpolation, padding, align))
+OP(aclnnGridSampler3D, (Tensor input, Tensor grid, int64_t interpolation, int64_t padding, bool align, Out out),
+   out = at::grid_sampler_3d(input, grid, interpolation, padding, align))
+OP(aclnnAffineGrid, (Tensor theta, Ints size, bool align, Out out), out = at::affine_grid_generator(theta, size, align))
+
+OP(aclnnUpsampleNearest1d, (Tensor self, Ints size, Out out), out = at::upsample_nearest1d(self, size))
+OP(aclnnUpsampleNearest2d, (Tensor self, Ints size, Out out), out = at::upsample_nearest2d(self, size))
+OP(aclnnUpsampleLinear1d, (Tensor self, Ints size, bool align, double scale, Out out), out = at::upsample_linear1d(self, size, align, some<double>(scale)))
+OP(aclnnUpsampleBilinear2d, (Tensor self, Ints size, bool align, double h, double w, Out out),
+   out = at::upsample_bilinear2d(self, size, align, some<double>(h), some<double>(w)))
+OP(aclnnUpsampleBicubic2d, (Tensor self, Ints size, bool align, double h, double w, Out out),
+   out = at::upsample_bicubic2d(self, size, align, some<double>(h), some<double>(w)))
+OP(aclnnUpsampleNearest3d, (Tensor self, Ints size, double d, double h, double w, Out out),
+   out = at::upsample_nearest3d(self, size, some<double>(d), some<double>(h), some<double>(w)))
+OP(aclnnUpsampleTrilinear3d, (Tensor self, Ints size, bool align, double d, double h, double w, Out out),
+   out = at::upsample_trilinear3d(self, size, align, some<double>(d), some<double>(h), some<double>(w)))

@@ -1,0 +1,247 @@
+// Operators on each element: arithmetic, comparison, activations and their gradients, and copies.
+#include "opapi.h"
+
+using namespace npusim;
+
+namespace {
+
+const char* rounding(int mode) { return mode == 1 ? "trunc" : "floor"; }
+
+at::Tensor divide(const Tensor& a, const Tensor& b, int mode) {
+    return mode == 0 ? at::div(a, b) : at::div(a, b, rounding(mode));
+}
+
+at::Tensor scalar(const Scalar& value, const Tensor& like) { return at::scalar_tensor(value, like.options()); }
+
+}  // namespace
+
+// Into an output, and in place.
+#define UNARY(NAME, FUNCTION)                                            \
+    OP(aclnn##NAME, (Tensor self, Out out), out = FUNCTION(self))        \
+    OP(aclnnInplace##NAME, (Out self), self = FUNCTION(self))
+
+OP(aclnnAbs, (Tensor self, Out out), out = at::abs(self))
+OP(aclnnAngleV2, (Tensor self, Out out), out = at::angle(self))
+OP(aclnnBitwiseNot, (Tensor self, Out out), out = at::bitwise_not(self))
+OP(aclnnCeil, (Tensor self, Out out), out = at::ceil(self))
+OP(aclnnHardswish, (Tensor self, Out out), out = at::hardswish(self))
+OP(aclnnInplaceHardswish, (Out self), self = at::hardswish(self))
+OP(aclnnIsFinite, (Tensor self, Out out), out = at::isfinite(self))
+OP(aclnnIsNegInf, (Tensor self, Out out), out = at::isneginf(self))
+OP(aclnnIsPosInf, (Tensor self, Out out), out = at::isposinf(self))
+OP(aclnnNeg, (Tensor self, Out out), out = at::neg(self))
+OP(aclnnRound, (Tensor self, Out out), out = at::round(self))
+OP(aclnnRoundDecimals, (Tensor self, int64_t decimals, Out out), out = at::round(self, decimals))
+OP(aclnnInplaceRoundDecimals, (Out self, int64_t decimals), self = at::round(self, decimals))
+OP(aclnnSign, (Tensor self, Out out), out = at::sign(self))
+OP(aclnnSignbit, (Tensor self, Out out), out = at::signbit(self))
+OP(aclnnTrunc, (Tensor self, Out out), out = at::trunc(self))
+UNARY(Acos, at::acos)
+UNARY(Acosh, at::acosh)
+UNARY(Asin, at::asin)
+UNARY(Asinh, at::asinh)
+UNARY(Atan, at::atan)
+UNARY(Atanh, at::atanh)
+UNARY(Cos, at::cos)
+UNARY(Cosh, at::cosh)
+UNARY(Erf, at::erf)
+UNARY(Erfc, at::erfc)
+UNARY(Erfinv, at::erfinv)
+UNARY(Exp, at::exp)
+UNARY(Exp2, at::exp2)
+UNARY(Expm1, at::expm1)
+UNARY(Floor, at::floor)
+UNARY(Frac, at::frac)
+UNARY(Hardsigmoid, at::hardsigmoid)
+UNARY(Log, at::log)
+UNARY(Log10, at::log10)
+UNARY(Log1p, at::log1p)
+UNARY(Log2, at::log2)
+UNARY(LogicalNot, at::logical_not)
+UNARY(Mish, at::mish)
+UNARY(Reciprocal, at::reciprocal)
+UNARY(Relu, at::relu)
+UNARY(Rsqrt, at::rsqrt)
+UNARY(Sigmoid, at::sigmoid)
+UNARY(Sin, at::sin)
+UNARY(Sinc, at::sinc)
+UNARY(Sinh, at::sinh)
+UNARY(Sqrt, at::sqrt)
+UNARY(Tan, at::tan)
+UNARY(Tanh, at::tanh)
+OP(aclnnSilu, (Float self, Out out), out = at::silu(self))
+OP(aclnnGelu, (Float self, Out out), out = at::gelu(self))
+OP(aclnnGeluV2, (Float self, int64_t tanh, Out out), out = at::gelu(self, tanh != 0 ? "tanh" : "none"))
+OP(aclnnFastGelu, (Float self, Out out), out = self * at::sigmoid(1.702 * self))
+
+// Arithmetic on two tensors, and on a tensor and a scalar.
+OP(aclnnAdd, (Tensor self, Tensor other, Scalar alpha, Out out), out = at::add(self, other, alpha))
+OP(aclnnAdds, (Tensor self, Scalar other, Scalar alpha, Out out), out = at::add(self, other, alpha))
+OP(aclnnAddV3, (Scalar self, Tensor other, Scalar alpha, Out out), out = at::add(scalar(self, out), other, alpha))
+OP(aclnnInplaceAdd, (Out self, Tensor other, Scalar alpha), self = at::add(self, other, alpha))
+OP(aclnnInplaceAdds, (Out self, Scalar other, Scalar alpha), self = at::add(self, other, alpha))
+OP(aclnnSub, (Tensor self, Tensor other, Scalar alpha, Out out), out = at::sub(self, other, alpha))
+OP(aclnnSubs, (Tensor self, Scalar other, Scalar alpha, Out out), out = at::sub(self, other, alpha))
+OP(aclnnInplaceSub, (Out self, Tensor other, Scalar alpha), self = at::sub(self, other, alpha))
+OP(aclnnInplaceSubs, (Out self, Scalar other, Scalar alpha), self = at::sub(self, other, alpha))
+OP(aclnnRsub, (Tensor self, Tensor other, Scalar alpha, Out out), out = at::rsub(self, other, alpha))
+OP(aclnnRsubs, (Tensor self, Scalar other, Scalar alpha, Out out), out = at::rsub(self, other, alpha))
+OP(aclnnMul, (Tensor self, Tensor other, Out out), out = at::mul(self, other))
+OP(aclnnMuls, (Tensor self, Scalar other, Out out), out = at::mul(self, other))
+OP(aclnnInplaceMul, (Out self, Tensor other), self = at::mul(self, other))
+OP(aclnnInplaceMuls, (Out self, Scalar other), self = at::mul(self, other))
+OP(aclnnDiv, (Tensor self, Tensor other, Out out), out = at::div(self, other))
+OP(aclnnDivs, (Tensor self, Scalar other, Out out), out = at::div(self, other))
+OP(aclnnInplaceDiv, (Out self, Tensor other), self = at::div(self, other))
+OP(aclnnInplaceDivs, (Out self, Scalar other), self = at::div(self, other))
+OP(aclnnDivMod, (Tensor self, Tensor other, int mode, Out out), out = divide(self, other, mode))
+OP(aclnnDivMods, (Tensor self, Scalar other, int mode, Out out), out = divide(self, at::scalar_tensor(other), mode))
+OP(aclnnInplaceDivMod, (Out self, Tensor other, int mode), self = divide(self, other, mode))
+OP(aclnnInplaceDivMods, (Out self, Scalar other, int mode), self = divide(self, at::scalar_tensor(other), mode))
+OP(aclnnFloorDivide, (Tensor self, Tensor other, Out out), out = at::floor_divide(self, other))
+OP(aclnnFloorDivides, (Tensor self, Scalar other, Out out), out = at::floor_divide(self, other))
+OP(aclnnInplaceFloorDivide, (Out self, Tensor other), self = at::floor_divide(self, other))
+OP(aclnnInplaceFloorDivides, (Out self, Scalar other), self = at::floor_divide(self, other))
+OP(aclnnFmodTensor, (Tensor self, Tensor other, Out out), out = at::fmod(self, other))
+OP(aclnnFmodScalar, (Tensor self, Scalar other, Out out), out = at::fmod(self, other))
+OP(aclnnInplaceFmodTensor, (Out self, Tensor other), self = at::fmod(self, other))
+OP(aclnnInplaceFmodScalar, (Out self, Scalar other), self = at::fmod(self, other))
+OP(aclnnRemainderTensorTensor, (Tensor self, Tensor other, Out out), out = at::remainder(self, other))
+OP(aclnnRemainderTensorScalar, (Tensor self, Scalar other, Out out), out = at::remainder(self, other))
+OP(aclnnRemainderScalarTensor, (Scalar self, Tensor other, Out out), out = at::remainder(self, other))
+OP(aclnnInplaceRemainderTensorTensor, (Out self, Tensor other), self = at::remainder(self, other))
+OP(aclnnInplaceRemainderTensorScalar, (Out self, Scalar other), self = at::remainder(self, other))
+OP(aclnnPowTensorTensor, (Tensor self, Tensor exponent, Out out), out = at::pow(self, exponent))
+OP(aclnnPowTensorScalar, (Tensor self, Scalar exponent, Out out), out = at::pow(self, exponent))
+OP(aclnnPowScalarTensor, (Scalar self, Tensor exponent, Out out), out = at::pow(self, exponent))
+OP(aclnnInplacePowTensorTensor, (Out self, Tensor exponent), self = at::pow(self, exponent))
+OP(aclnnInplacePowTensorScalar, (Out self, Scalar exponent), self = at::pow(self, exponent))
+OP(aclnnAddcdiv, (Tensor self, Tensor a, Tensor b, Scalar value, Out out), out = at::addcdiv(self, a, b, value))
+OP(aclnnAddcmul, (Tensor self, Tensor a, Tensor b, Scalar value, Out out), out = at::addcmul(self, a, b, value))
+OP(aclnnInplaceAddcdiv, (Out self, Tensor a, Tensor b, Scalar value), self = at::addcdiv(self, a, b, value))
+OP(aclnnInplaceAddcmul, (Out self, Tensor a, Tensor b, Scalar value), self = at::addcmul(self, a, b, value))
+OP(aclnnLerp, (Tensor self, Tensor end, Tensor weight, Out out), out = at::lerp(self, end, weight))
+OP(aclnnLerps, (Tensor self, Tensor end, Scalar weight, Out out), out = at::lerp(self, end, weight))
+OP(aclnnInplaceLerp, (Out self, Tensor end, Tensor weight), self = at::lerp(self, end, weight))
+OP(aclnnInplaceLerps, (Out self, Tensor end, Scalar weight), self = at::lerp(self, end, weight))
+OP(aclnnAtan2, (Tensor self, Tensor other, Out out), out = at::atan2(self, other))
+OP(aclnnInplaceAtan2, (Out self, Tensor other), self = at::atan2(self, other))
+OP(aclnnLogAddExp, (Tensor self, Tensor other, Out out), out = at::logaddexp(self, other))
+OP(aclnnLogAddExp2, (Tensor self, Tensor other, Out out), out = at::logaddexp2(self, other))
+OP(aclnnXLogYTensor, (Tensor self, Tensor other, Out out), out = at::xlogy(self, other))
+OP(aclnnXLogYScalarSelf, (Scalar self, Tensor other, Out out), out = at::xlogy(self, other))
+OP(aclnnXLogYScalarOther, (Tensor self, Scalar other, Out out), out = at::xlogy(self, other))
+OP(aclnnInplaceXLogYScalarOther, (Out self, Scalar other), self = at::xlogy(self, other))
+OP(aclnnGcd, (Tensor self, Tensor other, Out out), out = at::gcd(self, other))
+OP(aclnnComplex, (Tensor real, Tensor imaginary, Out out), out = at::complex(real, imaginary))
+OP(aclnnPolar, (Tensor radius, Tensor angle, Out out), out = at::polar(radius, angle))
+
+// Comparison: tensor and scalar, each also in place.
+#define COMPARE(NAME, FUNCTION)                                                                        \
+    OP(aclnn##NAME##Tensor, (Tensor self, Tensor other, Out out), out = FUNCTION(self, other))         \
+    OP(aclnn##NAME##Scalar, (Tensor self, Scalar other, Out out), out = FUNCTION(self, other))         \
+    OP(aclnnInplace##NAME##Tensor, (Out self, Tensor other), self = FUNCTION(self, other))             \
+    OP(aclnnInplace##NAME##Scalar, (Out self, Scalar other), self = FUNCTION(self, other))
+
+COMPARE(Eq, at::eq)
+COMPARE(Ne, at::ne)
+COMPARE(Ge, at::ge)
+COMPARE(Gt, at::gt)
+COMPARE(Le, at::le)
+COMPARE(Lt, at::lt)
+OP(aclnnLessScalar, (Tensor self, Scalar other, Out out), out = at::lt(self, other))
+OP(aclnnEqual, (Tensor self, Tensor other, Out out), out = at::eq(self, other).all().reshape(out.sizes()))
+OP(aclnnIsClose, (Tensor self, Tensor other, double rtol, double atol, bool equal_nan, Out out),
+   out = at::isclose(self, other, rtol, atol, equal_nan))
+OP(aclnnIsInTensorScalar, (Tensor self, Scalar test, bool unique, bool invert, Out out), out = at::isin(self, test, unique, invert))
+OP(aclnnIsInScalarTensor, (Scalar self, Tensor test, bool unique, bool invert, Out out), out = at::isin(self, test, unique, invert))
+OP(aclnnMaximum, (Tensor self, Tensor other, Out out), out = at::maximum(self, other))
+OP(aclnnMinimum, (Tensor self, Tensor other, Out out), out = at::minimum(self, other))
+OP(aclnnClamp, (Tensor self, MaybeScalar min, MaybeScalar max, Out out), out = at::clamp(self, min, max))
+OP(aclnnClampTensor, (Tensor self, Tensor min, Tensor max, Out out), out = at::clamp(self, min, max))
+OP(aclnnClampMin, (Tensor self, Scalar min, Out out), out = at::clamp_min(self, min))
+OP(aclnnClampMax, (Tensor self, Scalar max, Out out), out = at::clamp_max(self, max))
+OP(aclnnClampMinTensor, (Tensor self, Tensor min, Out out), out = at::clamp_min(self, min))
+OP(aclnnClampMaxTensor, (Tensor self, Tensor max, Out out), out = at::clamp_max(self, max))
+OP(aclnnInplaceClampMax, (Out self, Scalar max), self = at::clamp_max(self, max))
+OP(aclnnInplaceClampMinTensor, (Out self, Tensor min), self = at::clamp_min(self, min))
+OP(aclnnInplaceClampMaxTensor, (Out self, Tensor max), self = at::clamp_max(self, max))
+OP(aclnnNanToNum, (Tensor self, float nan, float above, float below, Out out), out = at::nan_to_num(self, nan, above, below))
+OP(aclnnInplaceNanToNum, (Out self, float nan, float above, float below), self = at::nan_to_num(self, nan, above, below))
+
+// Logic and bits.
+OP(aclnnLogicalAnd, (Tensor self, Tensor other, Out out), out = at::logical_and(self, other))
+OP(aclnnLogicalOr, (Tensor self, Tensor other, Out out), out = at::logical_or(self, other))
+OP(aclnnLogicalXor, (Tensor self, Tensor other, Out out), out = at::logical_xor(self, other))
+OP(aclnnInplaceLogicalAnd, (Out self, Tensor other), self = at::logical_and(self, other))
+OP(aclnnInplaceLogicalOr, (Out self, Tensor other), self = at::logical_or(self, other))
+#define BITWISE(NAME, FUNCTION)                                                                               \
+    OP(aclnnBitwise##NAME##Tensor, (Tensor self, Tensor other, Out out), out = FUNCTION(self, other))         \
+    OP(aclnnBitwise##NAME##Scalar, (Tensor self, Scalar other, Out out), out = FUNCTION(self, other))         \
+    OP(aclnnInplaceBitwise##NAME##Tensor, (Out self, Tensor other), self = FUNCTION(self, other))             \
+    OP(aclnnInplaceBitwise##NAME##Scalar, (Out self, Scalar other), self = FUNCTION(self, other))
+BITWISE(And, at::bitwise_and)
+BITWISE(Or, at::bitwise_or)
+BITWISE(Xor, at::bitwise_xor)
+OP(aclnnLeftShift, (Tensor self, Tensor other, Out out), out = at::bitwise_left_shift(self, other))
+OP(aclnnLeftShifts, (Tensor self, Scalar other, Out out), out = at::bitwise_left_shift(self, other))
+OP(aclnnRightShift, (Tensor self, Tensor other, Out out), out = at::bitwise_right_shift(self, other))
+
+// Copies and fills.
+OP(aclnnCast, (Tensor self, DType dtype, Out out), out = self.to(dtype))
+OP(aclnnInplaceCopy, (Out self, Tensor source), self = source.expand_as(self))
+OP(aclnnInplaceZero, (Out self), self.zero_())
+OP(aclnnInplaceOne, (Out self), self.fill_(1))
+OP(aclnnInplaceFillScalar, (Out self, Scalar value), self.fill_(value))
+OP(aclnnInplaceFillTensor, (Out self, Tensor value), self.fill_(value))
+OP(aclnnInplaceFillDiagonal, (Out self, Scalar value, bool wrap), self.fill_diagonal_(value, wrap))
+OP(aclnnSWhere, (Tensor condition, Tensor self, Tensor other, Out out), out = at::where(condition, self, other))
+OP(aclnnInplaceMaskedFillScalar, (Out self, Tensor mask, Scalar value), self.masked_fill_(mask, value))
+OP(aclnnInplaceMaskedFillTensor, (Out self, Tensor mask, Tensor value), self.masked_fill_(mask, value))
+OP(aclnnInplaceMaskedScatter, (Out self, Tensor mask, Tensor source), self.masked_scatter_(mask, source))
+
+// Activations with parameters, and gradients.
+OP(aclnnCelu, (Tensor self, Scalar alpha, Out out), out = at::celu(self, alpha))
+OP(aclnnInplaceCelu, (Out self, Scalar alpha), self = at::celu(self, alpha))
+OP(aclnnElu, (Tensor self, Scalar alpha, Scalar scale, Scalar input_scale, Out out), out = at::elu(self, alpha, scale, input_scale))
+OP(aclnnInplaceElu, (Out self, Scalar alpha, Scalar scale, Scalar input_scale), self = at::elu(self, alpha, scale, input_scale))
+OP(aclnnEluBackward, (Tensor grad, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self, Out out),
+   out = at::elu_backward(grad, alpha, scale, input_scale, is_result, self))
+OP(aclnnHardshrink, (Tensor self, Scalar lambda, Out out), out = at::hardshrink(self, lambda))
+OP(aclnnHardshrinkBackward, (Tensor grad, Tensor self, Scalar lambda, Out out), out = at::hardshrink_backward(grad, self, lambda))
+OP(aclnnSoftshrink, (Tensor self, Scalar lambda, Out out), out = at::softshrink(self, lambda))
+OP(aclnnSoftshrinkBackward, (Tensor grad, Tensor self, Scalar lambda, Out out), out = at::softshrink_backward(grad, self, lambda))
+OP(aclnnHardsigmoidBackward, (Tensor grad, Tensor self, Out out), out = at::hardsigmoid_backward(grad, self))
+OP(aclnnHardswishBackward, (Tensor grad, Tensor self, Out out), out = at::hardswish_backward(grad, self))
+OP(aclnnHardswishBackwardV2, (Tensor grad, Tensor self, Out out), out = at::hardswish_backward(grad, self))
+OP(aclnnHardtanh, (Tensor self, Scalar min, Scalar max, Out out), out = at::hardtanh(self, min, max))
+OP(aclnnInplaceHardtanh, (Out self, Scalar min, Scalar max), self = at::hardtanh(self, min, max))
+OP(aclnnHardtanhBackward, (Tensor grad, Tensor self, Scalar min, Scalar max, Out out), out = at::hardtanh_backward(grad, self, min, max))
+OP(aclnnLeakyRelu, (Tensor self, Scalar slope, Out out), out = at::leaky_relu(self, slope))
+OP(aclnnInplaceLeakyRelu, (Out self, Scalar slope), self = at::leaky_relu(self, slope))
+OP(aclnnLeakyReluBackward, (Tensor grad, Tensor self, Scalar slope, bool is_result, Out out),
+   out = at::leaky_relu_backward(grad, self, slope, is_result))
+OP(aclnnPrelu, (Tensor self, Tensor weight, Out out), out = at::_prelu_kernel(self, weight))
+OP(aclnnSoftplus, (Tensor self, Scalar beta, Scalar threshold, Out out), out = at::softplus(self, beta, threshold))
+OP(aclnnSoftplusBackward, (Tensor grad, Tensor self, Scalar beta, Scalar threshold, Out out),
+   out = at::softplus_backward(grad, self, beta, threshold))
+OP(aclnnThreshold, (Tensor self, Scalar threshold, Scalar value, Out out), out = at::threshold(self, threshold, value))
+OP(aclnnInplaceThreshold, (Out self, Scalar threshold, Scalar value), self = at::threshold(self, threshold, value))
+OP(aclnnThresholdBackward, (Tensor grad, Tensor self, Scalar threshold, Out out), out = at::threshold_backward(grad, self, threshold))
+OP(aclnnLogit, (Tensor self, double eps, Out out), out = eps < 0 ? at::logit(self) : at::logit(self, eps))
+OP(aclnnLogitGrad, (Tensor self, Tensor grad, double eps, Out out),
+   out = eps < 0 ? at::logit_backward(grad, self) : at::logit_backward(grad, self, eps))
+OP(aclnnLogSigmoidForward, (Tensor self, Out out, Out), out = at::log_sigmoid(self))
+OP(aclnnLogSigmoidBackward, (Tensor grad, Tensor self, Tensor, Out out), out = grad * at::sigmoid(-self))
+OP(aclnnMishBackward, (Tensor grad, Tensor self, Out out), out = at::mish_backward(grad, self))
+OP(aclnnSigmoidBackward, (Tensor grad, Tensor output, Out out), out = at::sigmoid_backward(grad, output))
+OP(aclnnTanhBackward, (Tensor grad, Tensor output, Out out), out = at::tanh_backward(grad, output))
+OP(aclnnSiluBackward, (Float grad, Float self, Out out), out = at::silu_backward(grad, self))
+OP(aclnnGeluBackward, (Float grad, Float self, Out out), out = at::gelu_backward(grad, self))
+OP(aclnnGeluBackwardV2, (Float grad, Float self, Text approximate, Out out), out = at::gelu_backward(grad, self, approximate))
+OP(aclnnFastGeluBackward, (Float grad, Float self, Out out), {
+    const auto s = at::sigmoid(1.702 * self);
+    out = grad * s * (1 + 1.702 * self * (1 - s));
+})
+OP(aclnnGlu, (Tensor self, int64_t dim, Out out), out = at::glu(self, dim))
+OP(aclnnGluBackward, (Tensor grad, Tensor self, int64_t dim, Out out), out = at::glu_backward(grad, self, dim))
