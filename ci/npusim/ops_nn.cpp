@@ -1,11 +1,23 @@
 // Neural networks: products of matrices, convolution, normalization, embedding, losses, decompositions.
 #include "opapi.h"
 
+#include <algorithm>
+
 using namespace npusim;
 
 namespace {
 
 std::array<bool, 3> three(const Bools& mask) { return {mask[0], mask[1], mask[2]}; }
+
+/// Norms are computed in float32, whatever the inputs are.
+Tensor wide(const Tensor& t) { return t.defined() ? t.to(at::kFloat) : t; }
+
+/// One weight for each channel, shaped for the input.
+Tensor by_channel(const Tensor& weight, int64_t dims) {
+    std::vector<int64_t> shape(std::max<int64_t>(dims - 1, 1), 1);
+    shape[0] = -1;
+    return weight.numel() == 1 ? weight : weight.view(shape);
+}
 
 /// The gradient of a loss in which each element has this one.
 Tensor reduced(const Tensor& grad, const Tensor& each, int64_t reduction) {
@@ -44,27 +56,30 @@ OP(aclnnConvDepthwise2d, (Float input, Float weight, Ints, Float bias, Ints stri
 OP(aclnnConvTbc, (Float self, Float weight, Float bias, int64_t pad, Out out, int8_t), out = at::conv_tbc(self, weight, bias, pad))
 
 OP(aclnnLayerNorm, (Float input, Ints shape, Float weight, Float bias, double eps, Out out, Out mean, Out rstd),
-   std::tie(out, mean, rstd) = at::native_layer_norm(input, shape, weight, bias, eps))
+   std::tie(out, mean, rstd) = at::native_layer_norm(wide(input), shape, wide(weight), wide(bias), eps))
 OP(aclnnFastLayerNorm, (Float input, Ints shape, Float weight, Float bias, double eps, Out out, Out mean, Out rstd),
-   std::tie(out, mean, rstd) = at::native_layer_norm(input, shape, weight, bias, eps))
+   std::tie(out, mean, rstd) = at::native_layer_norm(wide(input), shape, wide(weight), wide(bias), eps))
 OP(aclnnLayerNormBackward, (Float grad, Float input, Ints shape, Tensor mean, Tensor rstd, Float weight, Float bias, Bools mask, Out dinput,
                             Out dweight, Out dbias),
-   std::tie(dinput, dweight, dbias) = at::native_layer_norm_backward(grad, input, shape, mean, rstd, weight, bias, three(mask)))
+   std::tie(dinput, dweight, dbias) = at::native_layer_norm_backward(wide(grad), wide(input), shape, wide(mean), wide(rstd), wide(weight), wide(bias), three(mask)))
 OP(aclnnGroupNorm, (Float input, Float weight, Float bias, int64_t n, int64_t c, int64_t hw, int64_t groups, double eps, Out out, Out mean, Out rstd),
-   std::tie(out, mean, rstd) = at::native_group_norm(input, weight, bias, n, c, hw, groups, eps))
+   std::tie(out, mean, rstd) = at::native_group_norm(wide(input), wide(weight), wide(bias), n, c, hw, groups, eps))
 OP(aclnnGroupNormBackward, (Float grad, Float input, Tensor mean, Tensor rstd, Float weight, int64_t n, int64_t c, int64_t hw, int64_t groups,
                             Bools mask, Out dinput, Out dweight, Out dbias),
-   std::tie(dinput, dweight, dbias) = at::native_group_norm_backward(grad, input, mean, rstd, weight, n, c, hw, groups, three(mask)))
+   std::tie(dinput, dweight, dbias) = at::native_group_norm_backward(wide(grad), wide(input), wide(mean), wide(rstd), wide(weight), n, c, hw, groups, three(mask)))
 OP(aclnnBatchNorm, (Float input, Float weight, Float bias, Out running_mean, Out running_var, bool training, double momentum, double eps, Out out,
                     Out mean, Out rstd), {
-    auto result = at::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
+    const auto mean_so_far = wide(running_mean), var_so_far = wide(running_var);
+    const auto result = at::native_batch_norm(wide(input), wide(weight), wide(bias), mean_so_far, var_so_far, training, momentum, eps);
     out = std::get<0>(result);
+    running_mean = mean_so_far, running_var = var_so_far;
     if (training) mean = std::get<1>(result), rstd = std::get<2>(result);
 })
 OP(aclnnBatchNormBackward, (Float grad, Float input, Float weight, Tensor running_mean, Tensor running_var, Tensor mean, Tensor rstd, bool training,
                             double eps, Bools mask, Out dinput, Out dweight, Out dbias),
    std::tie(dinput, dweight, dbias) =
-       at::native_batch_norm_backward(grad, input, weight, running_mean, running_var, mean, rstd, training, eps, three(mask)))
+       at::native_batch_norm_backward(wide(grad), wide(input), wide(weight), wide(running_mean), wide(running_var), wide(mean), wide(rstd), training,
+                                      eps, three(mask)))
 
 OP(aclnnEmbedding, (Tensor weight, Tensor indices, Out out), out = at::embedding(weight, indices))
 OP(aclnnEmbeddingDenseBackward, (Tensor grad, Tensor indices, int64_t rows, int64_t padding, bool scale, Out out),
@@ -129,17 +144,23 @@ OP(aclnnKlDivTargetBackward, (Tensor grad, Tensor self, Tensor target, int64_t r
     out = reduced(grad, each, reduction);
 })
 OP(aclnnPreluBackward, (Tensor grad, Tensor self, Tensor weight, Out dself, Out dweight), {
-    const auto grads = at::_prelu_kernel_backward(self, weight, grad);
+    const auto shaped = by_channel(weight, self.dim());
+    const auto grads = at::_prelu_kernel_backward(self, shaped, grad);
     dself = std::get<0>(grads);
-    dweight = std::get<1>(grads).sum_to_size(weight.sizes()).view_as(dweight);
+    dweight = std::get<1>(grads).sum_to_size(shaped.sizes()).view_as(dweight);
 })
 OP(aclnnKlDiv, (Tensor self, Tensor target, int64_t reduction, bool log_target, Out out), out = at::kl_div(self, target, reduction, log_target))
-OP(aclnnCtcLoss, (Tensor log_probs, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Out loss, Out alpha),
-   std::tie(loss, alpha) = at::_ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity))
-
+// The hardware's alpha has a padded last dimension.
+OP(aclnnCtcLoss, (Tensor log_probs, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Out loss, Out alpha), {
+    const auto result = at::_ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity);
+    loss = std::get<0>(result);
+    alpha.narrow(2, 0, std::get<1>(result).size(2)).copy_(std::get<1>(result));
+})
 OP(aclnnCtcLossBackward, (Tensor grad, Tensor log_probs, Tensor targets, Ints inputs, Ints lengths, Tensor loss, Tensor alpha, int64_t blank,
-                          bool zero_infinity, Out out),
-   out = at::_ctc_loss_backward(grad, log_probs, targets, inputs, lengths, loss, alpha, blank, zero_infinity))
+                          bool zero_infinity, Out out), {
+    const auto used = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
+    out = at::_ctc_loss_backward(grad, log_probs, targets, inputs, lengths, loss, alpha.narrow(2, 0, used), blank, zero_infinity);
+})
 
 OP(aclnnLinalgCross, (Tensor self, Tensor other, int64_t dim, Out out), out = at::linalg_cross(self, other, dim))
 OP(aclnnLinalgCholesky, (Tensor self, bool upper, Out out), out = at::linalg_cholesky(self, upper))
