@@ -145,7 +145,7 @@ OP(aclnnKlDivTargetBackward, (Tensor grad, Tensor self, Tensor target, int64_t r
 })
 OP(aclnnPreluBackward, (Tensor grad, Tensor self, Tensor weight, Out dself, Out dweight), {
     const auto shaped = by_channel(weight, self.dim());
-    const auto grads = at::_prelu_kernel_backward(self, shaped, grad);
+    const auto grads = at::_prelu_kernel_backward(grad, self, shaped);
     dself = std::get<0>(grads);
     dweight = std::get<1>(grads).sum_to_size(shaped.sizes()).view_as(dweight);
 })

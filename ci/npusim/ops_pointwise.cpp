@@ -177,12 +177,15 @@ OP(aclnnInplaceLogicalAnd, (Out self, Tensor other), self = at::logical_and(self
 OP(aclnnInplaceLogicalOr, (Out self, Tensor other), self = at::logical_or(self, other))
 #define BITWISE(NAME, FUNCTION)                                                                               \
     OP(aclnnBitwise##NAME##Tensor, (Tensor self, Tensor other, Out out), out = FUNCTION(self, other))         \
-    OP(aclnnBitwise##NAME##Scalar, (Tensor self, Scalar other, Out out), out = FUNCTION(self, other))         \
+    OP(aclnnBitwise##NAME##Scalar, (Tensor self, Scalar other, Out out), out = FUNCTION(self, other))
+#define BITWISE_INPLACE(NAME, FUNCTION)                                                                       \
     OP(aclnnInplaceBitwise##NAME##Tensor, (Out self, Tensor other), self = FUNCTION(self, other))             \
     OP(aclnnInplaceBitwise##NAME##Scalar, (Out self, Scalar other), self = FUNCTION(self, other))
 BITWISE(And, at::bitwise_and)
 BITWISE(Or, at::bitwise_or)
 BITWISE(Xor, at::bitwise_xor)
+BITWISE_INPLACE(And, at::bitwise_and)
+BITWISE_INPLACE(Xor, at::bitwise_xor)
 OP(aclnnLeftShift, (Tensor self, Tensor other, Out out), out = at::bitwise_left_shift(self, other))
 OP(aclnnLeftShifts, (Tensor self, Scalar other, Out out), out = at::bitwise_left_shift(self, other))
 OP(aclnnRightShift, (Tensor self, Tensor other, Out out), out = at::bitwise_right_shift(self, other))
