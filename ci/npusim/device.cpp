@@ -2,8 +2,6 @@
 #include "runtime.h"
 
 #include <acl/acl_op_compiler.h>
-#include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>

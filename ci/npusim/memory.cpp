@@ -25,8 +25,8 @@ constexpr uint64_t kPage = 4096;
 
 uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-/// What each process of the node has allocated on each device, in a file. A process that has ended, however, no longer holds the
-/// lock on its slot, which is what tells its numbers from those of the living.
+/// What each process of the node has allocated on each device, in a file. A living process holds the
+/// lock on its slot, which the system takes from one that ends however it does: that tells whose numbers count.
 class Ledger {
 public:
     Ledger() {

@@ -28,7 +28,7 @@ def libascendcl() -> str:
 
 
 class Python:
-    """A Python process that runs the given code with `acl` as the simulated runtime; without torch, so it starts at once."""
+    """A process that runs the code with `acl` as the simulated runtime: without torch, so that it starts at once."""
 
     def __init__(self, code: str, *args: object, env: dict[str, str], file: Path | None = None) -> None:
         preamble = f"import ctypes, os, sys; acl = ctypes.CDLL({libascendcl()!r}, use_errno=True)\n"

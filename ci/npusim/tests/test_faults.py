@@ -1,4 +1,4 @@
-"""Processes that fail: by strictness, by a knob or by being killed. Where torch is not the point, without it: it takes seconds to import."""
+"""Processes that fail: by strictness, by a knob or by being killed. Mostly without torch, which takes seconds."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,9 @@ OUT_OF_MEMORY = 207001
 def test_a_devices_memory_is_one_for_all_processes(python: Start) -> None:
     holder = python(ALLOCATE + "print(malloc(200 << 20)[0], flush=True); input()")
     assert holder.line() == "0"
-    other = python(ALLOCATE + "print(free(), malloc(100 << 20)[0], flush=True); input(); print(free(), malloc(100 << 20)[0])")
+    other = python(
+        ALLOCATE + "print(free(), malloc(100 << 20)[0], flush=True); input(); print(free(), malloc(100 << 20)[0])"
+    )
     assert other.line() == f"{MEMORY - (200 << 20)} {OUT_OF_MEMORY}"
     holder.kill()
     other.tell("go on")
@@ -59,7 +61,10 @@ acl.aclrtCreateStream(ctypes.byref(stream))
     ("misuse", "message"),
     [
         ("acl.aclrtRecordEvent(stream, stream)", "aclrtRecordEvent wants a handle of kind event and got stream"),
-        ("acl.aclrtDestroyEvent(event); acl.aclrtDestroyEvent(event)", "aclrtDestroyEvent wants a handle of kind event and got"),
+        (
+            "acl.aclrtDestroyEvent(event); acl.aclrtDestroyEvent(event)",
+            "aclrtDestroyEvent wants a handle of kind event and got",
+        ),
         ("acl.rtKernelLaunch()", "rtKernelLaunch is not simulated"),
     ],
 )
