@@ -34,7 +34,7 @@ TIMEOUT_S = 60.0
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 # The entries of random operators seed themselves before each call; here a second seed must give other numbers.
 common_methods_invocations.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
-_fork = multiprocessing.get_context("fork")
+fork = multiprocessing.get_context("fork")
 
 
 def entries(dtype: str) -> list[str]:
@@ -59,8 +59,8 @@ def _run_share(dtype: str, names: Sequence[str]) -> dict[str, str]:
     while len(outcome) < len(names):
         rest = names[len(outcome) :]
         with tempfile.TemporaryFile("w+") as words:
-            receive, send = _fork.Pipe(duplex=False)
-            child = _fork.Process(target=_child, args=(dtype, rest, send, words.fileno()), daemon=True)
+            receive, send = fork.Pipe(duplex=False)
+            child = fork.Process(target=_child, args=(dtype, rest, send, words.fileno()), daemon=True)
             child.start()
             send.close()
             outcome |= zip(rest, _reasons(receive), strict=False)
@@ -68,7 +68,9 @@ def _run_share(dtype: str, names: Sequence[str]) -> dict[str, str]:
             child.kill()
             if child.exitcode != 0 and len(outcome) < len(names):
                 words.seek(0)
-                outcome[names[len(outcome)]] = _last_words(words.read()) or f"no answer within {TIMEOUT_S:.0f} s, or a crash"
+                outcome[names[len(outcome)]] = (
+                    _last_words(words.read()) or f"a crash, or no answer in {TIMEOUT_S:.0f} s"
+                )
     return outcome
 
 
@@ -105,7 +107,7 @@ def check(op: OpInfo, dtype: torch.dtype) -> str:
     try:
         for sample in itertools.islice(_samples(op, dtype), SAMPLES):
             _compare(op, sample)
-    except Exception as error:  # whatever it is, it is the entry's outcome
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the entry's outcome
         return " ".join(f"{type(error).__name__}: {error}".split())[:1600]
     return ""
 
