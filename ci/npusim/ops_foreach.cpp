@@ -25,7 +25,7 @@ Tensors addc(const Tensors& self, const Tensors& a, const Tensors& b, const Valu
     Tensors results;
     for (size_t i = 0; i < self.size(); ++i) {
         if constexpr (std::is_same_v<Values, Scalar>) results.push_back(function(self[i], a[i], b[i], value));
-        else if constexpr (std::is_same_v<Values, Tensor>) results.push_back(function(self[i], a[i], b[i], (value.numel() == 1 ? value : value[i]).item()));
+        else if constexpr (std::is_same_v<Values, Tensor>) results.push_back(function(self[i], a[i], b[i], value.item()));
         else results.push_back(function(self[i], a[i], b[i], value[i]));
     }
     return results;
@@ -112,11 +112,9 @@ OP(aclnnForeachLerpScalar, (Tensors self, Tensors end, Scalar weight, Outs out),
 OP(aclnnForeachAddcmulScalar, (Tensors self, Tensors a, Tensors b, Tensor value, Outs out), out = addc(self, a, b, value, at::addcmul))
 OP(aclnnForeachAddcmulScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Outs out), out = addc(self, a, b, value, at::addcmul))
 OP(aclnnForeachAddcmulScalarList, (Tensors self, Tensors a, Tensors b, Scalars value, Outs out), out = addc(self, a, b, value, at::addcmul))
-OP(aclnnForeachAddcmulList, (Tensors self, Tensors a, Tensors b, Tensor value, Outs out), out = addc(self, a, b, value, at::addcmul))
 OP(aclnnForeachAddcdivScalar, (Tensors self, Tensors a, Tensors b, Tensor value, Outs out), out = addc(self, a, b, value, at::addcdiv))
 OP(aclnnForeachAddcdivScalarV2, (Tensors self, Tensors a, Tensors b, Scalar value, Outs out), out = addc(self, a, b, value, at::addcdiv))
 OP(aclnnForeachAddcdivScalarList, (Tensors self, Tensors a, Tensors b, Scalars value, Outs out), out = addc(self, a, b, value, at::addcdiv))
-OP(aclnnForeachAddcdivList, (Tensors self, Tensors a, Tensors b, Tensor value, Outs out), out = addc(self, a, b, value, at::addcdiv))
 OP(aclnnForeachRoundOffNumber, (Tensors self, Tensor mode, Outs out),
    out = each(self, [&](auto& x) { return round_off(x, mode.item().toLong()); }))
 OP(aclnnForeachRoundOffNumberV2, (Tensors self, Scalar mode, Outs out), out = each(self, [&](auto& x) { return round_off(x, mode.toLong()); }))

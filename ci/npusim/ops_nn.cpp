@@ -1,5 +1,7 @@
-// Neural networks: products of matrices, convolution, pooling, normalization, embedding, losses.
+// Neural networks: products of matrices, convolution, normalization, embedding, losses, decompositions.
 #include "opapi.h"
+
+#include <algorithm>
 
 using namespace npusim;
 
@@ -7,8 +9,25 @@ namespace {
 
 std::array<bool, 3> three(const Bools& mask) { return {mask[0], mask[1], mask[2]}; }
 
-template <class T>
-std::optional<T> some(double scale) { return scale > 0 ? std::optional<T>(scale) : std::nullopt; }
+/// Norms are computed in float32, whatever the inputs are.
+Tensor wide(const Tensor& t) { return t.defined() ? t.to(at::kFloat) : t; }
+
+/// One weight for each channel, shaped for the input.
+Tensor by_channel(const Tensor& weight, int64_t dims) {
+    std::vector<int64_t> shape(std::max<int64_t>(dims - 1, 1), 1);
+    shape[0] = -1;
+    return weight.numel() == 1 ? weight : weight.view(shape);
+}
+
+/// The gradient of a loss in which each element has this one.
+Tensor reduced(const Tensor& grad, const Tensor& each, int64_t reduction) {
+    return reduction == at::Reduction::Mean ? grad * each / each.numel() : grad * each;
+}
+
+/// A result that the caller may not want: it then passes an empty output.
+void assign_wanted(const Out& out, const Tensor& value) {
+    if (out.defined() && out.numel() > 0) out = value;
+}
 
 }  // namespace
 
@@ -36,66 +55,43 @@ OP(aclnnConvDepthwise2d, (Float input, Float weight, Ints, Float bias, Ints stri
    out = at::conv2d(input, weight, bias, stride, padding, dilation, input.size(1)))
 OP(aclnnConvTbc, (Float self, Float weight, Float bias, int64_t pad, Out out, int8_t), out = at::conv_tbc(self, weight, bias, pad))
 
-OP(aclnnAdaptiveAvgPool2d, (Tensor self, Ints size, Out out), out = at::_adaptive_avg_pool2d(self, size))
-OP(aclnnAdaptiveAvgPool2dBackward, (Tensor grad, Tensor self, Out out), out = at::_adaptive_avg_pool2d_backward(grad, self))
-OP(aclnnAdaptiveAvgPool3d, (Tensor self, Ints size, Out out), out = at::_adaptive_avg_pool3d(self, size))
-OP(aclnnAdaptiveAvgPool3dBackward, (Tensor grad, Tensor self, Out out), out = at::_adaptive_avg_pool3d_backward(grad, self))
-OP(aclnnAdaptiveMaxPool2d, (Tensor self, Ints size, Out out, Out indices), std::tie(out, indices) = at::adaptive_max_pool2d(self, size))
-OP(aclnnAdaptiveMaxPool2dBackward, (Tensor grad, Tensor self, Tensor indices, Out out),
-   out = at::adaptive_max_pool2d_backward(grad, self, indices.to(at::kLong)))
-OP(aclnnAdaptiveMaxPool3d, (Tensor self, Ints size, Out out, Out indices), std::tie(out, indices) = at::adaptive_max_pool3d(self, size))
-OP(aclnnAdaptiveMaxPool3dBackward, (Tensor grad, Tensor self, Tensor indices, Out out),
-   out = at::adaptive_max_pool3d_backward(grad, self, indices.to(at::kLong)))
-OP(aclnnAvgPool2d, (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_pad, int64_t divisor, int8_t, Out out),
-   out = at::avg_pool2d(self, kernel, stride, padding, ceil, count_pad, some<int64_t>(divisor)))
-OP(aclnnAvgPool2dBackward,
-   (Tensor grad, Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_pad, int64_t divisor, int8_t, Out out),
-   out = at::avg_pool2d_backward(grad, self, kernel, stride, padding, ceil, count_pad, some<int64_t>(divisor)))
-OP(aclnnAvgPool3d, (Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_pad, int64_t divisor, Out out),
-   out = at::avg_pool3d(self, kernel, stride, padding, ceil, count_pad, some<int64_t>(divisor)))
-OP(aclnnAvgPool3dBackward,
-   (Tensor grad, Tensor self, Ints kernel, Ints stride, Ints padding, bool ceil, bool count_pad, int64_t divisor, Out out),
-   out = at::avg_pool3d_backward(grad, self, kernel, stride, padding, ceil, count_pad, some<int64_t>(divisor)))
-OP(aclnnMaxPool2dWithIndices, (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Out out, Out indices),
-   std::tie(out, indices) = at::max_pool2d_with_indices(self, kernel, stride, padding, dilation, ceil))
-OP(aclnnMaxPool2dWithIndicesBackward,
-   (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Out out),
-   out = at::max_pool2d_with_indices_backward(grad, self, kernel, stride, padding, dilation, ceil, indices.to(at::kLong)))
-OP(aclnnMaxPool3dWithArgmax, (Tensor self, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Out out, Out indices),
-   std::tie(out, indices) = at::max_pool3d_with_indices(self, kernel, stride, padding, dilation, ceil))
-OP(aclnnMaxPool3dWithArgmaxBackward,
-   (Tensor grad, Tensor self, Tensor indices, Ints kernel, Ints stride, Ints padding, Ints dilation, bool ceil, Out out),
-   out = at::max_pool3d_with_indices_backward(grad, self, kernel, stride, padding, dilation, ceil, indices.to(at::kLong)))
-OP(aclnnMaxUnpool2d, (Tensor self, Tensor indices, Ints size, Out out), out = at::max_unpool2d(self, indices, size))
-OP(aclnnMaxUnpool3d, (Tensor self, Tensor indices, Ints size, Ints stride, Ints padding, Out out),
-   out = at::max_unpool3d(self, indices, size, stride, padding))
-
 OP(aclnnLayerNorm, (Float input, Ints shape, Float weight, Float bias, double eps, Out out, Out mean, Out rstd),
-   std::tie(out, mean, rstd) = at::native_layer_norm(input, shape, weight, bias, eps))
+   std::tie(out, mean, rstd) = at::native_layer_norm(wide(input), shape, wide(weight), wide(bias), eps))
 OP(aclnnFastLayerNorm, (Float input, Ints shape, Float weight, Float bias, double eps, Out out, Out mean, Out rstd),
-   std::tie(out, mean, rstd) = at::native_layer_norm(input, shape, weight, bias, eps))
+   std::tie(out, mean, rstd) = at::native_layer_norm(wide(input), shape, wide(weight), wide(bias), eps))
 OP(aclnnLayerNormBackward, (Float grad, Float input, Ints shape, Tensor mean, Tensor rstd, Float weight, Float bias, Bools mask, Out dinput,
                             Out dweight, Out dbias),
-   std::tie(dinput, dweight, dbias) = at::native_layer_norm_backward(grad, input, shape, mean, rstd, weight, bias, three(mask)))
+   std::tie(dinput, dweight, dbias) = at::native_layer_norm_backward(wide(grad), wide(input), shape, wide(mean), wide(rstd), wide(weight), wide(bias), three(mask)))
 OP(aclnnGroupNorm, (Float input, Float weight, Float bias, int64_t n, int64_t c, int64_t hw, int64_t groups, double eps, Out out, Out mean, Out rstd),
-   std::tie(out, mean, rstd) = at::native_group_norm(input, weight, bias, n, c, hw, groups, eps))
+   std::tie(out, mean, rstd) = at::native_group_norm(wide(input), wide(weight), wide(bias), n, c, hw, groups, eps))
 OP(aclnnGroupNormBackward, (Float grad, Float input, Tensor mean, Tensor rstd, Float weight, int64_t n, int64_t c, int64_t hw, int64_t groups,
                             Bools mask, Out dinput, Out dweight, Out dbias),
-   std::tie(dinput, dweight, dbias) = at::native_group_norm_backward(grad, input, mean, rstd, weight, n, c, hw, groups, three(mask)))
+   std::tie(dinput, dweight, dbias) = at::native_group_norm_backward(wide(grad), wide(input), wide(mean), wide(rstd), wide(weight), n, c, hw, groups, three(mask)))
 OP(aclnnBatchNorm, (Float input, Float weight, Float bias, Out running_mean, Out running_var, bool training, double momentum, double eps, Out out,
                     Out mean, Out rstd), {
-    auto result = at::native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
+    const auto mean_so_far = wide(running_mean), var_so_far = wide(running_var);
+    const auto result = at::native_batch_norm(wide(input), wide(weight), wide(bias), mean_so_far, var_so_far, training, momentum, eps);
     out = std::get<0>(result);
+    running_mean = mean_so_far, running_var = var_so_far;
     if (training) mean = std::get<1>(result), rstd = std::get<2>(result);
 })
 OP(aclnnBatchNormBackward, (Float grad, Float input, Float weight, Tensor running_mean, Tensor running_var, Tensor mean, Tensor rstd, bool training,
                             double eps, Bools mask, Out dinput, Out dweight, Out dbias),
    std::tie(dinput, dweight, dbias) =
-       at::native_batch_norm_backward(grad, input, weight, running_mean, running_var, mean, rstd, training, eps, three(mask)))
+       at::native_batch_norm_backward(wide(grad), wide(input), wide(weight), wide(running_mean), wide(running_var), wide(mean), wide(rstd), training,
+                                      eps, three(mask)))
 
 OP(aclnnEmbedding, (Tensor weight, Tensor indices, Out out), out = at::embedding(weight, indices))
 OP(aclnnEmbeddingDenseBackward, (Tensor grad, Tensor indices, int64_t rows, int64_t padding, bool scale, Out out),
    out = at::embedding_dense_backward(grad, indices, rows, padding, scale))
+OP(aclnnEmbeddingBag, (Tensor weight, Tensor indices, Tensor offsets, bool scale, int64_t mode, bool sparse, Tensor sample_weights, bool include_last,
+                       int64_t padding, Out out, Out offset2bag, Out bag_size, Out max_indices), {
+    auto result = at::_embedding_bag(weight, indices, offsets, scale, mode, sparse, sample_weights, include_last, padding);
+    out = std::get<0>(result);
+    assign_wanted(offset2bag, std::get<1>(result));
+    assign_wanted(bag_size, std::get<2>(result));
+    assign_wanted(max_indices, std::get<3>(result));
+})
 OP(aclnnEmbeddingRenorm, (Out self, Tensor indices, double max, double p), at::embedding_renorm_(self, indices, max, p))
 
 OP(aclnnSoftmax, (Tensor self, int64_t dim, Out out), out = at::softmax(self, dim, out.scalar_type()))
@@ -133,32 +129,56 @@ OP(aclnnBinaryCrossEntropyBackward, (Tensor grad, Tensor self, Tensor target, Te
    out = at::binary_cross_entropy_backward(grad, self, target, weight, reduction))
 OP(aclnnBinaryCrossEntropyWithLogits, (Tensor self, Tensor target, Tensor weight, Tensor positive, int64_t reduction, Out out),
    out = at::binary_cross_entropy_with_logits(self, target, weight, positive, reduction))
+OP(aclnnBinaryCrossEntropyWithLogitsBackward, (Tensor grad, Tensor self, Tensor target, Tensor weight, Tensor positive, int64_t reduction, Out out), {
+    const auto wanted = positive.defined() ? positive * target : target;
+    auto each = (wanted + 1 - target) * at::sigmoid(self) - wanted;
+    if (weight.defined()) each = each * weight;
+    out = reduced(grad, each, reduction);
+})
+OP(aclnnL1LossBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, Out out),
+   out = reduced(grad, at::sign(self - target), reduction))
+OP(aclnnKlDivBackward, (Tensor grad, Tensor, Tensor target, int64_t reduction, bool log_target, Out out),
+   out = reduced(grad, log_target ? -at::exp(target) : -target, reduction).expand_as(out))
+OP(aclnnKlDivTargetBackward, (Tensor grad, Tensor self, Tensor target, int64_t reduction, bool log_target, Out out), {
+    const auto each = log_target ? at::exp(target) * (target - self + 1) : at::where(target > 0, at::log(target) + 1 - self, 0);
+    out = reduced(grad, each, reduction);
+})
+OP(aclnnPreluBackward, (Tensor grad, Tensor self, Tensor weight, Out dself, Out dweight), {
+    const auto shaped = by_channel(weight, self.dim());
+    const auto grads = at::_prelu_kernel_backward(grad, self, shaped);
+    dself = std::get<0>(grads);
+    dweight = std::get<1>(grads).sum_to_size(shaped.sizes()).view_as(dweight);
+})
 OP(aclnnKlDiv, (Tensor self, Tensor target, int64_t reduction, bool log_target, Out out), out = at::kl_div(self, target, reduction, log_target))
-OP(aclnnCtcLoss, (Tensor log_probs, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Out loss, Out alpha),
-   std::tie(loss, alpha) = at::_ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity))
+// The hardware's alpha has a padded last dimension.
+OP(aclnnCtcLoss, (Tensor log_probs, Tensor targets, Ints inputs, Ints lengths, int64_t blank, bool zero_infinity, Out loss, Out alpha), {
+    const auto result = at::_ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity);
+    loss = std::get<0>(result);
+    alpha.narrow(2, 0, std::get<1>(result).size(2)).copy_(std::get<1>(result));
+})
+OP(aclnnCtcLossBackward, (Tensor grad, Tensor log_probs, Tensor targets, Ints inputs, Ints lengths, Tensor loss, Tensor alpha, int64_t blank,
+                          bool zero_infinity, Out out), {
+    const auto used = 2 * *std::max_element(lengths.begin(), lengths.end()) + 1;
+    out = at::_ctc_loss_backward(grad, log_probs, targets, inputs, lengths, loss, alpha.narrow(2, 0, used), blank, zero_infinity);
+})
 
 OP(aclnnLinalgCross, (Tensor self, Tensor other, int64_t dim, Out out), out = at::linalg_cross(self, other, dim))
 OP(aclnnLinalgCholesky, (Tensor self, bool upper, Out out), out = at::linalg_cholesky(self, upper))
+OP(aclnnLinalgQr, (Tensor self, int64_t mode, Out q, Out r), {
+    constexpr const char* kModes[] = {"reduced", "complete", "r"};
+    const auto qr = at::linalg_qr(self, kModes[mode]);
+    assign_wanted(q, std::get<0>(qr));
+    r = std::get<1>(qr);
+})
+OP(aclnnSvd, (Tensor self, bool full, bool, Out s, Out u, Out v), {
+    const auto usv = at::linalg_svd(self, full);
+    s = std::get<1>(usv);
+    assign_wanted(u, std::get<0>(usv));
+    assign_wanted(v, std::get<2>(usv).mH());
+})
 OP(aclnnInverse, (Tensor self, Out out), out = at::inverse(self))
 OP(aclnnSlogdet, (Tensor self, Out sign, Out log), std::tie(sign, log) = at::slogdet(self))
 OP(aclnnTriangularSolve, (Tensor self, Tensor a, bool upper, bool transpose, bool unitriangular, Out x, Out m),
    std::tie(x, m) = at::triangular_solve(self, a, upper, transpose, unitriangular))
 OP(aclnnCdist, (Tensor a, Tensor b, float p, int64_t mode, Out out), out = at::_cdist_forward(a, b, p, mode))
 OP(aclnnPdist, (Tensor self, float p, Out out), out = at::_pdist_forward(self, p))
-OP(aclnnGridSampler2D, (Tensor input, Tensor grid, int64_t interpolation, int64_t padding, bool align, Out out),
-   out = at::grid_sampler_2d(input, grid, interpolation, padding, align))
-OP(aclnnGridSampler3D, (Tensor input, Tensor grid, int64_t interpolation, int64_t padding, bool align, Out out),
-   out = at::grid_sampler_3d(input, grid, interpolation, padding, align))
-OP(aclnnAffineGrid, (Tensor theta, Ints size, bool align, Out out), out = at::affine_grid_generator(theta, size, align))
-
-OP(aclnnUpsampleNearest1d, (Tensor self, Ints size, Out out), out = at::upsample_nearest1d(self, size))
-OP(aclnnUpsampleNearest2d, (Tensor self, Ints size, Out out), out = at::upsample_nearest2d(self, size))
-OP(aclnnUpsampleLinear1d, (Tensor self, Ints size, bool align, double scale, Out out), out = at::upsample_linear1d(self, size, align, some<double>(scale)))
-OP(aclnnUpsampleBilinear2d, (Tensor self, Ints size, bool align, double h, double w, Out out),
-   out = at::upsample_bilinear2d(self, size, align, some<double>(h), some<double>(w)))
-OP(aclnnUpsampleBicubic2d, (Tensor self, Ints size, bool align, double h, double w, Out out),
-   out = at::upsample_bicubic2d(self, size, align, some<double>(h), some<double>(w)))
-OP(aclnnUpsampleNearest3d, (Tensor self, Ints size, double d, double h, double w, Out out),
-   out = at::upsample_nearest3d(self, size, some<double>(d), some<double>(h), some<double>(w)))
-OP(aclnnUpsampleTrilinear3d, (Tensor self, Ints size, bool align, double d, double h, double w, Out out),
-   out = at::upsample_trilinear3d(self, size, align, some<double>(d), some<double>(h), some<double>(w)))

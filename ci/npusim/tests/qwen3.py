@@ -1,32 +1,32 @@
-"""Train a two-layer Qwen3 with AdamW and generate from it, on the CPU or on the simulated device: ``python qwen3.py DEVICE OUT``.
-
-Losses, gradient norms, tokens and the final parameters go to OUT (torch.save), for the caller to compare.
-"""
+"""A two-layer Qwen3 that is trained with AdamW and generates."""
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+STEPS = 3
+CONFIG = Qwen3Config(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
 
-def main(device: str, out: str) -> None:
+
+def train_and_generate(device: str, out: Path) -> None:
+    """Save losses, gradient norms, the tokens generated and the final parameters to ``out``, on the CPU."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    model = Qwen3ForCausalLM(config).to(device)
+    model = Qwen3ForCausalLM(CONFIG).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1)).to(device)
     losses, norms = [], []
-    for _ in range(3):
+    for _ in range(STEPS):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
@@ -36,7 +36,3 @@ def main(device: str, out: str) -> None:
     generated = model.generate(tokens[:, :4], max_new_tokens=6, do_sample=False, pad_token_id=0)
     parameters = {key: value.cpu() for key, value in model.state_dict().items()}
     torch.save({"losses": losses, "norms": norms, "generated": generated.cpu(), "parameters": parameters}, out)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
