@@ -77,7 +77,8 @@ public:
     /// What the handle is in truth: its kind, or a phrase for null, destroyed and foreign ones.
     static const char* describe(const void* handle) {
         if (handle == nullptr) return "null";
-        if (reinterpret_cast<uintptr_t>(handle) % alignof(Tagged) != 0) return "no handle";
+        const auto address = reinterpret_cast<uintptr_t>(handle);
+        if (address < 4096 || address % alignof(Tagged) != 0) return "no handle";  // a number, where a handle is wanted
         const auto* tagged = static_cast<const Tagged*>(handle);
         if (tagged->magic_ == kDead) return "a destroyed handle";
         return tagged->magic_ == kAlive ? tagged->kind_ : "no handle";
