@@ -22,7 +22,7 @@ from tests.crash.disk import KINDS, Fault, WatchedDisk
 from tests.unit.test_ledger import finished
 
 BATCH, STALENESS, SAVE_EVERY = 4, 2, 2
-STEPS_PER_CYCLE = 5
+STEPS_PER_CYCLE = 20  # more than a life lasts, so that every one of them is cut short
 
 
 @dataclass(frozen=True)

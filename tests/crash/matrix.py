@@ -230,7 +230,7 @@ class _Life:
         if self._disk is not None and rank == self._victim:
             self._disk.enter(trace=self._trace)
             self._disk.arm(self._fault)
-        self._started_s = time.monotonic()
+        self._began_s = time.monotonic()
         try:
             with self._open(rank, "first") as session:
                 if self._resumes:
@@ -248,6 +248,7 @@ class _Life:
 
     def _save(self, session: Session, steps: list[int], reports: Connection) -> None:
         for step in steps:
+            self._began_s = time.monotonic()
             try:
                 session.save(step)
                 reports.send({"saved": step})
@@ -260,7 +261,7 @@ class _Life:
             reports.send({"complaint": "the step that was just saved is not found"})
 
     def _note(self, exc: Exception, reports: Connection) -> None:
-        late_s = time.monotonic() - self._started_s - TIMEOUT_S
+        late_s = time.monotonic() - self._began_s - TIMEOUT_S
         if self._fault is None:
             reports.send({"complaint": f"it failed without a fault: {exc}"})
         elif late_s > NOTICE_S and self._loses_a_rank():
