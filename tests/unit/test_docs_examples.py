@@ -4,11 +4,13 @@ import ast
 import builtins
 import collections.abc
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
-from hwrl import backend
+from hwrl import backend, comm
+from hwrl.train import engine
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -39,10 +41,9 @@ def test_every_name_in_the_page_on_backends_exists(number: int) -> None:
 
 def test_every_name_in_the_page_on_hooks_exists() -> None:
     blocks = blocks_of("hooks.md")
+    homes = (backend, collections.abc, builtins, comm, engine, typing)
     assert blocks
     for block in blocks:
         names = {node.id for node in ast.walk(ast.parse(f"def {block.strip()}: ...")) if isinstance(node, ast.Name)}
-        missing = [
-            name for name in names if not any(hasattr(home, name) for home in (backend, collections.abc, builtins))
-        ]
+        missing = [name for name in names if not any(hasattr(home, name) for home in homes)]
         assert not missing, f"{block.strip()} needs {missing}"
