@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from hwrl.errors import ConfigError, UnsupportedError
+from hwrl.errors import CommError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -291,7 +291,7 @@ class Backend:
         self.device_module.synchronize()
 
     def stream(self) -> StreamLike:
-        """Return a new side stream of the current device."""
+        """Return a new side stream of the current device; without streams, one whose work is done as it is queued."""
         import torch
 
         return torch.Stream(device=self.device())  # type: ignore[no-any-return, unused-ignore] # untyped before 2.12
@@ -337,6 +337,15 @@ class Backend:
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def check_exportable(self, memory: torch.Tensor) -> None:
+        """Raise CommError unless ``memory`` is what :meth:`export_memory` takes."""
+        if memory.device.type != self.info.device_type or not memory.is_contiguous() or memory.numel() == 0:
+            raise CommError(
+                "cannot export this tensor",
+                why=f"it is on {memory.device}, has shape {tuple(memory.shape)} and strides {memory.stride()}",
+                fix=f"export a contiguous tensor that is on a device {self.info.device_type!r} and not empty",
+            )
 
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
         """Return a JSON-able handle with which other processes of this host can open ``memory``.

@@ -20,7 +20,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.backend import Backend, Capability
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError, UnsupportedError
-from hwrl.store import await_keys, clone_store, connect_store, first_line, serve_store, store_address, store_failures
+from hwrl.store import (
+    await_keys,
+    clone_store,
+    connect_store,
+    first_line,
+    pause,
+    serve_store,
+    store_address,
+    store_failures,
+)
 
 __all__ = [
     "Comm",
@@ -360,7 +369,7 @@ class Group:
                 passed_s = time.monotonic() - begin
                 if passed_s >= self.timeout_s:
                     raise RuntimeError("timed out: the device still waits for a peer that died, hangs or is late")
-                _pause(passed_s)
+                pause(passed_s)
             if self._ended is not None:
                 raise self._failure(None, op)
             work.wait()  # does not block any more; orders the stream, and raises what the library found
@@ -397,11 +406,6 @@ class Group:
         if self._ended is not None or exc is None:
             return CommAbortedError(f"{where} was aborted", why=self._ended or "", fix="make a new group")
         return _translated(exc, where, timeout_s=self.timeout_s)
-
-
-def _pause(passed_s: float) -> None:
-    """Sleep between two looks at a device: not at all at first, later so that the answer is half a hundredth late."""
-    time.sleep(0.0 if passed_s < 0.001 else min(max(0.0001, passed_s / 200), 0.005))
 
 
 def _given(value: int | None, name: str) -> int:

@@ -13,8 +13,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from hwrl.errors import CommError, CommTimeoutError, PeerLostError
 
-_POLL_S = (0.0001, 0.005)  # a store is asked this often: at first, and after a while
-
 
 def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
     """Return a store that other processes reach at ``store_address(store)``; it lives as long as this object.
@@ -80,9 +78,16 @@ def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tupl
             passed_s = time.monotonic() - begin
             if passed_s >= timeout_s:
                 break
-            time.sleep(min(max(_POLL_S[0], passed_s / 200), _POLL_S[1]))  # late by half a hundredth at most
+            pause(passed_s)
             missing = [key for key in missing if not store.check([key])]
     return tuple(missing)
+
+
+def pause(passed_s: float) -> None:
+    """Sleep between two looks at a store or a device: not at all in the first millisecond, then 0.1 to 5 ms, so that
+    after ``passed_s`` an answer is seen half a hundredth of that late.
+    """
+    time.sleep(0.0 if passed_s < 0.001 else min(max(0.0001, passed_s / 200), 0.005))
 
 
 @contextlib.contextmanager

@@ -121,6 +121,7 @@ class CpuBackend(Backend):
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
         from hwrl_cpu import shared
 
+        self.check_exportable(memory)
         return shared.export(memory)
 
     def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:

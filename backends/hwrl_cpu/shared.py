@@ -15,12 +15,6 @@ _FIELDS = ("pid", "fd", "inode", "offset", "nbytes")
 
 def export(memory: torch.Tensor) -> dict[str, str | int]:
     """Return a handle of ``memory``, whose address changes; see :meth:`hwrl.Backend.export_memory`."""
-    if memory.device.type != "cpu" or not memory.is_contiguous() or memory.numel() == 0:
-        raise CommError(
-            "cannot export this tensor",
-            why=f"it is on {memory.device}, has shape {tuple(memory.shape)} and strides {memory.stride()}",
-            fix="export a contiguous tensor that is on the CPU and not empty",
-        )
     fd, _ = memory.untyped_storage()._share_fd_cpu_()
     offset = memory.storage_offset() * memory.element_size()
     inode = os.fstat(fd).st_ino
@@ -31,11 +25,7 @@ def open(handle: Mapping[str, str | int]) -> torch.Tensor:
     """Return the memory of ``handle``; see :meth:`hwrl.Backend.open_memory`."""
     wrong = [name for name in _FIELDS if type(handle.get(name)) is not int]
     if wrong:
-        raise CommError(
-            "this is no handle of memory",
-            why=f"{', '.join(wrong)} cannot be right in {dict(handle)!r:.200}",
-            fix="pass on unchanged what export_memory returned",
-        )
+        raise _malformed(handle, ", ".join(wrong))
     pid, fd, inode, offset, nbytes = (int(handle[name]) for name in _FIELDS)
     if pid == os.getpid():
         raise UnsupportedError(
@@ -43,7 +33,10 @@ def open(handle: Mapping[str, str | int]) -> torch.Tensor:
             why="it would be a second mapping, which devices do not have",
             fix="use the tensor that was exported",
         )
-    return _mapped(pid, fd, inode)[offset : offset + nbytes]
+    memory = _mapped(pid, fd, inode)
+    if not 0 <= offset < offset + nbytes <= memory.nbytes:
+        raise _malformed(handle, f"bytes {offset:,} to {offset + nbytes:,} of {memory.nbytes:,}")
+    return memory[offset : offset + nbytes]
 
 
 def _mapped(pid: int, fd: int, inode: int) -> torch.Tensor:
@@ -60,6 +53,14 @@ def _mapped(pid: int, fd: int, inode: int) -> torch.Tensor:
     finally:
         os.close(mine)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _malformed(handle: Mapping[str, str | int], wrong: str) -> CommError:
+    return CommError(
+        "this is no handle of memory",
+        why=f"{wrong} cannot be right in {dict(handle)!r:.200}",
+        fix="pass on unchanged what export_memory returned",
+    )
 
 
 def _stale(why: str) -> CommError:

@@ -115,6 +115,7 @@ class CudaBackend(Backend):
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
         from hwrl_cuda import ipc
 
+        self.check_exportable(memory)
         return ipc.export(memory)
 
     def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:

@@ -48,12 +48,6 @@ class _DriverError(Exception):
 
 def export(memory: torch.Tensor) -> dict[str, str | int]:
     """Return a handle of ``memory``; see :meth:`hwrl.Backend.export_memory`."""
-    if memory.device.type != "cuda" or not memory.is_contiguous() or memory.numel() == 0:
-        raise CommError(
-            "cannot export this tensor",
-            why=f"it is on {memory.device}, has shape {tuple(memory.shape)} and strides {memory.stride()}",
-            fix="export a contiguous tensor that is on a GPU and not empty",
-        )
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
     with _context(memory.device.index):
         try:
@@ -78,17 +72,22 @@ def open(handle: Mapping[str, str | int]) -> torch.Tensor:
     """Return the memory of ``handle``; see :meth:`hwrl.Backend.open_memory`."""
     raw = _checked(handle)
     index = _index_of(str(handle["device"]))
-    base = ctypes.c_uint64()
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
     with _context(index):
         try:
             _call("cuIpcOpenMemHandle_v2", base, _IpcHandle.from_buffer_copy(raw), _ENABLE_PEER_ACCESS)
+            _call("cuMemGetAddressRange_v2", ctypes.c_uint64(), size, base.value)
         except _DriverError as exc:
             raise CommError(
                 "cannot open another process's memory",
                 why=f"{exc}; its process must live, keep the tensor, and be in no other IPC namespace",
                 fix="open it while the exporter keeps it; share the host's IPC and PID namespaces between containers",
             ) from exc
-    mapping = _Mapping(base.value, index=index, offset=int(handle["offset"]), nbytes=int(handle["nbytes"]))
+    offset, nbytes = int(handle["offset"]), int(handle["nbytes"])
+    if offset + nbytes > size.value:
+        _close(base.value, index)
+        raise _malformed(handle, f"bytes {offset:,} to {offset + nbytes:,} of {size.value:,}")
+    mapping = _Mapping(base.value, index=index, offset=offset, nbytes=nbytes)
     return torch.as_tensor(mapping, device=torch.device("cuda", index))
 
 
@@ -125,9 +124,13 @@ def _checked(handle: Mapping[str, str | int]) -> bytes:
                     fix="use the tensor that was exported",
                 )
             return raw
-    raise CommError(
+    raise _malformed(handle, ", ".join(wrong) or "memory, offset or nbytes")
+
+
+def _malformed(handle: Mapping[str, str | int], wrong: str) -> CommError:
+    return CommError(
         "this is no handle of device memory",
-        why=f"{', '.join(wrong) or 'memory, offset or nbytes'} cannot be right in {dict(handle)!r:.200}",
+        why=f"{wrong} cannot be right in {dict(handle)!r:.200}",
         fix="pass on unchanged what export_memory returned",
     )
 

@@ -6,32 +6,33 @@ import functools
 
 import torch
 
-_COLUMNS = 1021  # a prime, so that rows swapped in a matrix of round size change the fingerprint
-_PIECE_NBYTES = 8 * _COLUMNS * 2048
+_WORDS = 251  # a prime, so that rows swapped in a matrix of round size change the fingerprint
+_ROW_NBYTES = 8 * _WORDS
 
 
 def fingerprints(storages: list[torch.UntypedStorage]) -> list[int]:
-    """Return a 64-bit sum of each storage's bytes, weighted by position; computed on the device, read once."""
+    """Return a 64-bit sum of each storage's bytes, weighted by position; computed on the device, read once.
+
+    Takes one kernel for a storage and a few for all of them, and 4 kB of device memory for each.
+    """
     if not storages:
         return []
-    weights = _weights(storages[0].device)
-    return [int(one) for one in torch.stack([_fingerprint(bytes_of(one), weights) for one in storages]).tolist()]
-
-
-def _fingerprint(data: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    whole = data.numel() - data.numel() % (8 * _COLUMNS)
-    rest = data[whole:]
-    total = (rest * weights[: rest.numel()]).sum()
-    for piece in torch.split(data[:whole], _PIECE_NBYTES) if whole else ():
-        columns = piece.view(torch.int64).view(-1, _COLUMNS).sum(0)
-        total = total * 31 + (columns * weights[:_COLUMNS]).sum()
-    return total
+    datas = [bytes_of(storage) for storage in storages]
+    sums = torch.zeros(2, len(datas), _WORDS, dtype=torch.int64, device=datas[0].device)
+    ends = []
+    for data, of_rows in zip(datas, sums[0], strict=True):
+        whole = data.numel() - data.numel() % _ROW_NBYTES
+        if whole:
+            torch.sum(data[:whole].view(torch.int64).view(-1, _WORDS), 0, out=of_rows)
+        ends.append(data[whole:])
+    torch._foreach_copy_([row[: len(end)] for row, end in zip(sums[1].view(torch.uint8), ends, strict=True)], ends)
+    return [int(one) for one in (sums * _weights(sums.device)).sum((0, 2)).tolist()]
 
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0x68_77_72_6C)
-    weights = torch.randint(-(2**62), 2**62, (8 * _COLUMNS,), generator=generator, dtype=torch.int64)
+    weights = torch.randint(-(2**62), 2**62, (2, 1, _WORDS), generator=generator, dtype=torch.int64)
     return (weights * 2 + 1).to(device)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hwrl.backend import Backend, Capability
+from hwrl.backend import Backend
 from hwrl.errors import MemoryStateError
 from hwrl.memory.fingerprint import bytes_of, fingerprints
 from hwrl.memory.pool import PinnedPool
@@ -81,7 +81,7 @@ class Offloader:
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, backend: Backend | None = None) -> None:
         self._backend = backend or get_backend()
         self._pool = PinnedPool(self._backend)
-        self._stream = _side_stream(self._backend)
+        self._stream = self._backend.stream()
         refusals = functools.partial(_refuse_use, model, optimizer)
         find_params = functools.partial(_model_tensors, model)
         find_state = functools.partial(_optimizer_tensors, optimizer)
@@ -343,10 +343,6 @@ def _require_resizable(storage: torch.UntypedStorage, name: str) -> None:
             why=f"{storage.nbytes():,} bytes of them belong to a file, an array or another process",
             fix="give the tensors memory of their own: parameter.data = parameter.data.clone()",
         )
-
-
-def _side_stream(backend: Backend) -> Any:
-    return backend.stream() if backend.supports(Capability.STREAMS).usable else backend.current_stream()
 
 
 def _refuse_use(model: nn.Module, optimizer: Optimizer | None, name: str) -> list[Any]:

@@ -15,7 +15,7 @@ from hwrl.train.engine import TrainEngine
 
 _AHEAD_NBYTES = 512 << 20
 
-Named = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,26 @@ class _Gathering:
     pending: Sequence[Pending] = ()
 
 
-def gathered(named: Iterable[Named], group: Group | None, *, dtype: torch.dtype) -> Iterator[Named]:
+def gathered(named: Iterable[NamedTensor], group: Group | None, *, dtype: torch.dtype) -> Iterator[NamedTensor]:
     """Yield each tensor whole and as ``dtype``, on the first rank of ``group``; elsewhere take part and yield nothing.
 
     All ranks must exhaust it. Shards travel as ``dtype``, to the first rank only, and up to 512 MiB ahead of what was
     yielded: the transfer that reads this goes on meanwhile. A tensor that is not sharded costs no traffic.
     """
     ahead: collections.deque[_Gathering] = collections.deque()
+    limit = 0 if group is None else _AHEAD_NBYTES  # on one rank there is nothing to hide
+    under_way = 0
     for name, tensor in named:
         ahead.append(_gather(name, tensor, group, dtype))
-        while sum(one.nbytes for one in ahead) > _AHEAD_NBYTES:
+        under_way += ahead[-1].nbytes
+        while under_way > limit:
+            under_way -= ahead[0].nbytes
             yield from _finish(ahead.popleft())
     while ahead:
         yield from _finish(ahead.popleft())
 
 
-def _finish(one: _Gathering) -> Iterator[Named]:
+def _finish(one: _Gathering) -> Iterator[NamedTensor]:
     for pending in one.pending:
         pending.wait()
     if one.whole is not None:
@@ -80,11 +84,11 @@ class SharedWeights:
     def __init__(self, engine: TrainEngine, group: Group | None) -> None:
         self._engine, self._group = engine, group
 
-    def metadata(self) -> Iterator[Named]:
+    def metadata(self) -> Iterator[NamedTensor]:
         """Yield names with tensors on the meta device; reads nothing from the other ranks."""
         return self._engine.weights_metadata()
 
-    def __iter__(self) -> Iterator[Named]:
+    def __iter__(self) -> Iterator[NamedTensor]:
         self._say(going_on=True)
         weights = self._engine.named_weights()
         try:

@@ -36,13 +36,17 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Lease:
-    """``memory`` is slab ``index``'s until the ring comes round; ``copied`` says whether it is memory of the ring."""
+    """``memory`` is slab ``index``'s; if it is the ring's, until that comes round."""
 
     index: int
     memory: torch.Tensor
-    copied: bool
-    _slot: _Slot | None
-    _generation: int
+    _slot: _Slot | None = None
+    _generation: int = 0
+
+    @property
+    def copied(self) -> bool:
+        """Whether the memory is the ring's, so that tensors are copied into it or out of it."""
+        return self._slot is not None
 
     def in_use_until(self, pending: Waitable) -> None:
         """Keep the memory unchanged until ``pending`` is done: the next lease of this slot waits for it.
@@ -80,23 +84,15 @@ class BroadcastBuffer:
 
     def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> Lease:
         """Return the bytes of slab ``index``, to be sent. ``tensors`` are those of the slab's pieces."""
-        slab = self._layout.slabs[index]
-        lying = self._as_it_lies(slab, tensors, gaps=True)
-        if lying is not None:
-            return Lease(index, lying, copied=False, _slot=None, _generation=0)
-        slot = self._next_slot(index)
-        for places, words in zip(self._views(slot, index), self.words(index, tensors), strict=True):
-            torch._foreach_copy_(places, words)
-        return Lease(index, slot.memory[: slab.nbytes], copied=True, _slot=slot, _generation=slot.generation)
+        lease = self._lease(index, tensors, gaps=True)
+        if lease._slot is not None:
+            for places, words in zip(self._views(lease._slot, index), self.words(index, tensors), strict=True):
+                torch._foreach_copy_(places, words)
+        return lease
 
     def room(self, index: int, tensors: Sequence[torch.Tensor]) -> Lease:
         """Return memory into which slab ``index`` can be received: that of ``tensors`` itself where it is possible."""
-        slab = self._layout.slabs[index]
-        lying = self._as_it_lies(slab, tensors, gaps=False)
-        if lying is not None:
-            return Lease(index, lying, copied=False, _slot=None, _generation=0)
-        slot = self._next_slot(index)
-        return Lease(index, slot.memory[: slab.nbytes], copied=True, _slot=slot, _generation=slot.generation)
+        return self._lease(index, tensors, gaps=False)
 
     def unpack(self, lease: Lease, words: Sequence[list[torch.Tensor]]) -> None:
         """Copy what was received into ``lease``, of :meth:`room`, to the tensors whose :meth:`words` these are."""
@@ -116,6 +112,14 @@ class BroadcastBuffer:
         for slot in self._slots:
             if slot is not None:
                 slot.in_use = None
+
+    def _lease(self, index: int, tensors: Sequence[torch.Tensor], *, gaps: bool) -> Lease:
+        slab = self._layout.slabs[index]
+        lying = self._as_it_lies(slab, tensors, gaps=gaps)
+        if lying is not None:
+            return Lease(index, lying)
+        slot = self._next_slot(index)
+        return Lease(index, slot.memory[: slab.nbytes], slot, slot.generation)
 
     def _as_it_lies(self, slab: Slab, tensors: Sequence[torch.Tensor], *, gaps: bool) -> torch.Tensor | None:
         """Return the slab as memory of ``tensors``; ``gaps`` says whether bytes between them may belong to others."""
@@ -220,7 +224,7 @@ class Staging:
 
     def room(self, index: int) -> Lease:
         """Return slab ``index``'s part of the room."""
-        return Lease(index, self.slabs[index], copied=False, _slot=None, _generation=0)
+        return Lease(index, self.slabs[index])
 
     def land(self, lease: Lease) -> None:
         """Return: slabs are received where they belong."""
@@ -244,20 +248,18 @@ class InPlace:
         self._layout, self._buffer = layout, BroadcastBuffer(layout, backend=backend, slabs=slabs)
         aliases = [(self.tensors[e.name], self.tensors[e.alias_of]) for e in layout.entries if e.alias_of is not None]
         self._copies = [(alias, whole) for alias, whole in aliases if alias.data_ptr() != whole.data_ptr()]
-        self._flat = _flat_memory(layout, self.tensors)
         self._words: dict[int, list[list[torch.Tensor]]] = {}
-        self._own: dict[int, Lease] = {}
+        self._own: dict[int, Lease] = {}  # the slabs that are the tensors' own memory, as far as they are known
+        flat = _flat_memory(layout, self.tensors)
+        if flat is not None:
+            staging = Staging(layout, flat=flat)
+            self._own = {index: staging.room(index) for index in range(len(layout.slabs))}
 
     def room(self, index: int) -> Lease:
         """Return the tensors' own memory where slab ``index`` can be received into it, else a slot of the ring."""
         if index in self._own:
             return self._own[index]
-        if self._flat is not None:
-            slab = self._layout.slabs[index]
-            memory = self._flat[slab.offset : slab.offset + slab.nbytes]
-            lease = Lease(index, memory, copied=False, _slot=None, _generation=0)
-        else:
-            lease = self._buffer.room(index, self._of(index))
+        lease = self._buffer.room(index, self._of(index))
         if not lease.copied:
             self._own[index] = lease
         return lease

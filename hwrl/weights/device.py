@@ -19,7 +19,7 @@ from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Rounds
+from hwrl.weights.rounds import Rounds, wire_timeout_s
 
 
 class Lanes:
@@ -29,26 +29,28 @@ class Lanes:
     leaves the wire idle for about 10 µs, which the other group's slab fills (docs/benchmarks.md). Elsewhere, one.
     """
 
-    def __init__(self, groups: list[Group]) -> None:
-        self._groups = groups
-        self._turn = 0
-        self.count = len(groups)
+    def __init__(self, store: Store, offer: Offer, *, rank: int, backend: Backend, timeout_s: float) -> None:
+        """Connect with the other ranks of ``offer``; blocks until all came, raises CommError if not.
 
-    @classmethod
-    def open(
-        cls, store: Store, *, backend: Backend, name: str, rank: int, size: int, count: int, timeout_s: float
-    ) -> Lanes:
-        """Connect with the other ranks; blocks until all came, raises CommError if not."""
-        comm, groups = Comm(backend), list[Group]()
+        ``timeout_s`` is the transfer's, votes included.
+        """
+        self.name, self.to = offer.group, offer.to
+        self._groups: list[Group] = []
+        self._turn = 0
+        comm, size, wire_s = Comm(backend), 1 + len(offer.to), wire_timeout_s(timeout_s)
         try:
-            for lane in range(count):
-                groups.append(
-                    comm.standalone_group(store, rank=rank, size=size, name=f"{name}/{lane}", timeout_s=timeout_s)
+            for lane in range(offer.lanes):
+                self._groups.append(
+                    comm.standalone_group(store, rank=rank, size=size, name=f"{offer.group}/{lane}", timeout_s=wire_s)
                 )
         except CommError:
-            cls(groups).close()
+            self.close()
             raise
-        return cls(groups)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._groups)
 
     def broadcast(self, memory: torch.Tensor) -> Pending:
         """Begin to broadcast rank 0's ``memory`` on the next lane; every rank calls this in the same order."""
@@ -91,24 +93,23 @@ class DeviceSender(Rounds):
         self._buffer = BroadcastBuffer(layout, backend=backend, slabs=slabs)
         self._sums = Checksums(layout, device=backend.device())
         self._lanes: Lanes | None = None
-        self._lanes_to: tuple[str, list[int]] = ("", [])
 
     def _begin(self, offer: Offer) -> Offer:
-        name, to = self._lanes_to
-        if self._lanes is None or to != offer.to:
+        if self._lanes is not None and self._lanes.to != offer.to:
             self._break_off()
-            name = f"{offer.epoch}.{offer.number}"
+        name = f"{offer.epoch}.{offer.number}" if self._lanes is None else self._lanes.name
         return replace(offer, group=name, lanes=lanes_on(self._backend))
 
     def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:
-        lanes = self._lanes_for(offer)
+        if self._lanes is None:
+            self._lanes = Lanes(self._board.store, offer, rank=0, backend=self._backend, timeout_s=self._timeout_s)
         under_way = collections.deque[tuple[Pending, Lease, list[torch.Tensor]]]()
         for index, slab in enumerate(self._layout.slabs):
             with clock("gather"):
                 tensors = feed.of(slab)
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
-            pending = lanes.broadcast(lease.memory)
+            pending = self._lanes.broadcast(lease.memory)
             lease.in_use_until(pending)
             under_way.append((pending, lease, tensors))
             self._sums.add(index, lease.memory)
@@ -117,27 +118,13 @@ class DeviceSender(Rounds):
         feed.finish()
         for pending, *_ in under_way:
             pending.wait()
-        lanes.broadcast(self._sums.values).wait()
+        self._lanes.broadcast(self._sums.values).wait()
 
     def _break_off(self) -> None:
         lanes, self._lanes = self._lanes, None
         self._buffer.free_all()
         if lanes is not None:
             lanes.close()
-
-    def _lanes_for(self, offer: Offer) -> Lanes:
-        if self._lanes is None:
-            self._lanes = Lanes.open(
-                self._board.store,
-                backend=self._backend,
-                name=offer.group,
-                rank=0,
-                size=1 + len(offer.to),
-                count=offer.lanes,
-                timeout_s=self._timeout_s,
-            )
-            self._lanes_to = offer.group, offer.to
-        return self._lanes
 
 
 class DeviceReceiver:
@@ -146,7 +133,6 @@ class DeviceReceiver:
     def __init__(self, board: Board, *, backend: Backend, slabs: int, timeout_s: float) -> None:
         self._board, self._backend, self._slabs, self._timeout_s = board, backend, slabs, timeout_s
         self._lanes: Lanes | None = None
-        self._name = ""
 
     def receive(self, offer: Offer, member: int, place: Place, sums: Checksums, clock: StageClock) -> torch.Tensor:
         """Receive ``offer`` into ``place`` and its sums into ``sums``; return the sender's sums, for comparison.
@@ -166,23 +152,15 @@ class DeviceReceiver:
 
     def close(self) -> None:
         """Close the groups."""
-        if self._lanes is not None:
-            self._lanes.close()
-        self._lanes = None
+        lanes, self._lanes = self._lanes, None
+        if lanes is not None:
+            lanes.close()
 
     def _lanes_for(self, offer: Offer, member: int) -> Lanes:
-        if self._lanes is None or self._name != offer.group:
+        if self._lanes is None or self._lanes.name != offer.group:
             self.close()
-            self._lanes = Lanes.open(
-                self._board.store,
-                backend=self._backend,
-                name=offer.group,
-                rank=1 + offer.to.index(member),
-                size=1 + len(offer.to),
-                count=offer.lanes,
-                timeout_s=self._timeout_s,
-            )
-            self._name = offer.group
+            rank = 1 + offer.to.index(member)
+            self._lanes = Lanes(self._board.store, offer, rank=rank, backend=self._backend, timeout_s=self._timeout_s)
         return self._lanes
 
     def _receive_slabs(

@@ -12,7 +12,7 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import ItemsView, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,8 +82,7 @@ class HostSender:
         those that lack the version before still get it.
         """
         feed = TensorFeed(self._layout, named)
-        if isinstance(named, (Sequence, ItemsView)):
-            feed.read_all()  # before anything is offered
+        feed.read_ahead()
         self._roster.refresh()
         receivers = len(self._roster.members)
         number = self._board.newest() + 1

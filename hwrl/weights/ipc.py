@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,14 +115,12 @@ class IpcReceiver:
         self, places: list[tuple[int, int]], opened: list[torch.Tensor], place: Place, sums: Checksums
     ) -> torch.Tensor:
         current = self._backend.current_stream()
-        if not self._streams and self._backend.supports(Capability.STREAMS).usable:
-            # Two in turn: while one slab is summed and unpacked, the next is copied.
-            self._streams = [self._backend.stream() for _ in range(2)]
-        streams = self._streams or [current]
+        # Two in turn: while one slab is summed and unpacked, the next is copied.
+        self._streams = self._streams or [self._backend.stream() for _ in range(2)]
         for stream in self._streams:
             stream.wait_stream(current)
         for index, (number, offset) in enumerate(places[:-1]):
-            stream = streams[index % len(streams)]
+            stream = self._streams[index % len(self._streams)]
             with stream:
                 lease = place.room(index)
                 lease.memory.copy_(_part(opened[number], offset, lease.memory.numel()), non_blocking=True)
@@ -135,11 +134,12 @@ class IpcReceiver:
         return theirs.copy_(_part(opened[number], offset, theirs.nbytes).view(torch.int64))
 
 
+@dataclass(frozen=True)
 class _Opening:
     """What the sender wrote: handles, and a (handle, offset) for each slab and for the checksums."""
 
-    def __init__(self, handles: Sequence[Mapping[str, str | int]], places: list[tuple[int, int]]) -> None:
-        self.handles, self.places = handles, places
+    handles: Sequence[Mapping[str, str | int]]
+    places: list[tuple[int, int]]
 
 
 def _read(note: bytes, slabs: int) -> _Opening:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, ItemsView, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,6 +168,7 @@ class TensorFeed:
 
     def __init__(self, layout: WeightLayout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._layout, self._named = layout, iter(named)
+        self._is_there = isinstance(named, (Sequence, ItemsView))
         self._held: list[torch.Tensor | None] = [None] * len(layout.entries)
         self._next = 0
         self._address_of = {entry.alias_of: 0 for entry in layout.entries if entry.alias_of is not None}
@@ -186,10 +187,10 @@ class TensorFeed:
             self._held[index] = None
         return tensors  # type: ignore[return-value]  # all were just read
 
-    def read_all(self) -> TensorFeed:
-        """Read and hold all tensors now, so that what is wrong shows before anything is sent; return this feed."""
-        self.finish()
-        return self
+    def read_ahead(self) -> None:
+        """Read now what is there in any case, so that what is wrong with it shows before anything is sent."""
+        if self._is_there:
+            self.finish()
 
     def finish(self) -> None:
         """Read what follows the last slab (tied and empty tensors); raise LayoutMismatchError if that is too much."""

@@ -104,8 +104,8 @@ class WeightSender:
     def joiners(self) -> tuple[str, ...]:
         """Return the replicas that have joined and lack the newest version; cheap.
 
-        With the device transport they get it by the next ``publish``, of a new version or of the newest again. With
-        the host transport they help themselves, and nobody is returned.
+        They get it by the next ``publish``, of a new version or of the newest again. With the host transport they help
+        themselves, and nobody is returned.
         """
         self._roster.refresh()
         if self.transport == "host":

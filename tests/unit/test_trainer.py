@@ -45,10 +45,21 @@ class Outlet:
         return {"sync/nbytes": float(sum(tensor.nbytes for _, tensor in engine.named_weights()))}
 
 
+def engine_of(model_directory: Path, *, offload: bool = False) -> FsdpEngine:
+    return FsdpEngine(
+        model_directory,
+        backend=hwrl.get_backend(),
+        group=None,
+        learning_rate=3e-3,
+        total_steps=100,
+        param_offload=offload,
+        optimizer_offload=offload,
+    )
+
+
 def trainer_of(model_directory: Path, outlet: Outlet) -> AsyncTrainer:
-    engine = FsdpEngine(model_directory, backend=hwrl.get_backend(), group=None, learning_rate=3e-3, total_steps=100)
     return AsyncTrainer(
-        engine,
+        engine_of(model_directory),
         algorithm=Algorithm(PolicyLoss()),
         publish=outlet,
         max_staleness=1,
@@ -111,15 +122,7 @@ def test_the_seconds_of_a_step_add_up_to_all_the_time_since_the_last(model_direc
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", ["ppo_clip", "tis", "decoupled"])
 def test_every_loss_teaches_what_was_rewarded(model_directory: Path, name: LossName, offload: bool) -> None:
-    engine = FsdpEngine(
-        model_directory,
-        backend=hwrl.get_backend(),
-        group=None,
-        learning_rate=3e-3,
-        total_steps=100,
-        param_offload=offload,
-        optimizer_offload=offload,
-    )
+    engine = engine_of(model_directory, offload=offload)
     trainer = AsyncTrainer(
         engine,
         algorithm=Algorithm(PolicyLoss(name), ppo_epochs=2, mini_batches=2),
@@ -146,15 +149,7 @@ def test_what_is_offloaded_is_there_for_the_step_and_the_transfer_and_seconds_sa
         sent.append({name: tensor.clone() for name, tensor in engine.named_weights()})
         return {}
 
-    engine = FsdpEngine(
-        model_directory,
-        backend=hwrl.get_backend(),
-        group=None,
-        learning_rate=3e-3,
-        total_steps=9,
-        param_offload=offload,
-        optimizer_offload=offload,
-    )
+    engine = engine_of(model_directory, offload=offload)
     trainer = AsyncTrainer(engine, algorithm=Algorithm(PolicyLoss()), publish=publish, max_staleness=0)
 
     def is_away() -> bool:

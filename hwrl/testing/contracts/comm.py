@@ -11,7 +11,8 @@ import hwrl
 from hwrl.backend import Backend, Capability
 from hwrl.comm import Comm, Group, await_keys, connect_store
 from hwrl.errors import CommAbortedError, CommTimeoutError, PeerLostError, UnsupportedError
-from hwrl.testing.contracts.pair import StoreAddress, need_two_ranks, place
+from hwrl.testing.contracts.need import need, need_two_ranks
+from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import Processes, run_processes
 
 _DTYPES = (
@@ -64,8 +65,7 @@ class CommContract:
 
     def test_a_killed_peer_is_noticed_and_replaced(self, backend: Backend, address: StoreAddress) -> None:
         """A rank that is killed in mid-broadcast gives the other an error in time; that one goes on in new groups."""
-        if not backend.supports(Capability.COMM_ABORT).usable:
-            pytest.skip("needs comm_abort: a device that waits for a dead peer cannot be freed")
+        need(backend, Capability.COMM_ABORT)  # without it a device that waits for a dead peer cannot be freed
         store = connect_store(str(address))
         with Processes(_survive_or_be_killed, 2, backend.info.name, str(address), timeout_s=120.0) as pair:
             assert not await_keys(store, ["moving"], timeout_s=60.0), "the two never moved anything"

@@ -13,6 +13,7 @@ import hwrl
 from hwrl.backend import Backend, Capability
 from hwrl.comm import await_keys, connect_store
 from hwrl.errors import CommError, UnsupportedError
+from hwrl.testing.contracts.need import need
 from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import run_processes
 
@@ -26,9 +27,7 @@ class DeviceIpcContract:
 
     @pytest.fixture(autouse=True)
     def _only_where_memory_can_be_opened(self, backend: Backend) -> None:
-        support = backend.supports(Capability.DEVICE_IPC)
-        if not support.usable:
-            pytest.skip(f"no device_ipc: {support.reason}")
+        need(backend, Capability.DEVICE_IPC)
 
     @pytest.mark.parametrize("reader", [_HERE, _ELSEWHERE, _RENUMBERED])
     def test_both_processes_see_the_same_bytes(self, backend: Backend, reader: str) -> None:
@@ -100,7 +99,9 @@ def _open(name: str, address: str, reader: str) -> list[str]:
     theirs = backend.device(0)
     _await(store, "again")
     opened, again = (backend.open_memory(json.loads(store.get(key))) for key in ("handle", "again"))
-    wrong = _differences(opened, again, device=theirs, plus=0)
+    wrong = _differences(opened, again, device=theirs, plus=0) + _wrongly_opened(
+        backend, json.loads(store.get("handle"))
+    )
     store.set("read", "")
     _await(store, "changed")
     wrong += _differences(opened, again, device=theirs, plus=1)
@@ -109,6 +110,18 @@ def _open(name: str, address: str, reader: str) -> list[str]:
     opened.cpu()  # waits for the tensor's device, which need not be the current one
     store.set("written", "")
     return wrong
+
+
+def _wrongly_opened(backend: Backend, handle: dict[str, Any]) -> list[str]:
+    """Return the numbers of ``handle`` that may lead out of the exported memory and are believed all the same."""
+    believed = []
+    for name in [name for name, value in handle.items() if isinstance(value, int)]:
+        try:
+            backend.open_memory({**handle, name: handle[name] + (1 << 40)})
+        except CommError:
+            continue
+        believed.append(f"a handle with another {name} was opened")
+    return believed
 
 
 def _differences(*opened: torch.Tensor, device: torch.device, plus: int) -> list[str]:

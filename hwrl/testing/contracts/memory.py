@@ -11,6 +11,7 @@ from torch import nn
 from hwrl.backend import Backend, Capability
 from hwrl.errors import MemoryStateError
 from hwrl.memory import Offloader
+from hwrl.testing.contracts.need import need
 
 MIB = 1 << 20
 _SLACK_NBYTES = 2 * MIB
@@ -21,9 +22,7 @@ class PinnedMemoryContract:
 
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
-        support = backend.supports(Capability.PINNED_MEMORY)
-        if not support.usable:
-            pytest.skip(f"{backend.info.name} has no pinned memory: {support.reason}")
+        need(backend, Capability.PINNED_MEMORY)
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4097, 3 * MIB])
     def test_it_is_bytes_on_the_host(self, backend: Backend, nbytes: int) -> None:
@@ -50,7 +49,7 @@ class PinnedMemoryContract:
 
     def test_it_is_no_device_memory(self, backend: Backend) -> None:
         """What is offloaded to it must not count on the device; else nothing was freed."""
-        _need_memory_stats(backend)
+        need(backend, Capability.MEMORY_STATS)
         before = backend.memory_info().allocated_nbytes
         pinned = backend.pinned_empty(64 * MIB)
         grown = backend.memory_info().allocated_nbytes - before
@@ -72,9 +71,7 @@ class RegisteredMemoryContract:
 
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
-        support = backend.supports(Capability.REGISTERED_MEMORY)
-        if not support.usable:
-            pytest.skip(f"{backend.info.name} cannot register memory: {support.reason}")
+        need(backend, Capability.REGISTERED_MEMORY)
 
     def test_shared_memory_is_page_locked_until_it_is_unregistered(self, backend: Backend) -> None:
         """It keeps its bytes, copies through it are exact in both directions, and it can be done again."""
@@ -95,7 +92,7 @@ class DeviceMemoryContract:
 
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
-        _need_memory_stats(backend)
+        need(backend, Capability.MEMORY_STATS)
 
     def test_the_numbers_fit_each_other(self, backend: Backend) -> None:
         """Nothing is negative, nothing exceeds the whole."""
@@ -152,7 +149,7 @@ class OffloadContract:
 
     def test_its_device_memory_is_free(self, backend: Backend) -> None:
         """The count of device memory falls by what the parameters and the optimizer's state held."""
-        _need_memory_stats(backend)
+        need(backend, Capability.MEMORY_STATS)
         model, optimizer = _trained(backend)
         optimizer.zero_grad()
         held = 3 * sum(parameter.nbytes for parameter in model.parameters())  # with the two moments of Adam
@@ -171,12 +168,6 @@ class OffloadContract:
                 raise KeyError
             with pytest.raises(MemoryStateError):
                 model(_batch(backend))
-
-
-def _need_memory_stats(backend: Backend) -> None:
-    support = backend.supports(Capability.MEMORY_STATS)
-    if not support.usable:
-        pytest.skip(f"{backend.info.name} does not count device memory: {support.reason}")
 
 
 def _batch(backend: Backend) -> torch.Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 import hwrl
-from hwrl.backend import Backend, Capability
+from hwrl.backend import Backend
 from hwrl.comm import serve_store, store_address
 
 
@@ -17,20 +15,6 @@ class StoreAddress:
 
     def __str__(self) -> str:
         return store_address(self._store)
-
-
-def need_two_ranks(backend: Backend) -> None:
-    """Skip the test, with the reason, where two processes cannot be in one group."""
-    support = backend.supports(Capability.SHARED_DEVICE_GROUPS)
-    if backend.device_count() < 2 and not support.usable:
-        pytest.skip(f"needs two devices: {support.reason}")
-
-
-def need_ipc(backend: Backend) -> None:
-    """Skip the test, with the reason, where one process cannot open another's device memory."""
-    support = backend.supports(Capability.DEVICE_IPC)
-    if not support.usable:
-        pytest.skip(f"no {Capability.DEVICE_IPC.value}: {support.reason}")
 
 
 def place(rank: int, name: str) -> Backend:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hwrl.backend import Backend
+from hwrl.backend import Backend, Capability
 from hwrl.comm import connect_store, raw_bytes
-from hwrl.testing.contracts.pair import StoreAddress, need_ipc, need_two_ranks, place
+from hwrl.testing.contracts.need import need, need_two_ranks
+from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import run_processes
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.sender import Transport
@@ -30,7 +31,7 @@ class WeightsContract:
         if transport == "device":
             need_two_ranks(backend)
         if transport == "ipc":
-            need_ipc(backend)
+            need(backend, Capability.DEVICE_IPC)
         address = StoreAddress()
         sent, received = run_processes(_send_or_receive, 2, backend.info.name, str(address), transport)
         assert sent == {place: list(_VERSIONS) for place in _PLACES}
