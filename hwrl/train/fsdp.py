@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -179,6 +179,15 @@ class FsdpEngine(TrainEngine):
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+
+    @contextmanager
+    def saved_state(self) -> Iterator[tuple[dict[str, Any], Offloader | None]]:
+        if not self.optimizer.state:  # torch takes a step to have one
+            with super().saved_state() as saved:
+                yield saved
+            return
+        with self._offloader.lending():
+            yield self.state_dict(), self._offloader
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         set_state_dict(
