@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +208,10 @@ def _table(result: dict[str, Any]) -> str:
         f"{'saved s':>9}{'extra MB':>10}"
     )
     for name, found in measured.items():
-        times = f"{found['raw_s_median'] * 1e3:>10.1f}{found['blocked_s_median'] * 1e3:>12.1f}{found['blocked_of_raw']:>8.2f}"
-        steps = f"{found['step_s_median'] * 1e3:>10.1f}{found['next_step_s_median'] * 1e3:>10.1f}"
+        raw, blocked, step, after = (found[f"{key}_s_median"] * 1e3 for key in ("raw", "blocked", "step", "next_step"))
+        times = f"{raw:>10.1f}{blocked:>12.1f}{found['blocked_of_raw']:>8.2f}{step:>10.1f}{after:>10.1f}"
         rest = f"{found['next_step_of_step']:>7.2f}{found['complete_s_median']:>9.2f}"
-        lines.append(f"{name:<20}{times}{steps}{rest}{found['extra_held_nbytes'] / 1e6:>10.0f}")
+        lines.append(f"{name:<20}{times}{rest}{found['extra_held_nbytes'] / 1e6:>10.0f}")
     lines += [
         f"{name}: not measured: {found['why_not']}" for name, found in result["ways"].items() if "why_not" in found
     ]

@@ -132,7 +132,7 @@ class Way(ABC):
         """Let go of what the way holds."""
 
 
-class Hwrl(Way):
+class _Hwrl(Way):
     """``CheckpointManager(async_save=True)``."""
 
     def __init__(self, training: Training, directory: Path) -> None:
@@ -185,7 +185,7 @@ class _Peer(Way):
         """Block until what was begun is complete."""
 
 
-class TorchThread(_Peer):
+class _TorchThread(_Peer):
     """``torch.distributed.checkpoint.async_save`` with its thread."""
 
     executor = "THREAD"
@@ -209,13 +209,13 @@ class TorchThread(_Peer):
         getattr(self.response, "upload_completion", self.response).result()
 
 
-class TorchProcess(TorchThread):
+class _TorchProcess(_TorchThread):
     """The same with a process that torch starts."""
 
     executor = "PROCESS"
 
 
-class TorchSharedMemory(TorchProcess):
+class _TorchSharedMemory(_TorchProcess):
     """The same with torch's stager: shared memory, and where there is an accelerator pinned and filled beside it."""
 
     @classmethod
@@ -252,7 +252,7 @@ class TorchSharedMemory(TorchProcess):
         self._stager.close()
 
 
-class MegatronFork(_Peer):
+class _MegatronFork(_Peer):
     """Megatron-core's ``dist_checkpointing.save`` with its forked writers."""
 
     @classmethod
@@ -288,11 +288,11 @@ class MegatronFork(_Peer):
 
 
 WAYS: dict[str, type[Way]] = {
-    "hwrl": Hwrl,
-    "dcp thread": TorchThread,
-    "dcp process": TorchProcess,
-    "dcp shared memory": TorchSharedMemory,
-    "megatron fork": MegatronFork,
+    "hwrl": _Hwrl,
+    "dcp thread": _TorchThread,
+    "dcp process": _TorchProcess,
+    "dcp shared memory": _TorchSharedMemory,
+    "megatron fork": _MegatronFork,
 }
 
 
