@@ -168,7 +168,7 @@ class CheckpointManager:
         staging = items.staging(self._pool, self._backend) if self._async_save else contextlib.nullcontext()
         try:
             with staging:
-                job = SaveJob(step, weight_version, items.plan(), items, _json(extra), _json(rank_extra), export)
+                job = SaveJob(step, weight_version, items.make_plan(), items, _json(extra), _json(rank_extra), export)
         except BaseException:
             items.close()
             raise

@@ -26,7 +26,7 @@ class SaveItems(SafeSavePlanner):
     A tensor that ``offloader`` holds on the host is read there. It is lent until the writer asks for the next item, so
     that an offload waits for what is not written yet, and for no more. What is lent stands first in the plan.
 
-    Timeline: ``staging`` around ``plan`` if the state may change before it is written; then any thread writes;
+    Timeline: ``staging`` around ``make_plan`` if the state may change before it is written; then any thread writes;
     ``close`` gives back what is still lent.
     """
 
@@ -72,7 +72,7 @@ class SaveItems(SafeSavePlanner):
         self._here = staged
         self.staged_nbytes = sum(tensor.nbytes for tensor in staged.values())
 
-    def plan(self) -> SavePlan:
+    def make_plan(self) -> SavePlan:
         """Return this rank's plan; what is no tensor is made bytes now."""
         plan = self.create_local_plan()
         for item in plan.items:

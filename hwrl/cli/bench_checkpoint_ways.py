@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -156,9 +156,10 @@ class _Peer(Way):
 
     def __init__(self, training: Training, directory: Path) -> None:
         import torch.distributed as dist
+        from torch._C._distributed_c10d import HashStore
 
         super().__init__(training, directory)
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
         self._loans: list[HostCopy] = []
         self._saved: list[Path] = []
 
@@ -264,21 +265,19 @@ class _MegatronFork(_Peer):
         return None
 
     def __init__(self, training: Training, directory: Path) -> None:
-        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
         super().__init__(training, directory)
-        self._queue = AsyncCallsQueue()
+        self._library: Any = importlib.import_module("megatron.core.dist_checkpointing")
+        queues: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
+        self._queue = queues.AsyncCallsQueue()
 
     def begin(self, state: dict[str, dict[str, torch.Tensor]], directory: Path) -> None:
-        from megatron.core.dist_checkpointing import ShardedTensor, save
-
         directory.mkdir()
         sharded = {
-            f"{part}.{name}": ShardedTensor.from_rank_offsets(f"{part}.{name}", tensor)
+            f"{part}.{name}": self._library.ShardedTensor.from_rank_offsets(f"{part}.{name}", tensor)
             for part, tensors in state.items()
             for name, tensor in tensors.items()
         }
-        self._queue.schedule_async_request(save(sharded, str(directory), async_sharded_save=True))
+        self._queue.schedule_async_request(self._library.save(sharded, str(directory), async_sharded_save=True))
 
     def complete(self) -> None:
         self._queue.maybe_finalize_async_calls(blocking=True)
@@ -333,7 +332,7 @@ class _Rounds:
         self._saves += 1
         self._training.backend.synchronize()
         begin = time.perf_counter()
-        with self._lending():
+        with self._training.offloader.lending():
             self._way.save(self._saves)
         blocked_s = time.perf_counter() - begin
         next_step_s = self._training.step(self._way.before_change)
@@ -348,6 +347,3 @@ class _Rounds:
         """Close the way."""
         if self._way is not None:
             self._way.close()
-
-    def _lending(self) -> AbstractContextManager[None]:
-        return self._training.offloader.lending()

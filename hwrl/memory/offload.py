@@ -290,7 +290,7 @@ class _Part:
         if start is None:
             return None
         assert self._slab is not None, "offloaded"
-        begin = start + tensor.storage_offset() * tensor.element_size()
+        begin = start + int(tensor.storage_offset()) * tensor.element_size()
         return HostCopy(part_of(self._slab, begin, tensor), self._loans, start)
 
     def _allocate(self, batch: list[tuple[torch.UntypedStorage, _Slot]]) -> None:

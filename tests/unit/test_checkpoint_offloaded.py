@@ -41,6 +41,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def copy_of(value: Any) -> Any:
+    """Return ``value`` with tensors of its own."""
     if isinstance(value, dict):
         return {key: copy_of(one) for key, one in value.items()}
     return value.clone() if isinstance(value, torch.Tensor) else value
@@ -48,7 +49,7 @@ def copy_of(value: Any) -> Any:
 
 def saved_in(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Return what the newest checkpoint holds, in the structure of ``state``."""
-    found = copy_of(state)
+    found: dict[str, Any] = copy_of(state)
     with CheckpointManager(directory, backend=BACKEND) as opened:
         assert opened.resume(found) is not None
     return found
