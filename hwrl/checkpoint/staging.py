@@ -33,21 +33,20 @@ class SaveItems(SafeSavePlanner):
     def __init__(self, state: Mapping[str, Any], *, offloader: Offloader | None = None) -> None:
         super().__init__()
         self.set_up_planner(dict(state))
+        self._offloader = offloader
         tensors = {name: value for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
+        found = {name: local_in_memory(tensor) for name, tensor in tensors.items()}
+        self._here = {name: local for name, local in found.items() if local is not None}
+        self._away = {name: tensors[name] for name, local in found.items() if local is None}
         self._lent: dict[str, HostCopy] = {}
-        self._here: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            local = local_in_memory(tensor)
-            if local is not None:
-                self._here[name] = local
-            elif offloader is not None and (copy := offloader.lend(tensor)) is not None:
-                self._lent[name] = copy
-            else:
-                raise no_memory(name)
         self._values: dict[str, Any] = {}
         self._reading: HostCopy | None = None
-        self.lent_nbytes = sum(copy.tensor.nbytes for copy in self._lent.values())
         self.staged_nbytes = 0
+
+    @property
+    def lent_nbytes(self) -> int:
+        """The bytes that are read from the offloader's copies."""
+        return sum(copy.tensor.nbytes for copy in self._lent.values())
 
     @contextlib.contextmanager
     def staging(self, pool: PinnedPool, backend: Backend) -> Iterator[None]:
@@ -73,7 +72,12 @@ class SaveItems(SafeSavePlanner):
         self.staged_nbytes = sum(tensor.nbytes for tensor in staged.values())
 
     def make_plan(self) -> SavePlan:
-        """Return this rank's plan; what is no tensor is made bytes now."""
+        """Return this rank's plan; what is no tensor is made bytes now, and what is offloaded is lent from now on."""
+        for name, tensor in self._away.items():
+            copy = None if self._offloader is None else self._offloader.lend(tensor)
+            if copy is None:
+                raise no_memory(name)
+            self._lent[name] = copy
         plan = self.create_local_plan()
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
