@@ -12,8 +12,8 @@ DEMO := demo/seed-$(SEED)
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1)"
 	@echo "make check   lint, types and all tests on the tree"
-	@echo "make test    make check, and the fast tests on the built wheel"
-	@echo "make crash-test   ten thousand crashes of a save, and what is left after each (POINTS=10000 CRASH_SEED=0)"
+	@echo "make test    make check, and the tests of packaging on the built wheel"
+	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each"
 	@echo "make clean   remove .venv and everything that was built"
 
 install: $(INSTALLED)

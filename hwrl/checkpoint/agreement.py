@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl import errors
-from hwrl.comm import await_keys
 from hwrl.errors import CheckpointError, HwrlError
+from hwrl.store import await_keys, store_failures
 
 
 class Agreement:
@@ -40,7 +40,7 @@ class Agreement:
             return choose([part()])
         store = PrefixStore(f"round{self._round}", self._store)
         self._round += 1
-        with self._heard(store):
+        with self._heard(store), store_failures():
             mine = _attempt(part)
             store.set(f"part{self.rank}", mine.to_json())
             if self.rank == 0:

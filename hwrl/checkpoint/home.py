@@ -74,19 +74,15 @@ class CheckpointHome:
         self._fs.sync_directory(self._directory)
 
     def set_tracker(self, *, without: Collection[Path] = ()) -> None:
-        """Make the tracker name the newest complete checkpoint, in one step; remove it if there is none.
+        """Make the tracker name the newest complete checkpoint, in one step; leave it alone if there is none.
 
-        ``without`` are some that are not to be trusted, complete as they look.
+        ``without`` are some that are not to be trusted, complete as they look. A tracker that names what is not
+        complete makes its reader fail; without one, he would silently begin afresh.
         """
         steps = [info.step for info in self.complete() if info.path not in without]
-        tracker, text = self._directory / TRACKER_NAME, str(max(steps, default="")).encode()
-        if _content(tracker) == text:
-            return
-        if steps:
+        tracker = self._directory / TRACKER_NAME
+        if steps and _content(tracker) != (text := str(max(steps)).encode()):
             self._fs.replace_file(tracker, text)
-        else:
-            self._fs.remove_file(tracker)
-            self._fs.sync_directory(self._directory)
 
     def retain(self, keep: int | None) -> None:
         """Remove all complete checkpoints but the newest ``keep``; None keeps all. What is not complete stays.

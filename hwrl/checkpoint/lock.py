@@ -91,8 +91,9 @@ def _take(descriptor: int, directory: Path) -> str:
         ) from exc
     now = datetime.now(UTC).isoformat(timespec="seconds")
     owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now})
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, owner.encode())
+    with open(descriptor, "w", closefd=False) as file:  # unlike os.write, it writes all or raises
+        file.truncate()
+        file.write(owner)
     return owner
 
 

@@ -165,7 +165,8 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[Checkpoint
         try:
             complete.append(inspect_checkpoint(path))
         except CheckpointCorruptError as exc:
-            skipped.append(Skipped(path, exc.why))
+            if os.path.lexists(path):  # else a trainer has removed it meanwhile
+                skipped.append(Skipped(path, exc.why))
     return sorted(complete, key=lambda info: info.step), sorted(skipped, key=lambda one: one.path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,22 +62,23 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint.lock import find_owner
 
     complete, skipped = _find(args)
-    tracker = args.dir / TRACKER_NAME
+    path, unfinished = args.dir / TRACKER_NAME, leftovers(args.dir)
+    owner, tracker = find_owner(args.dir), path.read_text() if path.is_file() else None
     report = {
-        "owner": find_owner(args.dir),
-        "tracker": tracker.read_text() if tracker.is_file() else None,
+        "owner": owner,
+        "tracker": tracker,
         "checkpoints": [_describe(info) for info in complete],
         "incomplete": [{"path": str(one.path), "reason": one.reason} for one in skipped],
-        "unfinished": [str(path) for path in leftovers(args.dir)],
+        "unfinished": [str(path) for path in unfinished],
     }
-    lines = [f"{args.dir}: {report['owner'] or 'nobody writes here now'}; the tracker says {report['tracker']}"]
+    lines = [f"{args.dir}: {owner or 'nobody writes here now'}; the tracker says {tracker}"]
     lines += [
         f"  step {info.step:<8} {info.nbytes / 1e6:12,.1f} MB  {info.manifest.world_size} rank(s)  "
         f"weight version {info.weight_version:<6} {_saved_at(info)}"
         for info in complete
     ]
     lines += [f"  {one.path.name} is not complete: {one.reason}" for one in skipped]
-    lines += [f"  {Path(path).name}: a save that runs, or did not end" for path in report["unfinished"]]
+    lines += [f"  {path.name}: a save that runs, or did not end" for path in unfinished]
     return report, lines, True
 
 
@@ -134,10 +136,12 @@ def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor]) -> 
             fix="give --model the directory that training began from",
         )
     model.load_state_dict(weights)
-    draft = args.out.with_name(f".tmp_{args.out.name}")
-    model.save_pretrained(draft)
-    load_tokenizer(args.model).save_pretrained(draft)
-    draft.rename(args.out)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as directory:
+        draft = Path(directory) / args.out.name
+        model.save_pretrained(draft)
+        load_tokenizer(args.model).save_pretrained(draft)
+        draft.rename(args.out)
 
 
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:

@@ -37,6 +37,11 @@ class Fault:
     at: int
     whole_job: bool = False
 
+    @property
+    def kills(self) -> bool:
+        """Whether it ends a process."""
+        return self.kind in ("kill", "torn")
+
 
 @dataclass(frozen=True)
 class Operation:

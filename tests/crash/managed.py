@@ -35,12 +35,12 @@ class Managed(Subject):
 
     errors = (HwrlError,)
 
-    def __init__(self, *, async_save: bool, keep: int, ranks: int = 1, store: str = "", timeout_s: float = 3.0) -> None:
-        self.async_save, self.keep, self.ranks, self.timeout_s = async_save, keep, ranks, timeout_s
+    def __init__(self, *, async_save: bool, keep: int, ranks: int = 1, store: str = "") -> None:
+        self.async_save, self.keep, self.ranks = async_save, keep, ranks
         self._store = store
 
     @contextlib.contextmanager
-    def open(self, home: Path, *, rank: int, life: str) -> Iterator[Session]:
+    def open(self, home: Path, *, rank: int, life: str, timeout_s: float) -> Iterator[Session]:
         with contextlib.ExitStack() as stack:
             group = None
             if self.ranks > 1:
@@ -52,7 +52,7 @@ class Managed(Subject):
                 async_save=self.async_save,
                 group=group,
                 backend=BACKEND,
-                timeout_s=self.timeout_s,
+                timeout_s=timeout_s,
             )
             yield _ManagedSession(stack.enter_context(manager), group)
 
@@ -99,7 +99,7 @@ class _ManagedSession(Session):
         return resumed.step
 
     def _state(self, step: int) -> dict[str, Any]:
-        state = {"model": get_model_state_dict(self._model), "step": step}
+        state: dict[str, Any] = {"model": get_model_state_dict(self._model), "step": step}
         for tensor in state["model"].values():
             _local(tensor).fill_(float(step))
         return state

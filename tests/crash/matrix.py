@@ -23,9 +23,9 @@ from typing import Any
 
 from tests.crash.disk import KINDS, Fault, Kind, WatchedDisk, read_trace
 
-LIFE_LIMIT_S = 60.0
-NOTICE_S = 5.0
-"""How long after its deadline a survivor may take to say that a rank is gone."""
+LIFE_LIMIT_S = 120.0
+TIMEOUT_S, NOTICE_S = 3.0, 5.0
+"""When survivors may miss a rank, and how long after that they may take to say so."""
 
 
 class Session(ABC):
@@ -46,18 +46,18 @@ class Session(ABC):
 class Subject(ABC):
     """A way to keep checkpoints, as the matrix drives it: ``ranks`` processes make the same calls of their sessions.
 
-    ``keep`` steps are kept; ``errors`` are what a call may raise when the disk fails, or ``timeout_s`` after a rank has
-    gone.
+    ``keep`` steps are kept; ``errors`` are what a call may raise when the disk fails or a rank is gone.
     """
 
     ranks = 1
     keep = 1
     errors: tuple[type[Exception], ...] = (OSError,)
-    timeout_s = 0.0
 
     @abstractmethod
-    def open(self, home: Path, *, rank: int, life: str) -> AbstractContextManager[Session]:
-        """Begin a life on ``home``. Its ranks, and no others, share the name ``life``."""
+    def open(self, home: Path, *, rank: int, life: str, timeout_s: float) -> AbstractContextManager[Session]:
+        """Begin a life on ``home``. Its ranks, and no others, share the name ``life``; they miss each other after
+        ``timeout_s``.
+        """
 
     @abstractmethod
     def steps(self, home: Path) -> list[int]:
@@ -97,7 +97,7 @@ class Matrix:
                         if kind == "short" and operation != "write":
                             continue
                         yield Point(number, victim, Fault(kind, at))
-                        if kind in ("kill", "torn") and subject.ranks > 1:
+                        if Fault(kind, at).kills and subject.ranks > 1:
                             yield Point(number, victim, Fault(kind, at, whole_job=True))
 
     def random_points(self, points: Sequence[Point], *, seed: int) -> Iterator[Point]:
@@ -218,7 +218,10 @@ class _Life:
 
     def _may_die(self, rank: int) -> bool:
         fault = self._fault
-        return fault is not None and fault.kind in ("kill", "torn") and (rank == self._victim or fault.whole_job)
+        return fault is not None and fault.kills and (rank == self._victim or fault.whole_job)
+
+    def _loses_a_rank(self) -> bool:
+        return self._fault is not None and self._fault.kills and not self._fault.whole_job
 
     # -- in the children ----------------------------------------------------------------------------------------
 
@@ -227,20 +230,25 @@ class _Life:
         if self._disk is not None and rank == self._victim:
             self._disk.enter(trace=self._trace)
             self._disk.arm(self._fault)
-        self._started_s = time.monotonic()
+        self._began_s = time.monotonic()
         try:
-            with self._subject.open(self._home, rank=rank, life=f"{self._name}/first") as session:
+            with self._open(rank, "first") as session:
                 if self._resumes:
                     reports.send({"resumed": session.resume()})
                 self._save(session, self._steps, reports)
         except self._subject.errors as exc:
             self._note(exc, reports)
             if self._mended():
-                with self._subject.open(self._home, rank=rank, life=f"{self._name}/second") as session:
+                with self._open(rank, "second") as session:
                     self._save(session, [self._steps[-1] + 1], reports)
+
+    def _open(self, rank: int, attempt: str) -> AbstractContextManager[Session]:
+        timeout_s = TIMEOUT_S if self._loses_a_rank() else LIFE_LIMIT_S
+        return self._subject.open(self._home, rank=rank, life=f"{self._name}/{attempt}", timeout_s=timeout_s)
 
     def _save(self, session: Session, steps: list[int], reports: Connection) -> None:
         for step in steps:
+            self._began_s = time.monotonic()
             try:
                 session.save(step)
                 reports.send({"saved": step})
@@ -253,15 +261,15 @@ class _Life:
             reports.send({"complaint": "the step that was just saved is not found"})
 
     def _note(self, exc: Exception, reports: Connection) -> None:
-        late_s = time.monotonic() - self._started_s - self._subject.timeout_s
+        late_s = time.monotonic() - self._began_s - TIMEOUT_S
         if self._fault is None:
             reports.send({"complaint": f"it failed without a fault: {exc}"})
-        elif late_s > NOTICE_S:
+        elif late_s > NOTICE_S and self._loses_a_rank():
             reports.send({"complaint": f"told {late_s:.1f} s after the deadline: {exc}"})
 
     def _mended(self) -> bool:
         """End the fault; return whether all ranks are still there to go on."""
-        if self._disk is None or self._fault is None or self._fault.kind in ("kill", "torn"):
+        if self._disk is None or self._fault is None or self._fault.kills:
             return False
         self._disk.disarm()
         return True
@@ -307,10 +315,11 @@ def _end_group(leader: int) -> bool:
 
 
 def _check_resumed(life: _Life, acknowledged: set[int], attempted: set[int]) -> list[str]:
-    found = set(life.resumed)
-    if not found or (found <= attempted and len(found) == 1 and max(found) >= max(acknowledged)):
-        return []
-    return [f"resumed from {sorted(map(str, found))}, and {max(acknowledged)} was acknowledged"]
+    newest = max(acknowledged)
+    wrong = [step for step in life.resumed if step is None or step < newest or step not in attempted]
+    if wrong or len(set(life.resumed)) > 1:
+        return [f"the ranks resumed from {life.resumed}, and {newest} was acknowledged"]
+    return []
 
 
 def _check_disk(subject: Subject, home: Path, acknowledged: set[int]) -> list[str]:

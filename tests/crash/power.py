@@ -9,7 +9,7 @@ up to any one, in their order. Files and directories are independent of each oth
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,18 @@ from tests.crash.disk import Operation
 
 Pick = Callable[[int], int]
 """``pick(n)``: how many of ``n`` unsynced changes survive."""
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What survives: ``names`` picks of changes of directories, ``data`` of bytes that were appended to files.
+
+    With ``zeros``, files are as long as they were to be, with zeros for the bytes that are lost.
+    """
+
+    names: Pick
+    data: Pick
+    zeros: bool = False
 
 
 @dataclass
@@ -74,12 +86,9 @@ class Power:
             assert isinstance(node, _File), operation
             _run_on_file(node, operation)
 
-    def cut(self, into: Path, *, names: Pick, data: Pick, zeros: bool = False) -> None:
-        """Write to ``into`` what may be left now: ``names`` picks of changes of directories, ``data`` of bytes.
-
-        With ``zeros``, files are as long as they were to be, with zeros for the bytes that are lost.
-        """
-        _write(self._root, into, names, data, zeros)
+    def cut(self, into: Path, survival: Survival) -> None:
+        """Write to ``into``, which must not exist, what may be left now."""
+        _write(self._root, into, survival)
 
     def _find(self, path: Path) -> tuple[_File | _Directory | None, _Directory | None, str]:
         """Return what ``path`` stands for, the directory that it lies in, and its name there."""
@@ -91,19 +100,19 @@ class Power:
         return parent.entries.get(path.name), parent, path.name
 
 
-def survivals(seed: int) -> Iterable[dict[str, object]]:
-    """Yield arguments of :meth:`Power.cut`: the extremes, and some chance."""
+def survivals(seed: int) -> Iterator[Survival]:
+    """Yield the extremes, and some chance."""
     chance = random.Random(seed)
     for names in (_none, _all):
         for data in (_none, _all):
-            yield {"names": names, "data": data}
-    yield {"names": _all, "data": _none, "zeros": True}
+            yield Survival(names, data)
+    yield Survival(_all, _none, zeros=True)
+
+    def pick(count: int) -> int:
+        return chance.randint(0, count)
+
     for _ in range(3):
-        yield {
-            "names": lambda n: chance.randint(0, n),
-            "data": lambda n: chance.randint(0, n),
-            "zeros": chance.random() < 0.5,
-        }
+        yield Survival(pick, pick, zeros=chance.random() < 0.5)
 
 
 def _none(count: int) -> int:
@@ -139,18 +148,18 @@ def _read(path: Path) -> _Directory:
     return _Directory(entries, dict(entries))
 
 
-def _write(directory: _Directory, into: Path, names: Pick, data: Pick, zeros: bool) -> None:
+def _write(directory: _Directory, into: Path, survival: Survival) -> None:
     into.mkdir()
-    for name, node in directory.surviving(names).items():
+    for name, node in directory.surviving(survival.names).items():
         if isinstance(node, _Directory):
-            _write(node, into / name, names, data, zeros)
+            _write(node, into / name, survival)
         else:
-            (into / name).write_bytes(_left(node, data, zeros))
+            (into / name).write_bytes(_left(node, survival))
 
 
-def _left(file: _File, data: Pick, zeros: bool) -> bytes:
+def _left(file: _File, survival: Survival) -> bytes:
     if bytes(file.content[: len(file.synced)]) != file.synced:  # overwritten or cut since: either is there
-        return file.synced if data(1) == 0 else bytes(file.content)
+        return file.synced if survival.data(1) == 0 else bytes(file.content)
     lost = len(file.content) - len(file.synced)
-    kept = bytes(file.content[: len(file.synced) + data(lost)])
-    return kept.ljust(len(file.content), b"\0") if zeros else kept
+    kept = bytes(file.content[: len(file.synced) + survival.data(lost)])
+    return kept.ljust(len(file.content), b"\0") if survival.zeros else kept

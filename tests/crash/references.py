@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.crash.matrix import Session, Subject
 
@@ -26,7 +28,7 @@ class Reference(Subject):
         self._kind = kind
 
     @contextlib.contextmanager
-    def open(self, home: Path, *, rank: int, life: str) -> Iterator[Session]:
+    def open(self, home: Path, *, rank: int, life: str, timeout_s: float) -> Iterator[Session]:
         yield self._kind(home)
 
     def steps(self, home: Path) -> list[int]:
@@ -74,7 +76,7 @@ class WritesInPlace(ReferenceSession):
     def save(self, step: int) -> None:
         state = {"model": torch.full((64,), float(step)), "optimizer": torch.full((64,), float(step)), "step": step}
         with _as_error():
-            dcp.save(state, checkpoint_id=self.home / "recover", no_dist=True)
+            save(state, checkpoint_id=self.home / "recover", no_dist=True)
         for name in ("info", "dataloader", "evaluator"):
             (self.home / f"{name}.json").write_text(json.dumps({"step": step}))
 
@@ -83,7 +85,7 @@ class WritesInPlace(ReferenceSession):
             return None
         state: dict[str, Any] = {"model": torch.zeros(64), "optimizer": torch.zeros(64), "step": 0}
         with _as_error():
-            dcp.load(state, checkpoint_id=self.home / "recover", no_dist=True)
+            load(state, checkpoint_id=self.home / "recover", no_dist=True)
         says = {state["step"], *state["model"].tolist(), *state["optimizer"].tolist()}
         for name in ("info", "dataloader", "evaluator"):
             says.add(json.loads((self.home / f"{name}.json").read_text())["step"])
@@ -96,5 +98,5 @@ def _as_error() -> Iterator[None]:
     """Make an Exception of torch's CheckpointException, which is none."""
     try:
         yield
-    except dcp.api.CheckpointException as exc:
+    except CheckpointException as exc:
         raise RuntimeError(str(exc)) from exc

@@ -17,10 +17,12 @@ from pathlib import Path
 
 from hwrl.store import serve_store, store_address
 from hwrl.testing.processes import run_processes
+from tests.crash.cycles import Tally, run_cycles
 from tests.crash.managed import Managed
 from tests.crash.matrix import Matrix, Point, Subject
 
 MEMORY = Path("/dev/shm")
+CYCLES = 100
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Outcome:
 
 
 def sweep(points: int, *, seed: int, timeout_s: float = 3600.0) -> Outcome:
-    """Meet ``points`` points: a sample of the single faults or, when all of those are met, pairs of faults as well."""
+    """Meet ``points`` points: single faults, each at most once, and pairs of faults in two lives."""
     outcome, store = Outcome(), serve_store()
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as work:
         cores = os.cpu_count() or 1
@@ -52,6 +54,11 @@ def managed_subjects(store: str) -> list[Subject]:
     alone = [Managed(async_save=mode, keep=keep) for mode in (False, True) for keep in (1, 3)]
     pairs = [Managed(async_save=mode, keep=keep, ranks=2, store=store) for mode, keep in ((False, 3), (True, 1))]
     return [*alone, *pairs]
+
+
+def _cycle(rank: int, home: Path, seed: int) -> Tally:
+    prepare_process()
+    return run_cycles(home, cycles=CYCLES, seed=seed)
 
 
 def run_points(matrix: Matrix, points: list[Point]) -> Outcome:
@@ -78,8 +85,9 @@ def _share(rank: int, work: Path, store: str, count: int, seed: int, shares: int
     matrix = Matrix(managed_subjects(store), work / str(rank))
     points = list(matrix.every_point())
     random.Random(seed).shuffle(points)
-    wanted = itertools.chain(points, matrix.random_points(points, seed=seed))
-    return run_points(matrix, list(itertools.islice(wanted, rank, count, shares)))
+    pairs = matrix.random_points(points, seed=seed)
+    wanted = itertools.chain.from_iterable(zip(points, pairs, strict=False))  # as many of both, then pairs
+    return run_points(matrix, list(itertools.islice(itertools.chain(wanted, pairs), rank, count, shares)))
 
 
 def _name(point: Point) -> str:
@@ -97,7 +105,13 @@ def main() -> int:
     for name, count in sorted(outcome.points.items()):
         print(f"{count:6}  {name}")
     print(f"{outcome.points.total():6}  points in {time.monotonic() - begin_s:.0f} s, {len(outcome.broken)} broken")
-    return 1 if outcome.broken else 0
+    with tempfile.TemporaryDirectory() as home:
+        tally = run_processes(_cycle, 1, Path(home), args.seed, timeout_s=3600)[0]
+    print(
+        f"{tally.kills:6}  kills of a training run: of {tally.trained} prompts, {len(tally.skipped)} skipped,", end=" "
+    )
+    print(f"{len(tally.twice)} trained more than once")
+    return 1 if outcome.broken or tally.skipped or tally.twice else 0
 
 
 if __name__ == "__main__":

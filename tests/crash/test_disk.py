@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from hwrl.testing.processes import run_processes
-from tests.crash.disk import Fault, Kind, WatchedDisk, read_trace, why_unavailable
+from tests.crash.disk import KINDS, Fault, WatchedDisk, read_trace, why_unavailable
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -102,9 +102,8 @@ def _write(home: Path) -> None:
 
 
 def _meet_each_kind(rank: int, home: Path) -> dict[str, tuple[int, dict[str, int]]]:
-    kinds: list[Kind] = ["kill", "torn", "short", "full", "broken"]
-    ends = {}
-    for kind in kinds:
+    ends: dict[str, tuple[int, dict[str, int]]] = {}
+    for kind in KINDS:
         inside = home / kind
         inside.mkdir()
         disk = WatchedDisk(inside)
@@ -124,13 +123,14 @@ def test_faults_do_what_they_say(tmp_path: Path) -> None:
     }
 
 
+def _write_through_memory(path: Path) -> None:
+    torch.from_file(str(path), shared=True, size=1).fill_(7)
+
+
 def _escape(rank: int, home: Path) -> int:
     (home / "file").write_bytes(b"1234")
     disk = WatchedDisk(home)
-    status = _in_child(
-        disk, lambda: torch.from_file(str(home / "file"), shared=True, size=1).fill_(7) and None, fault=None
-    )
-    assert status == 0
+    assert _in_child(disk, lambda: _write_through_memory(home / "file"), fault=None) == 0
     return disk.escapes
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Fault, WatchedDisk, read_trace, why_unavailable
@@ -52,14 +53,14 @@ class TorchAlone(ReferenceSession):
     """torch's own writer, a directory a step: it syncs its metadata before that has left Python's buffer."""
 
     def save(self, step: int) -> None:
-        dcp.save({"weight": torch.full((64,), float(step))}, checkpoint_id=self.home / f"step_{step}", no_dist=True)
+        save({"weight": torch.full((64,), float(step))}, checkpoint_id=self.home / f"step_{step}", no_dist=True)
 
     def resume(self) -> int | None:
         newest = max(self.home.glob("step_*"), key=lambda path: int(path.name[5:]), default=None)
         if newest is None:
             return None
         state = {"weight": torch.zeros(64)}
-        dcp.load(state, checkpoint_id=newest, no_dist=True)
+        load(state, checkpoint_id=newest, no_dist=True)
         return int(state["weight"][0])
 
 
@@ -69,14 +70,14 @@ def _save_in_child(subject: Subject, home: Path, trace: Path) -> dict[int, int]:
     if (child := os.fork()) == 0:
         disk.enter(trace=trace)
         disk.arm()
-        with subject.open(home, rank=0, life="") as session:
+        with subject.open(home, rank=0, life="", timeout_s=60) as session:
             for step in (1, 2, 3):
                 session.save(step)
                 os.write(write, f"{step} {disk.calls}\n".encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as lines:
-        acknowledged = dict(map(int, line.split()) for line in lines)
+        acknowledged = {int(step): int(calls) for step, calls in map(str.split, lines)}
     assert os.waitpid(child, 0)[1] == 0
     return acknowledged
 
@@ -94,7 +95,7 @@ def _cut_everywhere(rank: int, work: Path, subject: Subject) -> tuple[int, list[
         power.run(operation)
         at_least = max((step for step, calls in acknowledged.items() if calls <= number), default=0)
         for survival in survivals(number):
-            power.cut(left, **survival)  # type: ignore[arg-type]  # one of the dictionaries that it takes
+            power.cut(left, survival)
             cuts += 1
             if wrong := _find_wrong(subject, left, at_least):
                 lost.append(f"after call {number}, {operation.name} {operation.path.name}: {wrong}")
@@ -104,7 +105,7 @@ def _cut_everywhere(rank: int, work: Path, subject: Subject) -> tuple[int, list[
 
 def _find_wrong(subject: Subject, left: Path, at_least: int) -> str:
     try:
-        with subject.open(left, rank=0, life="") as session:
+        with subject.open(left, rank=0, life="", timeout_s=60) as session:
             step = session.resume()
     except BaseException as exc:  # noqa: BLE001 - torch raises its CheckpointException, which is no Exception
         return f"{type(exc).__name__}: {exc}"[:300] if at_least else ""
@@ -183,7 +184,7 @@ def _cut_image_over_time(rank: int, work: Path, moments_s: list[float]) -> list[
     except (OSError, subprocess.CalledProcessError) as exc:
         return f"nothing can be mounted here: {exc}"
     subject, wrong = Managed(async_save=True, keep=1), []
-    with subject.open(image.home, rank=0, life="") as session:
+    with subject.open(image.home, rank=0, life="", timeout_s=60) as session:
         for step in (1, 2):
             session.save(step)
         begin_s = time.monotonic()
@@ -213,7 +214,7 @@ def _kill_second_save(subject: Subject, home: Path, at: int) -> None:
     disk = WatchedDisk(home)
     if (child := os.fork()) == 0:
         disk.enter()
-        with subject.open(home, rank=0, life="") as session:
+        with subject.open(home, rank=0, life="", timeout_s=60) as session:
             session.save(1)
             disk.arm(Fault("kill", at))
             session.save(2)

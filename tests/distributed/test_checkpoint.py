@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,14 @@ def _resume_and_train(group: Group | None, directory: Path) -> list[float]:
 MODES = {"sync": False, "async": True}
 
 
-def _resume_on_two(rank: int, address: str, directory: Path) -> list[float]:
-    with _group(rank, address) as group:
+def _resume_on(rank: int, address: str, directory: Path, size: int) -> list[float]:
+    with _group(rank, address, size=size) as group:
         return _resume_and_train(group, directory)
+
+
+def _save_on(rank: int, address: str, directory: Path, size: int) -> list[float]:
+    with _group(rank, address, size=size) as group:
+        return _train_and_save(group, directory, async_save=True)
 
 
 def _save_and_resume_on_two(rank: int, address: str, directory: Path) -> dict[str, list[list[float]]]:
@@ -115,11 +121,17 @@ def test_two_ranks_save_and_two_or_one_resume(tmp_path: Path) -> None:
         assert (info.path / "hf" / "rank.txt").read_text() == "0"
 
 
-def test_one_rank_saves_and_two_resume(tmp_path: Path) -> None:
-    losses = _train_and_save(None, tmp_path, async_save=False)
+@pytest.mark.parametrize(("saves", "resumes"), [(1, 2), (1, 4), (4, 2), (2, 4), (4, 1)])
+def test_another_number_of_ranks_resumes(tmp_path: Path, saves: int, resumes: int) -> None:
+    trained = _on_ranks(_save_on, saves, tmp_path) if saves > 1 else [_train_and_save(None, tmp_path, async_save=True)]
+    resumed = _on_ranks(_resume_on, resumes, tmp_path) if resumes > 1 else [_resume_and_train(None, tmp_path)]
+    for losses in resumed:
+        assert losses == pytest.approx(trained[0], rel=1e-5)
+
+
+def _on_ranks(target: Callable[..., list[float]], size: int, directory: Path) -> list[list[float]]:
     store = serve_store()
-    for other in run_processes(_resume_on_two, 2, store_address(store), tmp_path):
-        assert other == pytest.approx(losses, rel=1e-5)
+    return run_processes(target, size, store_address(store), directory, size, timeout_s=150)
 
 
 class FullDisk(DurableFS):
