@@ -37,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--offload", choices=("none", "optimizer", "all"), default="none", help="what is on the host (default none)"
     )
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a training step (default 2048)")
+    parser.add_argument("--rollout-s", type=float, default=0.0, help="idle seconds between save and step (default 0)")
     parser.add_argument("--dir", type=Path, help="where to save (default: the system's temporary directory)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for all of one way (default 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     ways: dict[str, Any] = {}
     for name in args.ways:
         with tempfile.TemporaryDirectory(dir=args.dir, prefix="hwrl-bench-") as directory:
-            plan = Plan(int(args.gib * (1 << 30)), args.offload, args.tokens, args.rounds, Path(directory))
+            plan = _plan(args, Path(directory))
             why_not = WAYS[name].why_not(plan)
             ways[name] = {"why_not": why_not} if why_not else _measure(name, plan, timeout_s=args.timeout)
     result = _result(args, ways)
@@ -55,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if all("why_not" not in found for name, found in ways.items() if name == "hwrl") else 1
+
+
+def _plan(args: argparse.Namespace, directory: Path) -> Plan:
+    nbytes = int(args.gib * (1 << 30))
+    return Plan(nbytes, args.offload, args.tokens, args.rollout_s, args.rounds, directory)
 
 
 # -- one way -------------------------------------------------------------------------------------------------------
@@ -191,6 +197,7 @@ def _result(args: argparse.Namespace, ways: dict[str, Any]) -> dict[str, Any]:
     return {
         "benchmark": "checkpoint",
         "offload": args.offload,
+        "rollout_s": args.rollout_s,
         "ways": ways,
         "device": get_backend().info.description,
         **provenance("torch"),

@@ -24,11 +24,15 @@ _NBYTES_OF_AN_ELEMENT = 4  # float32
 
 @dataclass(frozen=True)
 class Plan:
-    """What every way is measured with: bytes of parameters, what is offloaded, tokens of a step, where to save."""
+    """What every way is measured with: bytes of parameters, what is offloaded, tokens of a step, where to save.
+
+    ``rollout_s`` is how long the trainer idles between a save and the next step, as it does for a rollout.
+    """
 
     nbytes: int
     offload: Literal["none", "optimizer", "all"]
     tokens: int
+    rollout_s: float
     rounds: int
     directory: Path
 
@@ -325,7 +329,7 @@ class _Rounds:
         return {"step_s": self._training.step()}
 
     def save(self) -> dict[str, Any]:
-        """Save, take a step meanwhile, and wait until the save is complete."""
+        """Save, idle for a rollout, take a step, and wait until the save is complete."""
         if self._way is None:
             self._directory.mkdir()
             self._way = self._kind(self._training, self._directory)
@@ -335,6 +339,7 @@ class _Rounds:
         with self._training.offloader.lending():
             self._way.save(self._saves)
         blocked_s = time.perf_counter() - begin
+        time.sleep(self._plan.rollout_s)
         next_step_s = self._training.step(self._way.before_change)
         self._way.wait()
         return {"blocked_s": blocked_s, "next_step_s": next_step_s, "complete_s": time.perf_counter() - begin}
