@@ -113,7 +113,8 @@ class _Process:
 
     def ask(self, what: str) -> Any:
         """Return the answer; HwrlError if there is none."""
-        self._pipe.send(what)
+        with contextlib.suppress(BrokenPipeError):  # it ended: then there is no answer either
+            self._pipe.send(what)
         return self.answer()
 
     def answer(self) -> Any:

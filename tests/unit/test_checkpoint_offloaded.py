@@ -208,7 +208,7 @@ def test_an_offloaded_state_takes_no_host_memory_to_save(tmp_path: Path) -> None
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_program_that_ends_without_close_still_completes_its_save(tmp_path: Path, fails: bool) -> None:
     program = f"""
-        import time, torch
+        import os, time, torch
         from hwrl.checkpoint import CheckpointManager, DurableFS
 
         class Slow(DurableFS):
@@ -218,12 +218,14 @@ def test_a_program_that_ends_without_close_still_completes_its_save(tmp_path: Pa
                     if {fails}:
                         raise OSError(28, "No space left on device", "somewhere")
 
+        os.register_at_fork(before=lambda: print("forked"))
         opened = CheckpointManager({str(tmp_path)!r}, async_save=True, fs=Slow())
         opened.save(1, {{"weight": torch.ones(3)}})
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=True
     )
+    assert not ended.stdout, "a process with a device must not be forked"
     if fails:
         assert "step 1 was not saved" in ended.stderr and "No space left" in ended.stderr
         assert not list(tmp_path.glob("global_step_*"))
