@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -9,21 +10,18 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # gives the names that the planner uses
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
 from hwrl.backend import Backend
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.home import CheckpointHome
-from hwrl.checkpoint.layout import LayoutReader, SafeSavePlanner, load_state
+from hwrl.checkpoint.layout import LayoutReader, load_state
 from hwrl.checkpoint.lock import await_owner
 from hwrl.checkpoint.manifest import (
     MALFORMED,
@@ -35,17 +33,15 @@ from hwrl.checkpoint.manifest import (
     step_name,
     verify_files,
 )
-from hwrl.checkpoint.pieces import Pieces
 from hwrl.checkpoint.save import EXTRA_NAME, SaveJob, Saver
-from hwrl.checkpoint.staging import StagedItems
+from hwrl.checkpoint.staging import SaveItems, local_in_memory, no_memory, parts_of
 from hwrl.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     ConfigError,
-    MemoryStateError,
 )
-from hwrl.memory import PinnedPool
+from hwrl.memory import Offloader, PinnedPool
 from hwrl.registry import get_backend
 
 if TYPE_CHECKING:
@@ -57,11 +53,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SaveReport:
     """What a call of ``save`` cost the caller: seconds waited for the previous save, seconds until it returned
-    after that, and bytes copied to the host (0 when the save ran in the foreground)."""
+    after that, bytes copied to the host (0 when the save ran in the foreground), bytes that are read from an
+    offloader's copies instead, and the bytes of host memory that the manager keeps for this save and later ones."""
 
     waited_s: float
     blocked_s: float
     staged_nbytes: int
+    lent_nbytes: int
+    held_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -144,6 +143,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         rank_extra: Mapping[str, Any] | None = None,
         export: Callable[[Path], object] | None = None,
+        offloader: Offloader | None = None,
     ) -> SaveReport:
         """Save ``state`` as ``step``, which must be later than every complete step in the directory.
 
@@ -151,7 +151,9 @@ class CheckpointManager:
         ``torch.distributed.checkpoint.state_dict`` returns it. ``extra`` is JSON with string keys, taken from rank 0;
         ``rank_extra`` likewise, kept for each rank. ``export`` is called once, on rank 0, with the path of an empty
         directory ``hf`` inside the checkpoint, to write files for other readers; with ``async_save`` it runs in the
-        background, so it must own what it reads and call no collective.
+        background, so it must own what it reads and call no collective. What ``offloader`` holds on the host is written
+        from there, neither loaded nor copied; take the state inside ``offloader.lending()`` then. The offloader may be
+        used at once: an ``offload`` that would overwrite what is not written yet waits for it.
 
         Without ``async_save`` the checkpoint is complete and durable when this returns. With it, the caller may change
         the state as soon as this returns; the call waits for a previous save that is still running. Raises
@@ -161,16 +163,21 @@ class CheckpointManager:
         started_s = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter()
-        planner = SafeSavePlanner()
-        job = SaveJob(step, weight_version, _plan(planner, state), planner, _json(extra), _json(rank_extra), export)
-        staged_nbytes = 0
+        items = SaveItems(state, offloader=offloader)
+        staging = items.staging(self._pool, self._backend) if self._async_save else contextlib.nullcontext()
+        try:
+            with staging:
+                job = SaveJob(step, weight_version, items.make_plan(), items, _json(extra), _json(rank_extra), export)
+        except BaseException:
+            items.close()
+            raise
         if self._async_save:
-            staged = StagedItems(planner, job.plan, pool=self._pool, backend=self._backend)
-            staged_nbytes = staged.nbytes
-            self._pending = self._thread.submit(self._saver.run, replace(job, source=staged))
+            self._pending = self._thread.submit(self._saver.run, job)
+            self._pending.add_done_callback(_log_failure)
         else:
             self._saver.run(job)
-        return SaveReport(waited_s - started_s, time.perf_counter() - waited_s, staged_nbytes)
+        blocked_s = time.perf_counter() - waited_s
+        return SaveReport(waited_s - started_s, blocked_s, items.staged_nbytes, items.lent_nbytes, self._pool.nbytes)
 
     def wait(self) -> None:
         """Block until no save is running; raise what it failed with."""
@@ -300,33 +307,19 @@ def _agreement(group: Group | None, timeout_s: float) -> Agreement:
     return Agreement(store, rank=group.rank, size=group.size, timeout_s=timeout_s)
 
 
-def _plan(planner: SafeSavePlanner, state: Mapping[str, Any]) -> SavePlan:
-    planner.set_up_planner(dict(state))
-    for name, value in planner.state_dict.items():
-        _require_in_memory(name, value)
-    return planner.create_local_plan()
-
-
 def _load_into(info: CheckpointInfo, state: dict[str, Any]) -> None:
-    for name, value in flatten_state_dict(state)[0].items():
-        _require_in_memory(name, value)
+    for (name, _), tensor in parts_of(flatten_state_dict(state)[0]):
+        if local_in_memory(tensor) is None:
+            raise no_memory(name)
     reader = LayoutReader(info)
     load_state(info, reader, reader.read_metadata(), state)
 
 
-def _require_in_memory(name: str, value: object) -> None:
-    if any(local.numel() and local.untyped_storage().nbytes() == 0 for local in _local_tensors(value)):
-        raise MemoryStateError(
-            f"{name!r} has no memory", why="it is offloaded", fix="save and resume inside `with offloader.loaded():`"
-        )
-
-
-def _local_tensors(value: object) -> list[torch.Tensor]:
-    if isinstance(value, Pieces):
-        return list(value.pieces.values())
-    if isinstance(value, DTensor):
-        return [value.to_local()]
-    return [value] if isinstance(value, torch.Tensor) else []
+def _log_failure(saving: Future[None]) -> None:
+    """Say now what the next call raises: there may be none before the program ends."""
+    error = saving.exception()
+    if error is not None:
+        _log.error("a save in the background failed: %s", error)
 
 
 def _json(value: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome
 from hwrl.checkpoint.layout import LAYOUT_NAME, decode_plan, decode_result, encode_entry, encode_plan
 from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hwrl.checkpoint.staging import SaveItems
 from hwrl.errors import CheckpointSaveError, HwrlError
 
 EXTRA_NAME = "extra.json"
@@ -31,12 +32,12 @@ EXPORT_NAME = "hf"
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What one rank brings to a save. ``source`` gives the data of each item of ``plan``."""
+    """What one rank brings to a save. ``source`` gives the data of each item of ``plan``; the saver closes it."""
 
     step: int
     weight_version: int
     plan: SavePlan
-    source: DefaultSavePlanner
+    source: SaveItems
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
     export: Callable[[Path], object] | None
@@ -71,6 +72,8 @@ class Saver:
         except Exception as exc:  # the disk, a peer, the caller's export: whatever it was, this save did not commit
             self._clean_up()
             raise _failed(job.step, _reason(exc)) from exc
+        finally:
+            job.source.close()
 
     def _open(self, job: SaveJob, offers: list[dict[str, Any]]) -> dict[str, Any]:
         assert self.home is not None, "rank 0 decides"
@@ -99,6 +102,7 @@ class Saver:
         # The writer names files by the position of a plan in the list.
         ours = writer.prepare_global_plan([SavePlan([])] * self.agreement.rank + [SavePlan(items)])[-1]
         results = {result.index: result for result in writer.write_data(ours, job.source).wait()}
+        job.source.close()  # before the other ranks are waited for
         if self.agreement.rank == 0 and job.export is not None:
             self._export(job.export, draft / EXPORT_NAME)
         return {
@@ -139,7 +143,8 @@ class Saver:
             ) from exc
 
     def _writer(self, draft: Path) -> FileSystemWriter:
-        writer = FileSystemWriter(draft, sync_files=False)  # DurableFS syncs, after it flushed
+        # DurableFS syncs, after it flushed. Nothing is read ahead: who is asked for an item takes the last as written.
+        writer = FileSystemWriter(draft, sync_files=False, per_thread_copy_ahead=0)
         writer.fs = self.fs
         return writer
 

@@ -63,7 +63,7 @@ class _Bench:
         from hwrl.memory import Offloader
 
         self.backend = backend
-        self.model = _model(nbytes // _NBYTES_OF_A_PARAMETER, device=backend.device())
+        self.model = language_model(nbytes // _NBYTES_OF_A_PARAMETER, device=backend.device())
         self.optimizer = torch.optim.AdamW(self.model)
         for parameter in self.model:
             parameter.grad = torch.ones_like(parameter)
@@ -138,7 +138,7 @@ class _Bench:
         return self.backend.memory_info().reserved_nbytes if usable else 0
 
 
-def _model(count: int, *, device: torch.device) -> torch.nn.ParameterList:
+def language_model(count: int, *, device: torch.device) -> torch.nn.ParameterList:
     """Return about ``count`` parameters in the shapes of a language model's layers, float32."""
     import torch
 

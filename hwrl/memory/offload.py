@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from hwrl.backend import Backend
 from hwrl.errors import MemoryStateError
 from hwrl.memory.fingerprint import bytes_of, fingerprints
+from hwrl.memory.lending import HostCopy, Loans, part_of
 from hwrl.memory.pool import PinnedPool
 from hwrl.registry import get_backend
 
@@ -83,7 +85,8 @@ class Offloader:
         self._backend = backend or get_backend()
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
-        refusals = functools.partial(_refuse_use, model, optimizer)
+        self._lending = threading.Event()
+        refusals = functools.partial(_refuse_use, model, optimizer, self._lending)
         find_params = functools.partial(_model_tensors, model)
         find_state = functools.partial(_optimizer_tensors, optimizer)
         self._params = _Part("parameters", self._backend, find_params, refusals)
@@ -107,7 +110,8 @@ class Offloader:
     def offload(self, *, params: bool = True, optimizer: bool = True) -> Transfer:
         """Move the chosen parts to the host and free their device memory; what is offloaded already stays so.
 
-        Blocks until the copies are complete. Raises :class:`~hwrl.errors.MemoryStateError`, with nothing changed, if
+        Blocks until the copies are complete, and before that, batch by batch, until what is to be overwritten is no
+        longer lent. Raises :class:`~hwrl.errors.MemoryStateError`, with nothing changed, if
         a tensor's memory cannot be given back.
         """
         parts = [part for part in self._chosen(params=params, optimizer=optimizer) if not part.offloaded]
@@ -154,8 +158,28 @@ class Offloader:
             moved.offload = self.offload(params=self._params in away, optimizer=self._optimizer in away)
             self.load(params=self._params in here, optimizer=self._optimizer in here)
 
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """Let ``state_dict`` of offloaded parts work inside: its tensors have no memory, :meth:`lend` has their values.
+
+        So what is offloaded is saved from the host, without a load and without a copy:
+        ``with offloader.lending(): manager.save(step, state_of(model, optimizer), offloader=offloader)``.
+        """
+        self._lending.set()
+        try:
+            yield
+        finally:
+            self._lending.clear()
+
+    def lend(self, tensor: torch.Tensor) -> HostCopy | None:
+        """Lend the host's copy of an offloaded tensor (of a DTensor: of its local part); None if it is not offloaded.
+
+        The copy is good until it is given back, however often the parts are loaded and offloaded in the meantime.
+        """
+        return self._params.lend(_local(tensor)) or self._optimizer.lend(_local(tensor))
+
     def close(self) -> None:
-        """Bring everything back and free the host memory. May be called again."""
+        """Bring everything back and free the host memory, what is lent when it is given back. May be called again."""
         self.load()
         self._stream.synchronize()
         self._pool.close()
@@ -210,6 +234,8 @@ class _Part:
         self._slab: torch.Tensor | None = None
         self._copied: dict[int, _Slot] = {}  # by start, what the slab holds
         self._away: list[tuple[torch.UntypedStorage, _Slot]] = []  # of an offloaded part; else to be freed
+        self._starts: dict[int, int] = {}  # by storage, of an offloaded part
+        self._loans = Loans()
         self._guards: list[Any] = []
         self.offloaded = False
 
@@ -233,12 +259,14 @@ class _Part:
                 slot = _Slot(start, storage.nbytes(), versions, fingerprint)
                 self._away.append((storage, slot))
                 if known.get(start) != slot:
+                    self._loans.wait(start)
                     copies.append((slab[start : start + slot.nbytes], bytes_of(storage)))
             yield copies
 
     def free(self) -> None:
         """Free the device memory; the slab holds all of it."""
         self._copied = {slot.start: slot for _, slot in self._away}
+        self._starts = {storage._cdata: slot.start for storage, slot in self._away}
         for storage, _ in self._away:
             storage.resize_(0)
         self._guards = self._refuse(self._name)
@@ -255,7 +283,16 @@ class _Part:
             yield [(bytes_of(storage), self._slab[slot.start : slot.start + slot.nbytes]) for storage, slot in batch]
         for guard in self._guards:
             guard.remove()
-        self._away, self._guards, self.offloaded = [], [], False
+        self._away, self._starts, self._guards, self.offloaded = [], {}, [], False
+
+    def lend(self, tensor: torch.Tensor) -> HostCopy | None:
+        """Lend the copy of ``tensor``; None if it is not here."""
+        start = self._starts.get(tensor.untyped_storage()._cdata)
+        if start is None:
+            return None
+        assert self._slab is not None, "offloaded"
+        begin = start + int(tensor.storage_offset()) * tensor.element_size()
+        return HostCopy(part_of(self._slab, begin, tensor), self._loans, start)
 
     def _allocate(self, batch: list[tuple[torch.UntypedStorage, _Slot]]) -> None:
         try:
@@ -348,21 +385,29 @@ def _require_resizable(storage: torch.UntypedStorage, name: str) -> None:
         )
 
 
-def _refuse_use(model: nn.Module, optimizer: Optimizer | None, name: str) -> list[Any]:
-    """Make every use of an offloaded part raise; return the handles that end it."""
+def _refuse_use(model: nn.Module, optimizer: Optimizer | None, lending: threading.Event, name: str) -> list[Any]:
+    """Make every use of an offloaded part raise, except ``state_dict`` during ``lending``; return the handles."""
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise MemoryStateError(
             f"the {name} cannot be used", why="they are offloaded", fix="use them inside `with offloader.loaded():`"
         )
 
+    def refuse_state(*args: object, **kwargs: object) -> None:
+        if not lending.is_set():
+            refuse()
+
     guards: list[Any] = []
     modules: Iterable[Any] = model.modules() if name == "parameters" else ()
     if optimizer is not None:
         guards.append(optimizer.register_step_pre_hook(refuse))
     if optimizer is not None and name == "optimizer":
-        guards += [optimizer.register_state_dict_pre_hook(refuse), optimizer.register_load_state_dict_pre_hook(refuse)]
+        guards.append(optimizer.register_state_dict_pre_hook(refuse_state))
+        guards.append(optimizer.register_load_state_dict_pre_hook(refuse))
     for module in modules:
-        guards += [module.register_forward_pre_hook(refuse, prepend=True), module.register_state_dict_pre_hook(refuse)]
-        guards += [module.register_load_state_dict_pre_hook(refuse)]
+        guards.append(module.register_state_dict_pre_hook(refuse_state))
+        guards += [
+            module.register_forward_pre_hook(refuse, prepend=True),
+            module.register_load_state_dict_pre_hook(refuse),
+        ]
     return guards

@@ -204,10 +204,11 @@ class TrainerParts:
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
         """Save this moment; return what it cost."""
-        with self._engine.on_device(optimizer=True):
+        with self._engine.saved_state() as (state, offloader):
             report = self._checkpoints.save(
                 self._trainer.steps_done,
-                self._engine.state_dict(),
+                state,
+                offloader=offloader,
                 extra={"trainer": self._trainer.state_dict(), "ledger": ledger, "data": self._data_hash},
                 rank_extra={"rng": rng_state(get_backend())},
                 weight_version=self._trainer.version,

@@ -135,9 +135,9 @@ class TrainConfig(Section):
     micro_batch_tokens: Positive = 16384
     """Padded tokens in one forward pass, at most (a longer response goes alone)."""
     param_offload: bool = False
-    """Keep the parameters in host memory, except during steps, weight transfers and checkpoints."""
+    """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state in host memory, except during steps and checkpoints."""
+    """Keep the optimizer's state in host memory, except during steps."""
     max_restarts: NotNegative = 3
     """How often dead trainers are started again from the last complete checkpoint."""
     threads: Positive = 1
@@ -197,7 +197,7 @@ class CheckpointConfig(Section):
     save_every_steps: NotNegative = 0
     """0: only at the end and when interrupted."""
     async_save: bool = False
-    """Write in the background, from a copy in host memory."""
+    """Write in the background, from host memory: what is on the device is copied there, what is offloaded is there."""
     max_ckpt_to_keep: Positive = 2
     """Older ones are deleted, after the newest is complete."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hwrl.memory import Moved
+from hwrl.memory import Moved, Offloader
 from hwrl.train.batch import Batch
 from hwrl.train.losses import PolicyLoss
 
@@ -102,6 +102,12 @@ class TrainEngine(ABC):
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and the place in the schedule, for :class:`~hwrl.checkpoint.CheckpointManager`."""
+
+    @contextmanager
+    def saved_state(self) -> Iterator[tuple[dict[str, Any], Offloader | None]]:
+        """Give :meth:`state_dict` to be saved inside, and the offloader that has what is offloaded of it, if any."""
+        with self.on_device(optimizer=True):
+            yield self.state_dict(), None
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

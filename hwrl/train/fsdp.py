@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,15 @@ class FsdpEngine(PolicyEngine):
         model, optimizer = self._model_and_optimizer()
         moments = {name: {key: state[key] for key in _MOMENTS} for name, state in optimizer["state"].items()}
         return {"model": model, "optimizer": moments, "updates": self.updates}
+
+    @contextmanager
+    def saved_state(self) -> Iterator[tuple[dict[str, Any], Offloader | None]]:
+        if not self.optimizer.state:  # torch takes a step to have one
+            with super().saved_state() as saved:
+                yield saved
+            return
+        with self._offloader.lending():
+            yield self.state_dict(), self._offloader
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates = state["updates"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hwrl
+from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import DataError, EngineError
 from hwrl.models import build_model, load_model
@@ -308,6 +309,40 @@ def test_a_built_model_has_the_generation_settings_of_its_directory(model_direct
 def test_a_built_model_shares_the_weights_that_are_tied(tmp_path: Path) -> None:
     model = build_model(dropout_directory(tmp_path), dtype=torch.float32)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def save_offloaded(rank: int, model_directory: Path, directory: Path, address: str, ranks: int) -> dict[str, Any]:
+    """Save what is offloaded, take a step while that is written, and take the same step after a resume."""
+    group = join(rank, address, ranks)
+    steps = [batch_of(groups_of(4, seed=seed)[rank::ranks]) for seed in range(2)]
+    engine = engine_on(model_directory, group, param_offload=True, optimizer_offload=True)
+    with engine.on_device(optimizer=True):
+        engine.train_batch(steps[0], loss=PolicyLoss())
+    with CheckpointManager(directory, async_save=True, group=group) as manager:
+        with engine.saved_state() as (state, offloader):
+            report = manager.save(1, state, offloader=offloader)
+        with engine.on_device(optimizer=True):
+            engine.train_batch(steps[1], loss=PolicyLoss())
+            went_on = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        manager.wait()
+        resumed = engine_on(model_directory, group)
+        state = resumed.state_dict()
+        assert manager.resume(state) is not None
+    resumed.load_state_dict(state)
+    resumed.train_batch(steps[1], loss=PolicyLoss())
+    again = dict(resumed.named_weights())
+    if group is not None:
+        group.close()
+    same = went_on.keys() == again.keys() and all(torch.equal(went_on[name], again[name]) for name in again)
+    return {"same": same, "staged_nbytes": report.staged_nbytes, "lent_nbytes": report.lent_nbytes}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_offloaded_engine_is_saved_from_the_host(model_directory: Path, tmp_path: Path, ranks: int) -> None:
+    store = serve_store()
+    for found in run_processes(save_offloaded, ranks, model_directory, tmp_path, store_address(store), ranks):
+        assert found["same"]
+        assert found["staged_nbytes"] == 0 < found["lent_nbytes"]
 
 
 def uneven_parts(rank: int, model_directory: Path, address: str, ranks: int) -> float:
