@@ -6,7 +6,7 @@ plugins; what acts on a live device is a method of :class:`~hwrl.backend.Backend
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from hwrl.backend import Backend, BackendInfo, Finding, ProbeContext, ProbeResult
+    from hwrl.comm import Group
+    from hwrl.train.engine import EngineSettings, TrainEngine
 
 hookspec = pluggy.HookspecMarker("hwrl")
 hookimpl = pluggy.HookimplMarker("hwrl")
@@ -47,6 +49,27 @@ def hwrl_process_env(role: str, env: Mapping[str, str], exports_memory: bool) ->
 
 
 @hookspec
+def hwrl_bootstrap(framework: str) -> None:
+    """Prepare this process for ``framework``, an import name such as ``megatron``, before its first import. Optional.
+
+    Called on the chosen backend's plugin, in the process that will import the framework, once.
+    """
+    raise NotImplementedError
+
+
+@hookspec
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
     """Yield what ``hwrl doctor`` should tell about this device's environment; same limits as a probe. Optional."""
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_train_engine(
+    settings: EngineSettings, options: Mapping[str, Any], backend: Backend, group: Group | None
+) -> TrainEngine:
+    """Return this rank's train engine; ``options`` are the user's ``train.engine_options``, to be validated here.
+
+    ``group`` holds the training ranks; None if there is one. Called once per process. Raise ConfigError for an option
+    or a model that the engine does not have, EngineError if the framework is not installed. Optional.
+    """
     raise NotImplementedError

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, MutableMapping
@@ -25,7 +26,7 @@ from hwrl.errors import (
     BackendUnavailableError,
     HwrlError,
 )
-from hwrl.loading import Installed, LoadFailure, Plugin
+from hwrl.loading import Installed, LoadFailure, Plugin, load_backend
 
 GROUP = "hwrl.backends"
 """The entry-point group in which backends are registered."""
@@ -83,8 +84,9 @@ class Registry:
         self._env = os.environ if env is None else env
         self._context = ProbeContext(env=self._env) if context is None else context
         self._entry_points = entry_points
-        self._installed: Installed | None = None
+        self._installed: Installed[Plugin] | None = None
         self._backend: Backend | None = None
+        self._bootstrapped: set[str] = set()
         self._lock = threading.RLock()
 
     def get_backend(self) -> Backend:
@@ -132,18 +134,44 @@ class Registry:
         ``exports_memory`` says that other processes will open the worker's device memory. Empty if the backend wants
         none, or was given as an object that no plugin made.
         """
-        name = self.get_backend().info.name
-        plugin = self._plugins().load(name) if name in self._plugins().names() else None
-        if not isinstance(plugin, Plugin):
+        plugin = self._chosen_plugin()
+        if plugin is None:
             return {}
         hook = plugin.manager.hook.hwrl_process_env
         wanted = hook(role=role, env=dict(self._env), exports_memory=exports_memory) or {}
         return {variable: value for variable, value in wanted.items() if variable not in self._env}
 
-    def _plugins(self) -> Installed:
+    def bootstrap(self, framework: str) -> None:
+        """Have the chosen backend's plugin prepare this process for ``framework``, before that is imported.
+
+        ``framework`` is an import name, such as ``megatron``. The first call for it does the work. Raises
+        :class:`~hwrl.errors.BackendUnavailableError` if the framework was imported before and the plugin wanted to
+        prepare it.
+        """
+        with self._lock:
+            plugin = self._chosen_plugin()
+            hook = None if plugin is None else plugin.manager.hook.hwrl_bootstrap
+            if hook is None or not hook.get_hookimpls() or framework in self._bootstrapped:
+                return
+            if framework in sys.modules:
+                raise BackendUnavailableError(
+                    f"{framework} cannot be prepared for backend {self.get_backend().info.name!r}",
+                    why="it was imported before, and what it imported then cannot be changed any more",
+                    fix=f"call hwrl.registry.bootstrap({framework!r}) before anything imports {framework}",
+                )
+            hook(framework=framework)
+            self._bootstrapped.add(framework)
+
+    def _chosen_plugin(self) -> Plugin | None:
+        """Return the chosen backend's plugin; None if the backend was given as an object that no plugin made."""
+        name = self.get_backend().info.name
+        plugin = self._plugins().load(name) if name in self._plugins().names() else None
+        return plugin if isinstance(plugin, Plugin) else None
+
+    def _plugins(self) -> Installed[Plugin]:
         if self._installed is None:
-            found = self._entry_points
-            self._installed = Installed(importlib.metadata.entry_points(group=GROUP) if found is None else found)
+            found = importlib.metadata.entry_points(group=GROUP) if self._entry_points is None else self._entry_points
+            self._installed = Installed(found, load_backend)
         return self._installed
 
     def _adopt(self, backend: Backend) -> Backend:
@@ -285,3 +313,8 @@ def set_backend(choice: str | Backend) -> None:
 def process_env(role: str, *, exports_memory: bool = False) -> dict[str, str]:
     """Return the variables that a worker of ``role`` should start with; see :meth:`Registry.process_env`."""
     return _PROCESS.process_env(role, exports_memory=exports_memory)
+
+
+def bootstrap(framework: str) -> None:
+    """Have the backend prepare this process for ``framework``; see :meth:`Registry.bootstrap`."""
+    _PROCESS.bootstrap(framework)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,41 @@ import torch
 from hwrl.memory import Moved
 from hwrl.train.batch import Batch
 from hwrl.train.losses import PolicyLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What every train engine is told.
+
+    ``total_steps`` shapes the learning-rate schedule: linear warm-up over ``warmup_steps``, then linear decay to
+    ``min_learning_rate_ratio``. A step is split into parts of at most ``micro_batch_tokens`` padded tokens.
+    ``temperature`` is that of sampling, and so of the policy. Parameters and optimizer state are float32; ``dtype`` is
+    what forward and backward passes compute in, and the dtype of the weights that leave the engine. With
+    ``param_offload`` and ``optimizer_offload`` parameters and optimizer state live in host memory, but for
+    :meth:`TrainEngine.on_device`.
+    """
+
+    model_directory: Path
+    learning_rate: float
+    total_steps: int
+    warmup_steps: int = 0
+    min_learning_rate_ratio: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 16384
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32
+    param_offload: bool = False
+    optimizer_offload: bool = False
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of optimizer step ``step``, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        decay = max(1, self.total_steps - self.warmup_steps)
+        lost = (1 - self.min_learning_rate_ratio) * (step - self.warmup_steps) / decay
+        return self.learning_rate * max(self.min_learning_rate_ratio, 1 - lost)
 
 
 class TrainEngine(ABC):

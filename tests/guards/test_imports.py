@@ -10,7 +10,7 @@ import pytest
 import hwrl
 
 HEAVY = "{'torch', 'numpy', 'ray', 'transformers', 'pydantic'}"
-LIGHT_MODULES = ["hwrl.errors", "hwrl.backend", "hwrl.hookspecs", "hwrl.loading", "hwrl.registry", "hwrl.cli"]
+LIGHT_MODULES = [f"hwrl.{name}" for name in ("errors", "backend", "hookspecs", "loading", "registry", "plugins", "cli")]
 MAX_IMPORT_MS = 100
 
 

@@ -348,3 +348,41 @@ def test_a_worker_of_a_backend_that_wants_nothing_gets_nothing(plugins: PluginFi
     by_hand = plugins.registry()
     by_hand.set_backend(Backend(BackendInfo(name="mine", device_type="cpu", description="no plugin made it")))
     assert by_hand.process_env("rollout") == {}
+
+
+# -- preparing a process for a framework ----------------------------------------------------------------------------
+
+BOOTSTRAP = """
+
+@hwrl.hookimpl
+def hwrl_bootstrap(framework):
+    import sys
+    prepared = sys.modules[__name__].__dict__.setdefault("prepared", [])
+    prepared.append(framework)
+"""
+
+
+def test_a_framework_is_prepared_once_by_the_chosen_backend_alone(plugins: PluginFiles) -> None:
+    chosen = plugins.add("chosen", source=SOURCE + BOOTSTRAP)
+    other = plugins.add("other", source=SOURCE + BOOTSTRAP)
+    registry = plugins.registry(HWRL_BACKEND="chosen")
+    registry.bootstrap("somewhere")
+    registry.bootstrap("somewhere")
+    assert sys.modules[chosen].prepared == ["somewhere"]
+    assert other not in sys.modules
+
+
+def test_it_is_too_late_when_the_framework_has_been_imported(plugins: PluginFiles) -> None:
+    module = plugins.add("chosen", source=SOURCE + BOOTSTRAP)
+    registry = plugins.registry(HWRL_BACKEND="chosen")
+    with pytest.raises(BackendUnavailableError, match="json cannot be prepared for backend 'chosen'"):
+        registry.bootstrap("json")
+    assert not hasattr(sys.modules[module], "prepared")
+
+
+def test_a_backend_that_prepares_nothing_takes_any_framework(plugins: PluginFiles) -> None:
+    plugins.add("only")
+    plugins.registry().bootstrap("json")
+    by_hand = plugins.registry()
+    by_hand.set_backend(Backend(BackendInfo(name="mine", device_type="cpu", description="")))
+    by_hand.bootstrap("json")
