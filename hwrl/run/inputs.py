@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from hwrl.errors import ConfigError
+from hwrl.plugins import load_hook
 from hwrl.rollout.data import check_prompt_file
 from hwrl.rollout.reward import load_reward
-from hwrl.run.config import Config
+from hwrl.run.config import EMBEDDED, FSDP, Config
 
 
 def check_inputs(config: Config) -> None:
-    """Raise ConfigError or DataError if the model, a prompt file or the reward function is not there.
+    """Raise ConfigError or DataError if the model, an engine, a prompt file or the reward function is not there.
 
-    Loading the reward function runs its module. What is inside the files is read later, by the processes that need it.
+    An engine's plugin is imported, not its framework. Loading the reward function runs its module. What is inside the files is read later, by the processes that need it.
     """
     _check_model(config)
+    if config.train.engine != FSDP:
+        load_hook(config.train.engine, "hwrl_train_engine", asked_by="train.engine", built_in=[FSDP])
+    if config.rollout.engine != EMBEDDED:
+        load_hook(config.rollout.engine, "hwrl_rollout_engine", asked_by="rollout.engine", built_in=[EMBEDDED])
     check_prompt_file(config.data.train, key="data.train")
     if config.data.eval is not None:
         check_prompt_file(config.data.eval, key="data.eval")

