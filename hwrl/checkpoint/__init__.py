@@ -3,6 +3,7 @@
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.manager import CheckpointManager, Resumed, SaveReport
 from hwrl.checkpoint.manifest import CheckpointInfo, Manifest, Skipped, find_checkpoints
+from hwrl.checkpoint.pieces import Pieces
 
 __all__ = [
     "CheckpointInfo",
@@ -10,6 +11,7 @@ __all__ = [
     "DurableFS",
     "FileRecord",
     "Manifest",
+    "Pieces",
     "Resumed",
     "SaveReport",
     "Skipped",

@@ -33,6 +33,7 @@ from hwrl.checkpoint.manifest import (
     step_name,
     verify_files,
 )
+from hwrl.checkpoint.pieces import Pieces
 from hwrl.checkpoint.save import EXTRA_NAME, SaveJob, Saver
 from hwrl.checkpoint.staging import StagedItems
 from hwrl.errors import (
@@ -141,7 +142,7 @@ class CheckpointManager:
     ) -> SaveReport:
         """Save ``state`` as ``step``, which must be later than every complete step in the directory.
 
-        ``state`` is a nested dict of tensors, DTensors and plain values, as ``get_state_dict`` of
+        ``state`` is a nested dict of tensors, DTensors, :class:`Pieces` and plain values, as ``get_state_dict`` of
         ``torch.distributed.checkpoint.state_dict`` returns it. ``extra`` is JSON with string keys, taken from rank 0;
         ``rank_extra`` likewise, kept for each rank. ``export`` is called once, on rank 0, with the path of an empty
         directory ``hf`` inside the checkpoint, to write files for other readers; with ``async_save`` it runs in the
@@ -310,13 +311,18 @@ def _load_into(info: CheckpointInfo, state: dict[str, Any]) -> None:
 
 
 def _require_in_memory(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        return
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if local.numel() and local.untyped_storage().nbytes() == 0:
+    if any(local.numel() and local.untyped_storage().nbytes() == 0 for local in _local_tensors(value)):
         raise MemoryStateError(
             f"{name!r} has no memory", why="it is offloaded", fix="save and resume inside `with offloader.loaded():`"
         )
+
+
+def _local_tensors(value: object) -> list[torch.Tensor]:
+    if isinstance(value, Pieces):
+        return list(value.pieces.values())
+    if isinstance(value, DTensor):
+        return [value.to_local()]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _json(value: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Moved:
 class Offloader:
     """Moves a model's parameters and buffers, and its optimizer's state, to the host and back.
 
+    What an optimizer updates that is none of the model's memory, such as its own float32 parameters, is its state too.
     Works on plain modules and on FSDP2 (each rank moves its own shards), with tied parameters and shared storages
     moved once. Device memory is really freed, and comes back under the same Parameter objects and storages, so that
     the optimizer, FSDP2 and views stay valid. Gradients are left alone: call ``zero_grad`` first.
@@ -303,6 +304,8 @@ def _model_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def _optimizer_tensors(optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
     if optimizer is not None:
         yield from _tensors_in(list(optimizer.state.values()))
+        for group in optimizer.param_groups:  # copies of its own, in float32; the model's parameters are set apart
+            yield from group["params"]
 
 
 def _tensors_in(value: object) -> Iterator[torch.Tensor]:

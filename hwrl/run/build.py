@@ -21,8 +21,8 @@ from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.engine import RolloutEngine, RolloutSettings, Sampling
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
-from hwrl.run.config import EMBEDDED, Config
-from hwrl.train.engine import TrainEngine
+from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gather import SharedWeights
 from hwrl.train.losses import PolicyLoss
@@ -163,8 +163,6 @@ class TrainerParts:
             publish=self._send,
             max_staleness=config.async_training.staleness_threshold,
             trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
-            rank=rank,
-            ranks=ranks,
         )
         self._data_hash = hashlib.sha256(config.data.train.read_bytes()).hexdigest()
         self._checkpoints = CheckpointManager(
@@ -233,6 +231,7 @@ class TrainerParts:
         finally:
             if self._sender is not None:
                 self._sender.close()
+            self._engine.close()
             if self._group is not None:
                 self._group.close()
 
@@ -251,12 +250,9 @@ class TrainerParts:
 
 
 def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
-    updates = config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
-    return FsdpEngine(
-        config.model.path,
-        backend=get_backend(),
-        group=group,
-        total_steps=updates,
+    settings = EngineSettings(
+        model_directory=config.model.path,
+        total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
         micro_batch_tokens=config.train.micro_batch_tokens,
         temperature=config.rollout.temperature,
         dtype=_dtype(config),
@@ -264,6 +260,13 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         optimizer_offload=config.train.optimizer_offload,
         **config.optimizer.model_dump(),
     )
+    if config.train.engine == FSDP:
+        return FsdpEngine(settings, backend=get_backend(), group=group)
+    make = load_hook(config.train.engine, "hwrl_train_engine", asked_by="train.engine", built_in=[FSDP])
+    engine: TrainEngine = make(
+        settings=settings, options=config.train.engine_options, backend=get_backend(), group=group
+    )
+    return engine
 
 
 def _build_sender(config: Config, store: Any, transport: Transport) -> WeightSender:

@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from hwrl.errors import ConfigError, manual
 from hwrl.train.choices import AdvantageName, LossName
 
+FSDP = "fsdp"
+"""The train engine that needs no plugin."""
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
 
@@ -130,8 +132,10 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """The training side."""
 
-    engine: Literal["fsdp"] = "fsdp"
-    """``fsdp``: FSDP2, any ``AutoModelForCausalLM`` directory."""
+    engine: str = FSDP
+    """``fsdp``: FSDP2, any ``AutoModelForCausalLM`` directory; or the name of a plugin that brings another."""
+    engine_options: dict[str, Any] = {}
+    """The plugin's own settings; it checks them."""
     ranks: Positive = 1
     """Training processes that share the model."""
     steps: Positive = 100
@@ -148,6 +152,12 @@ class TrainConfig(Section):
     """How often dead trainers are started again from the last complete checkpoint."""
     threads: Positive = 1
     """Host threads of a rank."""
+
+    @model_validator(mode="after")
+    def _options_are_a_plugins(self) -> TrainConfig:
+        if self.engine == FSDP and self.engine_options:
+            raise ValueError(f"engine_options are for a plugin's engine, and engine={FSDP} has none")
+        return self
 
 
 class AlgorithmConfig(Section):

@@ -54,8 +54,18 @@ class EngineSettings:
 class TrainEngine(ABC):
     """Holds the training model and its optimizer, on one rank or several.
 
-    On several ranks every method is collective: all ranks call it, in the same order, each with its own rows.
+    On several ranks every method is collective: all ranks call it, in the same order, each with the rows of its share.
     """
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of a batch this rank trains on. Ranks that hold parts of one copy of the model have the same."""
+        return 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many shares a batch is divided."""
+        return 1
 
     @abstractmethod
     def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
@@ -91,7 +101,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and scheduler as a state dict for :class:`~hwrl.checkpoint.CheckpointManager`."""
+        """Return model, optimizer and the place in the schedule, for :class:`~hwrl.checkpoint.CheckpointManager`."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -100,3 +110,6 @@ class TrainEngine(ABC):
     @abstractmethod
     def export(self, directory: Path) -> None:
         """Write the model to ``directory`` so that ``from_pretrained`` loads it; the first rank writes."""
+
+    def close(self) -> None:  # noqa: B027 - most engines start nothing
+        """End what the engine started beside itself, such as process groups; the engine is not used afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,26 +15,43 @@ from hwrl.comm import Group, Pending
 from hwrl.train.engine import TrainEngine
 
 _AHEAD_NBYTES = 512 << 20
+_DENSE = torch.contiguous_format
 
 NamedTensor = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Part:
+    """This rank's part of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
+
+    All parts but the last are of the same size, rounded up; the last ones may have less, or nothing.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dim: int
+    ranks: int
+
+
+@dataclass(frozen=True)
 class _Gathering:
-    """A tensor on its way: ``whole`` on the first rank, else None. ``part`` is what this rank sends."""
+    """A tensor on its way: ``whole`` on the first rank, else None. ``landed`` pairs places in it with what arrives."""
 
     name: str
     nbytes: int
     whole: torch.Tensor | None = None
-    part: torch.Tensor | None = None
+    landed: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     pending: Sequence[Pending] = ()
 
 
-def gathered(named: Iterable[NamedTensor], group: Group | None, *, dtype: torch.dtype) -> Iterator[NamedTensor]:
+def gathered(
+    named: Iterable[tuple[str, torch.Tensor | Part]], group: Group | None, *, dtype: torch.dtype
+) -> Iterator[NamedTensor]:
     """Yield each tensor whole and as ``dtype``, on the first rank of ``group``; elsewhere take part and yield nothing.
 
-    All ranks must exhaust it. Shards travel as ``dtype``, to the first rank only, and up to 512 MiB ahead of what was
-    yielded: the transfer that reads this goes on meanwhile. A tensor that is not sharded costs no traffic.
+    All ranks that hold parts must exhaust it. Parts travel as ``dtype``, to the first rank only, and up to 512 MiB
+    ahead of what was yielded: the transfer that reads this goes on meanwhile. A tensor that is not divided costs no
+    traffic.
     """
     ahead: collections.deque[_Gathering] = collections.deque()
     limit = 0 if group is None else _AHEAD_NBYTES  # on one rank there is nothing to hide
@@ -51,27 +69,40 @@ def gathered(named: Iterable[NamedTensor], group: Group | None, *, dtype: torch.
 def _finish(one: _Gathering) -> Iterator[NamedTensor]:
     for pending in one.pending:
         pending.wait()
+    for place, arrived in one.landed:
+        if arrived is not place:
+            place.copy_(arrived)
     if one.whole is not None:
         yield one.name, one.whole
 
 
-def _gather(name: str, tensor: torch.Tensor, group: Group | None, dtype: torch.dtype) -> _Gathering:
-    nbytes = tensor.numel() * dtype.itemsize
+def _gather(name: str, tensor: torch.Tensor | Part, group: Group | None, dtype: torch.dtype) -> _Gathering:
     first = group is None or group.rank == 0
-    if group is None or not isinstance(tensor, DTensor):
-        return _Gathering(name, nbytes, tensor.to(dtype) if first else None)
-    if tensor.placements != (Shard(0),) or tensor.device_mesh.size() != group.size:
-        whole = tensor.full_tensor()
-        return _Gathering(name, nbytes, whole.to(dtype) if first else None)
-    mine = tensor.to_local().to(dtype).contiguous()
+    if group is not None and isinstance(tensor, DTensor):
+        if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
+            tensor = Part(tensor.to_local(), tuple(tensor.shape), 0, group.size)
+        else:
+            tensor = tensor.full_tensor()
+    if not isinstance(tensor, Part):
+        return _Gathering(name, tensor.numel() * dtype.itemsize, tensor.to(dtype) if first else None)
+    assert group is not None, "parts are of several ranks"
+    nbytes = math.prod(tensor.shape) * dtype.itemsize
+    mine = tensor.tensor.to(dtype).contiguous()
     if not first:
         sent = [group.send(mine, dst=0, async_op=True)] if mine.numel() else []
-        return _Gathering(name, nbytes, part=mine, pending=sent)
+        return _Gathering(name, nbytes, landed=[(mine, mine)], pending=sent)  # kept alive until it is sent
     whole = torch.empty(tensor.shape, dtype=dtype, device=mine.device)
-    whole[: len(mine)].copy_(mine)
-    parts = enumerate(whole.split(-(-len(whole) // group.size)))  # FSDP2 divides so: the last may have less, or nothing
-    received = [group.recv(part, src=rank, async_op=True) for rank, part in parts if rank and part.numel()]
-    return _Gathering(name, nbytes, whole, pending=received)
+    places = whole.split(-(-tensor.shape[tensor.dim] // tensor.ranks), tensor.dim)
+    places[0].copy_(mine)
+    landed = [
+        (place, place if place.is_contiguous() else torch.empty_like(place, memory_format=_DENSE)) for place in places
+    ]
+    received = [
+        group.recv(arriving, src=rank, async_op=True)
+        for rank, (_, arriving) in enumerate(landed)
+        if rank and arriving.numel()
+    ]
+    return _Gathering(name, nbytes, whole, landed[1:], received)
 
 
 class SharedWeights:

@@ -37,7 +37,7 @@ class AsyncTrainer:
 
     ``step(groups)`` trains on a batch that the ledger has released and, every ``trigger_parameter_sync_step`` steps,
     publishes the weights as the next version. ``max_staleness`` is enforced here once more: a group that is older
-    when it is consumed raises. On several ranks all call ``step`` with the same groups; each trains on its share.
+    when it is consumed raises. All ranks call ``step`` with the same groups and train on their shares.
     """
 
     def __init__(
@@ -48,14 +48,11 @@ class AsyncTrainer:
         publish: Publish,
         max_staleness: int,
         trigger_parameter_sync_step: int = 1,
-        rank: int = 0,
-        ranks: int = 1,
     ) -> None:
         self.engine = engine
         self._algorithm, self._publish = algorithm, publish
         self._max_staleness = max_staleness
         self._trigger_parameter_sync_step = trigger_parameter_sync_step
-        self._rank, self._ranks = rank, ranks
         self._clock = ActivityClock("wait")
         self._last_seconds: dict[str, float] = {}
         self.steps_done = 0
@@ -76,7 +73,7 @@ class AsyncTrainer:
         consumed = self._consumed_figures(groups)
         self._require_rows(groups)
         with self._clock.during("train"), self.engine.on_device(optimizer=True) as moved:
-            trained = self._train(groups[self._rank :: self._ranks])
+            trained = self._train(groups[self.engine.data_parallel_rank :: self.engine.data_parallel_size])
             self.steps_done += 1
             synced = self.publish() if self.steps_done % self._trigger_parameter_sync_step == 0 else {}
         weights = {**_move_figures(moved), "weights/version": float(self.version)}
@@ -119,11 +116,12 @@ class AsyncTrainer:
 
     def _require_rows(self, groups: Sequence[PromptGroup]) -> None:
         """Raise, on all ranks alike, if a rank has fewer rows than mini-batches: its collectives would be missing."""
-        rows = [sum(group.size for group in groups[rank :: self._ranks]) for rank in range(self._ranks)]
+        shares = self.engine.data_parallel_size
+        rows = [sum(group.size for group in groups[share::shares]) for share in range(shares)]
         if min(rows) < self._algorithm.mini_batches:
             raise EngineError(
                 f"rank {rows.index(min(rows))} of the trainer has too few responses for the step: {min(rows)}",
-                why=f"{len(groups)} prompt groups go to {self._ranks} ranks, and each needs a response for each of "
+                why=f"{len(groups)} prompt groups go to {shares} ranks, and each needs a response for each of "
                 f"{self._algorithm.mini_batches} mini-batches",
                 fix="lower algorithm.mini_batches, train on fewer ranks or with more prompts a step",
             )

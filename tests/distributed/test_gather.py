@@ -10,6 +10,7 @@ import hwrl
 from hwrl.comm import Comm, connect_store, serve_store, store_address
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
+from hwrl.train.engine import EngineSettings
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gather import SharedWeights
 
@@ -21,10 +22,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "model"
 
 
+def settings_for(model_directory: Path) -> EngineSettings:
+    return EngineSettings(model_directory=model_directory, learning_rate=1e-3, total_steps=1)
+
+
 def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Tensor]:
     backend = hwrl.get_backend()
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
-        engine = FsdpEngine(model_directory, backend=backend, group=group, learning_rate=1e-3, total_steps=1)
+        engine = FsdpEngine(settings_for(model_directory), backend=backend, group=group)
         with SharedWeights(engine, group) as weights:
             if rank:
                 weights.follow()
@@ -44,7 +49,7 @@ def test_the_first_rank_reads_whole_weights_as_often_as_it_likes(model_directory
     whole, nothing = run_processes(_read, 2, model_directory, store_address(store))
     assert nothing == {}
     backend = hwrl.get_backend()
-    alone = FsdpEngine(model_directory, backend=backend, group=None, learning_rate=1e-3, total_steps=1)
+    alone = FsdpEngine(settings_for(model_directory), backend=backend, group=None)
     wanted = dict(alone.named_weights())
     assert whole.keys() == wanted.keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in wanted.items())

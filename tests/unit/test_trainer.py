@@ -19,7 +19,7 @@ from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.run.demo import write_demo
 from hwrl.train.batch import Batch
 from hwrl.train.choices import LossName
-from hwrl.train.engine import TrainEngine
+from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.trainer import Algorithm, AsyncTrainer
@@ -45,21 +45,20 @@ class Outlet:
         return {"sync/nbytes": float(sum(tensor.nbytes for _, tensor in engine.named_weights()))}
 
 
-def engine_of(model_directory: Path, *, offload: bool = False) -> FsdpEngine:
-    return FsdpEngine(
-        model_directory,
-        backend=hwrl.get_backend(),
-        group=None,
+def engine_on(model_directory: Path, *, offload: bool = False) -> FsdpEngine:
+    settings = EngineSettings(
+        model_directory=model_directory,
         learning_rate=3e-3,
         total_steps=100,
         param_offload=offload,
         optimizer_offload=offload,
     )
+    return FsdpEngine(settings, backend=hwrl.get_backend(), group=None)
 
 
 def trainer_of(model_directory: Path, outlet: Outlet) -> AsyncTrainer:
     return AsyncTrainer(
-        engine_of(model_directory),
+        engine_on(model_directory),
         algorithm=Algorithm(PolicyLoss()),
         publish=outlet,
         max_staleness=1,
@@ -122,7 +121,7 @@ def test_the_seconds_of_a_step_add_up_to_all_the_time_since_the_last(model_direc
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", ["ppo_clip", "tis", "decoupled"])
 def test_every_loss_teaches_what_was_rewarded(model_directory: Path, name: LossName, offload: bool) -> None:
-    engine = engine_of(model_directory, offload=offload)
+    engine = engine_on(model_directory, offload=offload)
     trainer = AsyncTrainer(
         engine,
         algorithm=Algorithm(PolicyLoss(name), ppo_epochs=2, mini_batches=2),
@@ -149,7 +148,7 @@ def test_what_is_offloaded_is_there_for_the_step_and_the_transfer_and_seconds_sa
         sent.append({name: tensor.clone() for name, tensor in engine.named_weights()})
         return {}
 
-    engine = engine_of(model_directory, offload=offload)
+    engine = engine_on(model_directory, offload=offload)
     trainer = AsyncTrainer(engine, algorithm=Algorithm(PolicyLoss()), publish=publish, max_staleness=0)
 
     def is_away() -> bool:
@@ -178,10 +177,19 @@ def test_what_is_offloaded_is_there_for_the_step_and_the_transfer_and_seconds_sa
 
 
 class CountingEngine(TrainEngine):
-    """Trains nothing; keeps the rows of each mini-batch."""
+    """Trains nothing; keeps the rows of each mini-batch of one share."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, share: int = 0, shares: int = 1) -> None:
         self.rows: list[int] = []
+        self._share, self._shares = share, shares
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self._share
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self._shares
 
     def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
         return nullcontext(Moved())
@@ -213,9 +221,9 @@ def counts_of_ranks(*, groups: int, ranks: int, mini_batches: int) -> list[list[
     """Return the rows of each mini-batch, for every rank, when ``groups`` groups of two responses are trained on."""
     counts = []
     for rank in range(ranks):
-        engine = CountingEngine()
+        engine = CountingEngine(share=rank, shares=ranks)
         algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
-        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0, rank=rank, ranks=ranks)
+        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0)
         trainer.step([group_of(version=0)] * groups)
         counts.append(engine.rows)
     return counts
@@ -229,9 +237,9 @@ def test_every_rank_takes_the_same_number_of_mini_batches() -> None:
 @pytest.mark.parametrize(("groups", "mini_batches"), [(3, 3), (1, 1)])
 def test_a_rank_with_fewer_rows_than_mini_batches_is_an_error_on_all_ranks(groups: int, mini_batches: int) -> None:
     for rank in range(2):
-        engine = CountingEngine()
+        engine = CountingEngine(share=rank, shares=2)
         algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
-        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0, rank=rank, ranks=2)
+        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0)
         with pytest.raises(EngineError, match=r"rank 1 (.|\n)*too few responses(.|\n)*mini-batches"):
             trainer.step([group_of(version=0)] * groups)
         assert engine.rows == []

@@ -1,0 +1,57 @@
+"""A tensor of which a rank holds arbitrary rectangles: :class:`Pieces`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+Offset = tuple[int, ...]
+
+
+class Pieces(torch.Tensor):
+    """This rank's part of a tensor of ``shape``: rectangles by the offset at which they lie in it, none or many.
+
+    Goes into a state for :class:`~hwrl.checkpoint.CheckpointManager` where a tensor is divided in a way that no
+    DTensor describes. The rectangles are the caller's memory, and a load fills them; those of all ranks together must
+    cover the tensor, and a rectangle that several ranks hold must be the same one on each. It is no tensor to compute
+    with.
+    """
+
+    pieces: dict[Offset, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[Offset, torch.Tensor]) -> Pieces:
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)  # type: ignore[attr-defined] # private, and the way that torch documents
+        self.pieces = dict(pieces)
+        return self  # type: ignore[no-any-return] # torch does not say what it makes
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, *_: Any) -> NoReturn:
+        raise TypeError(f"{operation} cannot be applied to Pieces: they are for checkpoints only")
+
+    def __repr__(self) -> str:  # type: ignore[override] # torch's takes arguments that nobody gives
+        return f"Pieces({list(self.shape)}, {self.dtype}, {len(self.pieces)} here)"
+
+    # -- what torch's checkpoint planners ask for ---------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offset), piece.shape) for offset, piece in self.pieces.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None, "every item that this class makes has one"
+        return self.pieces[tuple(index.offset)]

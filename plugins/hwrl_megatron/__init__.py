@@ -1,0 +1,37 @@
+"""Training on Megatron-core: ``train.engine=megatron``; see ``docs/megatron.md``.
+
+Importing this module imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import hwrl
+from hwrl.errors import EngineError
+
+if TYPE_CHECKING:
+    from hwrl.backend import Backend
+    from hwrl.comm import Group
+    from hwrl.train.engine import EngineSettings, TrainEngine
+
+
+@hwrl.hookimpl
+def hwrl_train_engine(
+    settings: EngineSettings, options: Mapping[str, Any], backend: Backend, group: Group | None
+) -> TrainEngine:
+    if importlib.util.find_spec("megatron") is None:
+        raise EngineError(
+            "train.engine=megatron cannot be used",
+            why="megatron-core is not installed",
+            fix="pip install hwrl[megatron]",
+        )
+    from hwrl.registry import bootstrap
+
+    bootstrap("megatron")
+    from hwrl_megatron.engine import MegatronEngine
+    from hwrl_megatron.options import parse_options
+
+    return MegatronEngine(settings, backend=backend, group=group, options=parse_options(options))

@@ -1,0 +1,276 @@
+"""The Megatron-core train engine: tensor and data parallelism, the distributed optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch._C._distributed_c10d import HashStore
+
+from hwrl.backend import Backend
+from hwrl.checkpoint import Pieces
+from hwrl.comm import Comm
+from hwrl.errors import ConfigError
+from hwrl.memory import Moved, Offloader
+from hwrl.models import build_model, load_model, load_tokenizer
+from hwrl.train.batch import Batch
+from hwrl.train.engine import EngineSettings
+from hwrl.train.gather import gathered
+from hwrl.train.losses import PolicyLoss
+from hwrl.train.policy import PolicyEngine
+from hwrl_megatron.model import build_gpt
+from hwrl_megatron.options import Options
+from hwrl_megatron.weights import Weight, load_weights, map_weights
+
+if TYPE_CHECKING:
+    from hwrl.comm import Group
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronEngine(PolicyEngine):
+    """Trains a GPTModel, equal to the model in ``settings.model_directory``, with AdamW.
+
+    The layers are divided over ``options.tensor_parallel`` neighbouring ranks; each such set of ranks has a share of
+    the batch, and all of them share the optimizer's float32 parameters and moments (Megatron's distributed
+    optimizer). Gradients are float32. The model is in evaluation mode, in training as well.
+
+    One engine at a time in a process: Megatron's parallel state is global. ``close`` ends it.
+    """
+
+    def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None, options: Options) -> None:
+        _require_divisible(1 if group is None else group.size, options.tensor_parallel)
+        self._own_group = None if group else Comm(backend).init_default(store=HashStore(), rank=0, size=1)
+        super().__init__(settings, backend=backend, group=group)
+        parallel_state.initialize_model_parallel(options.tensor_parallel, create_gloo_process_groups=False)
+        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        model = build_gpt(settings.model_directory, tensor_parallel=options.tensor_parallel, dtype=settings.dtype)
+        self.model = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            model.to(backend.device(), settings.dtype).eval(),
+        )
+        self._weights = self._load(settings.model_directory)
+        self.optimizer = self._build_optimizer()
+        self._drop_gradients()
+        self._offloader = Offloader(model, self.optimizer.optimizer, backend=backend)
+        self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
+
+    def _load(self, directory: Path) -> list[Weight]:
+        whole = load_model(directory, dtype=torch.float32)
+        place = {"rank": self._tensor_group.rank(), "ranks": self._tensor_group.size()}
+        weights = map_weights(self.model.module, whole.config, **place)
+        load_weights(weights, whole.state_dict())
+        for weight in weights:  # Megatron sets it where it draws random weights
+            if weight.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight.parameter, True, weight.dim, 1)
+        return weights
+
+    def _build_optimizer(self) -> Any:
+        settings = self.settings
+        config = OptimizerConfig(
+            lr=settings.learning_rate,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            weight_decay=settings.weight_decay,
+            bf16=settings.dtype == torch.bfloat16,
+            params_dtype=settings.dtype,
+            use_distributed_optimizer=True,
+        )
+        chained = get_megatron_optimizer(config, [self.model], config_overrides={}, use_gloo_process_groups=False)
+        (optimizer,) = chained.chained_optimizers
+        return optimizer
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def data_parallel_size(self) -> int:
+        return int(parallel_state.get_data_parallel_world_size())
+
+    def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
+        return self._offloader.loaded(optimizer=optimizer)
+
+    def close(self) -> None:
+        parallel_state.destroy_model_parallel()
+        if self._own_group is not None:
+            self._own_group.close()
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+        for (
+            buffer
+        ) in self.model.buffers:  # torch's name, Megatron's list: each is flat, parameters' gradients its views
+            buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
+        self.model.zero_grad_buffer()
+        return super().train_batch(batch, loss=loss)
+
+    def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        def choose(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return arguments[0][columns, rows][:, None], *arguments[1:]
+
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        with self.model.module.output_layer.register_forward_pre_hook(choose):
+            logits: torch.Tensor = self.model(inputs, positions, None)[0]
+        return logits
+
+    @property
+    def _gradient_scale(self) -> float:
+        return 1.0
+
+    def _score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._tensor_group.size() == 1:
+            return super()._score(logits, targets)
+        logits = logits.float() / self.settings.temperature  # this rank's share of the vocabulary
+        with torch.no_grad():
+            highest = logits.amax(-1)
+            torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group=self._tensor_group)
+        shifted = logits - highest[:, None]
+        here = targets - self._tensor_group.rank() * logits.shape[-1]
+        outside = (here < 0) | (here >= logits.shape[-1])
+        chosen = shifted.gather(1, here.masked_fill(outside, 0)[:, None])[:, 0].masked_fill(outside, 0.0)
+        weights = shifted.exp()
+        total, chosen = self._sum_over_vocabulary(torch.stack([weights.sum(-1), chosen]))
+        with torch.no_grad():
+            (mean,) = self._sum_over_vocabulary((weights * shifted).sum(-1)[None] / total)
+            entropy = total.log() - mean
+        return chosen - total.log(), entropy
+
+    def _sum_over_vocabulary(self, parts: torch.Tensor) -> torch.Tensor:
+        summed: torch.Tensor = reduce_from_tensor_model_parallel_region(parts.contiguous(), group=self._tensor_group)
+        return summed
+
+    @torch.no_grad()
+    def _clip_gradients(self) -> float:
+        finalize_model_grads([self.model])
+        self.optimizer.prepare_grads()
+        # Of what several ranks have, only the first ones' counts.
+        squares = [grad.square().sum() for grad in self.optimizer.get_main_grads_for_grad_norm()]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self._backend.device())
+        if self._group is not None:
+            self._group.all_reduce(total)
+        norm = total.sqrt()
+        scale = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([parameter.grad for parameter in self.optimizer.get_parameters()], scale)
+        return float(norm)
+
+    def _update(self, *, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step_with_ready_grads()
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer in self.model.buffers:
+            buffer.grad_data.untyped_storage().resize_(0)
+
+    # -- weights and state --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.data_parallel_rank == 0:
+            parts = ((weight.name, weight.part()) for weight in self._weights)
+            yield from gathered(parts, self._group, dtype=self.settings.dtype)
+
+    def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight in self._weights:
+            yield weight.name, torch.empty(weight.shape, dtype=self.settings.dtype, device="meta")
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = {}, {}
+        for weight in self._weights:
+            tensors = self._optimizer_tensors(weight)
+            model[weight.name] = tensors.pop("param")
+            optimizer[weight.name] = tensors
+        return {"model": model, "optimizer": optimizer, "updates": self.updates}
+
+    def _optimizer_tensors(self, weight: Weight) -> dict[str, Pieces]:
+        """Return ``weight`` in float32 and its moments, as far as this rank has them."""
+        flat: dict[str, torch.Tensor] = {}
+        start = stop = 0
+        if weight.parameter in self.optimizer.model_param_group_index_map:
+            owned = self.optimizer._get_model_param_range_map(weight.parameter)["param"]
+            start, stop = owned.start, owned.end
+            self._require_moments(weight)
+            flat = self.optimizer._get_main_param_and_optimizer_states(weight.parameter)
+        return {
+            key: Pieces(
+                weight.shape,
+                torch.float32,
+                {
+                    offset: flat[key].detach()[elements.start - start : elements.stop - start].view(size)
+                    for offset, elements, size in weight.rectangles(start, stop)
+                },
+            )
+            for key in ("param", *_MOMENTS)
+        }
+
+    def _require_moments(self, weight: Weight) -> None:
+        """Give the optimizer its moments, which it makes in its first step."""
+        main = self.optimizer._get_main_param_and_optimizer_states(weight.parameter)["param"]
+        state = self.optimizer.optimizer.state[main]
+        for key in _MOMENTS:
+            state.setdefault(key, torch.zeros_like(main, requires_grad=False))
+        if isinstance(self.optimizer.optimizer, torch.optim.AdamW):
+            state.setdefault("step", torch.tensor(0.0))
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates = state["updates"]
+        mine = self.state_dict()
+        for name in mine["model"]:
+            _copy(mine["model"][name], state["model"][name])
+            for key in _MOMENTS:
+                _copy(mine["optimizer"][name][key], state["optimizer"][name][key])
+        self._set_step(self.updates)
+        self.optimizer._copy_main_params_to_model_params()
+        self.model.start_param_sync()
+
+    def _set_step(self, step: int) -> None:
+        """Tell the optimizer how many steps it took: torch's notes it for each parameter, fused ones for a group."""
+        inner = self.optimizer.optimizer
+        for state in inner.state.values():
+            if "step" in state:
+                state["step"].fill_(step)
+        if not isinstance(inner, torch.optim.AdamW):
+            for group in inner.param_groups:
+                group["step"] = step
+
+    def export(self, directory: Path) -> None:
+        weights = {name: tensor.cpu() for name, tensor in self.named_weights()}
+        if self._group is not None and self._group.rank != 0:
+            return
+        model = build_model(self.settings.model_directory, dtype=self.settings.dtype)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        model.save_pretrained(directory)
+        load_tokenizer(self.settings.model_directory).save_pretrained(directory)
+
+
+def _copy(target: Pieces, source: Pieces) -> None:
+    for offset, piece in target.pieces.items():
+        piece.copy_(source.pieces[offset])
+
+
+def _require_divisible(ranks: int, tensor_parallel: int) -> None:
+    if ranks % tensor_parallel:
+        raise ConfigError(
+            f"train.engine_options.tensor_parallel={tensor_parallel} is not possible on {ranks} ranks",
+            why="every copy of the model takes so many ranks",
+            fix=f"set train.ranks to {tensor_parallel} or a multiple of it",
+        )

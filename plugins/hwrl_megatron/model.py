@@ -1,0 +1,116 @@
+"""A GPTModel for a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+from transformers import AutoConfig
+
+from hwrl.errors import ConfigError
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""The ``model_type`` of the Hugging Face configurations that have an equal GPTModel here."""
+
+
+def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> GPTModel:
+    """Return this rank's part of the model that ``directory`` describes, on the host, with arbitrary weights.
+
+    Megatron's parallel state must have been made. Raises ConfigError for a model that is not supported.
+    """
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    _require_supported(config, tensor_parallel=tensor_parallel)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.model_type == "qwen3", normalization="RMSNorm")
+    layer.submodules.self_attention.submodules.core_attention = TorchAttention
+    return GPTModel(
+        _transformer_config(config, tensor_parallel=tensor_parallel, dtype=dtype),
+        layer,
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=config.rope_parameters["rope_theta"],
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+    )
+
+
+class TorchAttention(nn.Module):
+    """Causal attention by torch's fused kernels; Megatron's own, without TransformerEngine, keeps every score."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Take query, key and value (length × rows × heads × size), return length × rows × (heads · size)."""
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+def _transformer_config(config: Any, *, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=head_size(config),
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        qk_layernorm=config.model_type == "qwen3",
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor_parallel,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,  # gradients are summed over the ranks, not averaged
+        use_cpu_initialization=True,  # weights come from the checkpoint: no device is needed for random ones
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,  # needs Apex
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+    )
+
+
+def head_size(config: Any) -> int:
+    """Return the size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _require_supported(config: Any, *, tensor_parallel: int) -> None:
+    refusals = {
+        f"its architecture is {config.model_type}": config.model_type not in ARCHITECTURES,
+        f"its activation is {config.hidden_act}": config.hidden_act != "silu",
+        "its attention has a sliding window": getattr(config, "use_sliding_window", False),
+        "its layers have biases": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
+        "its rotary embedding is scaled": (config.rope_parameters or {}).get("rope_type", "default") != "default",
+    }
+    for why, refused in refusals.items():
+        if refused:
+            raise ConfigError(
+                "train.engine=megatron does not support this model",
+                why=why,
+                fix=f"train it with train.engine=fsdp; supported here are plain {', '.join(ARCHITECTURES)} models",
+            )
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "intermediate size": config.intermediate_size,
+        "vocabulary": config.vocab_size,
+    }
+    for name, size in sizes.items():
+        if size % tensor_parallel:
+            raise ConfigError(
+                f"train.engine_options.tensor_parallel={tensor_parallel} does not divide the model",
+                why=f"its {name}: {size}",
+                fix="choose a divisor of all of " + ", ".join(f"{size} ({name})" for name, size in sizes.items()),
+            )

@@ -1,0 +1,37 @@
+"""What a user can set under ``train.engine_options``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hwrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    """``tensor_parallel``: over how many ranks each layer is divided; the rest of the ranks is data-parallel."""
+
+    tensor_parallel: int = 1
+
+
+def parse_options(options: Mapping[str, Any]) -> Options:
+    """Return ``options``, checked; ConfigError names the key that is wrong, and the likely one."""
+    known = [field.name for field in fields(Options)]
+    for key, value in options.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            raise ConfigError(
+                f"there is no option train.engine_options.{key}",
+                why=f"train.engine=megatron knows {', '.join(known)}",
+                fix=f"did you mean {close[0]!r}?" if close else "remove it",
+            )
+        if type(value) is not int or value < 1:
+            raise ConfigError(
+                f"train.engine_options.{key}={value!r} is not possible",
+                why="it is a number of ranks",
+                fix="give 1 or more",
+            )
+    return Options(**options)
