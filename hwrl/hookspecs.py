@@ -58,6 +58,12 @@ def hwrl_bootstrap(framework: str) -> None:
     raise NotImplementedError
 
 
+@hookspec(firstresult=True)
+def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
+    """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need here. Optional."""
+    raise NotImplementedError
+
+
 @hookspec
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
     """Yield what ``hwrl doctor`` should tell about this device's environment; same limits as a probe. Optional."""

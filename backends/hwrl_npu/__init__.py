@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import hwrl
 from hwrl.backend import Backend, BackendInfo, DeviceMap, Finding, ProbeContext, ProbeResult
@@ -42,6 +43,12 @@ def hwrl_create_backend() -> Backend:
             fix="source CANN's set_env.sh in this shell, and install the torch_npu that matches torch's version",
         ) from exc
     return NpuBackend(INFO)
+
+
+@hwrl.hookimpl
+def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
+    # It also keeps weights out of the device's private formats, which a live update cannot write.
+    return {"additional_config": {"rl_config": {"enabled": True}}} if framework == "vllm" else None
 
 
 @hwrl.hookimpl

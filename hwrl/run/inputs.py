@@ -12,7 +12,8 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 def check_inputs(config: Config) -> None:
     """Raise ConfigError or DataError if the model, an engine, a prompt file or the reward function is not there.
 
-    An engine's plugin is imported, not its framework. Loading the reward function runs its module. What is inside the files is read later, by the processes that need it.
+    An engine's plugin is imported, not its framework. Loading the reward function runs its module. What is inside the
+    files is read later, by the processes that need it.
     """
     _check_model(config)
     if config.train.engine != FSDP:

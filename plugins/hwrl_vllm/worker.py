@@ -1,11 +1,33 @@
-"""What hwrl adds to vLLM's workers: whole versions of weights, in the checkpoint's names, into the live model."""
+"""What hwrl adds to vLLM's workers: a whole version of the weights, under its Hugging Face names, into the live model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from hwrl.backend import Backend
+from hwrl.registry import get_backend
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A tensor in the memory of the rollout process, as a worker process can open it."""
+
+    handle: dict[str, str | int]
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, backend: Backend) -> Lent:
+        """Lend ``tensor``, which is contiguous and not empty, for as long as it lives."""
+        return cls(backend.export_memory(tensor), tensor.dtype, tensor.shape)
+
+    def open(self, backend: Backend) -> torch.Tensor:
+        """Return the tensor, in another process."""
+        return backend.open_memory(self.handle).view(self.dtype).view(self.shape)
 
 
 class WeightLoading:
@@ -14,8 +36,14 @@ class WeightLoading:
     model_runner: Any
     model_config: Any
 
+    def hwrl_load_lent_weights(self, weights: Mapping[str, Lent]) -> None:
+        """Load what another process lends; see :meth:`hwrl_load_weights`."""
+        backend = get_backend()
+        self.hwrl_load_weights({name: lent.open(backend) for name, lent in weights.items()})
+        backend.synchronize()  # before the lender may write there again
+
     def hwrl_load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load ``weights``, which are the whole model's, in place; this worker takes its shards of them.
+        """Load ``weights``, the whole model's, in place; a worker takes its shards of them.
 
         If that fails the model holds a mixture, but can be loaded again.
         """
@@ -26,7 +54,11 @@ class WeightLoading:
             raise
 
     def _end_reload(self) -> None:
-        """Take the model out of the middle of a reload, in which its layers are on the meta device."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        """Take the model out of the middle of a reload: layers that wait for weights get back those of before."""
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 
-        finalize_layerwise_reload(self.model_runner.get_model(), self.model_config)
+        model = self.model_runner.get_model()
+        for layer in model.modules():
+            waiting = get_layerwise_info(layer)
+            waiting.load_numel, waiting.loaded_weights = 0, []
+        finalize_layerwise_reload(model, self.model_config)

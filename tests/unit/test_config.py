@@ -98,10 +98,10 @@ def test_paths_are_absolute_when_loaded(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_config(write(tmp_path, MINIMAL)).reward.function == "m:f", "a module is no path"
 
 
-@pytest.mark.parametrize("key", ["rollout.engine", "train.engine"])
-def test_an_engine_that_does_not_exist_is_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}: Input should be '(embedded|fsdp)'"):
-        load_config(write(tmp_path, MINIMAL), [f"{key}=other"])
+@pytest.mark.parametrize(("section", "name"), [("rollout", "embedded"), ("train", "fsdp")])
+def test_options_for_an_engine_that_has_none_are_refused(tmp_path: Path, section: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{section}: engine_options are for a plugin's engine, and engine={name}"):
+        load_config(write(tmp_path, MINIMAL), [f"{section}.engine_options.x=1"])
 
 
 def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path) -> None:
@@ -136,6 +136,8 @@ def runnable(tmp_path: Path) -> dict[str, Any]:
     [
         ("model.path=/nowhere", "no model in /nowhere(.|\n)*no directory"),
         ("model.path={tmp_path}", "no model in(.|\n)*config.json"),
+        ("rollout.engine=embeded", "rollout.engine=embeded is not possible(.|\n)*did you mean 'embedded'"),
+        ("train.engine=fdsp", "train.engine=fdsp is not possible(.|\n)*did you mean 'fsdp'"),
         ("data.train=/none.jsonl", "no file /none.jsonl(.|\n)*data.train names it"),
         ("data.eval=/none.jsonl", "no file /none.jsonl(.|\n)*data.eval names it"),
         ("data.train={tmp_path}/mine.py", "unknown kind"),
