@@ -3,14 +3,18 @@ PYTHON ?= python3
 INSTALLED := .venv/installed
 
 SEED ?= 1
+ENGINE ?= embedded
+ON_vllm := ci/vllm
+WITH_vllm := 'rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}'
 DEMO := demo/seed-$(SEED)
 
-.PHONY: help install demo check test clean
+.PHONY: help install demo check test test-vllm clean
 
 help:
-	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1)"
+	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=embedded)"
 	@echo "make check   lint, types and all tests on the tree"
 	@echo "make test    make check, and the fast tests on the built wheel"
+	@echo "make test-vllm   the tests of rollout on vLLM, which is installed into .venv-vllm first"
 	@echo "make clean   remove .venv and everything that was built"
 
 install: $(INSTALLED)
@@ -26,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	rm -rf $(DEMO)
 	.venv/bin/python -m hwrl.run.demo $(DEMO) --seed $(SEED)
-	.venv/bin/hwrl train $(DEMO)/config.yaml
+	PATH="$(CURDIR)/.venv/bin:$$PATH" $(ON_$(ENGINE)) hwrl train $(DEMO)/config.yaml rollout.engine=$(ENGINE) $(WITH_$(ENGINE))
 
 check: $(INSTALLED)
 	ci/check
@@ -36,6 +40,9 @@ test: $(INSTALLED)
 	ci/wheel
 	ci/check
 
+test-vllm: $(INSTALLED)
+	ci/vllm python -m pytest tests/plugins/vllm
+
 clean:
-	rm -rf .venv build dist demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist demo .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

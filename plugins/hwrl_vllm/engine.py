@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from hwrl.backend import Backend, Capability
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, UnsupportedError
 from hwrl.models import build_model
 from hwrl.registry import bootstrap, engine_args
 from hwrl.rollout.engine import (
@@ -31,6 +31,9 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the rollouter decides when a step is taken, and what lies between two
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas and trainer share the host's cores
 }
+
+_TAGS = frozenset({"weights", "kv_cache"})
+"""What sleeps and wakes."""
 
 
 @dataclasses.dataclass
@@ -57,6 +60,8 @@ class VllmEngine(RolloutEngine):
     Requests in flight keep their attention cache across an update and go on with the new weights, but no request
     that begins after it reads what was cached before. If an update fails the engine has no weights, and refuses to
     generate until one has succeeded.
+
+    An engine that was started with ``enable_sleep_mode`` can :meth:`sleep`, so that others use the device meanwhile.
     """
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
@@ -68,6 +73,7 @@ class VllmEngine(RolloutEngine):
         with torch.device("meta"):
             self._expected = build_model(settings.model_directory, dtype=settings.dtype).state_dict()
         self._requests: dict[str, _Growing] = {}
+        self._asleep: set[str] = set()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -76,6 +82,7 @@ class VllmEngine(RolloutEngine):
             self._add(request)
 
     def step(self) -> list[Completion]:
+        self._require_awake(_TAGS, needed_for="generate")
         require_weights(self.version, pending=self.pending())
         outputs = self._vllm.step()
         return [completion for output in outputs for completion in self._take(output)]
@@ -93,6 +100,7 @@ class VllmEngine(RolloutEngine):
         return dropped
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        self._require_awake({"weights"}, needed_for="load weights")
         given = dict(weights)
         require_same_model(self._expected, given)
         self.version = -1  # until all of the model is new
@@ -102,7 +110,7 @@ class VllmEngine(RolloutEngine):
             raise EngineError(
                 f"version {version} was not loaded, and the version before is gone",
                 why=f"vLLM's worker failed in the middle: {type(exc).__name__}: {exc}",
-                fix="load a whole version again; nothing is generated until then",
+                fix="load a whole version before the next step; if a worker has died, with a new engine",
             ) from exc
         self.version = version
         self._begin_again()
@@ -110,6 +118,51 @@ class VllmEngine(RolloutEngine):
     def close(self) -> None:
         super().close()
         self._vllm.engine_core.shutdown()
+
+    def sleep(self, *, level: int) -> int:
+        """Free device memory and return how many bytes; nothing and 0 if the engine sleeps. Blocks.
+
+        Level 1 keeps the weights in host memory. Level 2 keeps none: ``version`` is -1, until weights are loaded after
+        ``wake(["weights"])``. Raises UnsupportedError if the engine cannot, EngineError if requests are pending.
+        """
+        self._require_sleep_mode()
+        if self._asleep:
+            return 0
+        if self.pending():
+            raise EngineError(
+                "the engine cannot sleep now",
+                why=f"{self.pending()} requests are pending, and their attention cache would be lost",
+                fix="step until none is pending, or abort()",
+            )
+        free_nbytes = self._backend.memory_info().free_nbytes
+        self._vllm.sleep(level)
+        self._asleep = set(_TAGS)
+        if level > 1:
+            self.version = -1
+        return self._backend.memory_info().free_nbytes - free_nbytes
+
+    def wake(self, tags: Collection[str] = _TAGS) -> None:
+        """Take device memory again for ``tags``, of ``weights`` and ``kv_cache``; nothing for those that are awake."""
+        self._require_sleep_mode()
+        asleep = [tag for tag in tags if tag in self._asleep]
+        if asleep:
+            self._vllm.wake_up(asleep)
+            self._asleep.difference_update(asleep)
+
+    def _require_sleep_mode(self) -> None:
+        if not self._vllm.vllm_config.model_config.enable_sleep_mode:
+            raise UnsupportedError(
+                "this engine cannot sleep",
+                why="it was not started in vLLM's sleep mode, which vLLM does not have on every device",
+                fix="set rollout.engine_options.enable_sleep_mode=true; vLLM refuses it where it is not possible",
+            )
+
+    def _require_awake(self, tags: Collection[str], *, needed_for: str) -> None:
+        asleep = sorted(self._asleep.intersection(tags))
+        if asleep:
+            raise EngineError(
+                f"the engine cannot {needed_for}", why=f"it sleeps: {', '.join(asleep)}", fix=f"wake({asleep}) first"
+            )
 
     def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
         if self._workers == 1:  # it is in this process

@@ -1,4 +1,4 @@
-"""What hwrl adds to vLLM's workers: a whole version of the weights, under its Hugging Face names, into the live model."""
+"""What hwrl adds to vLLM's workers: they load a whole version of the weights into the live model."""
 
 from __future__ import annotations
 
