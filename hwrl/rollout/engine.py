@@ -136,4 +136,4 @@ def require_same_model(own: Mapping[str, torch.Tensor], given: Mapping[str, torc
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()  # a meta tensor has no address
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())  # a meta tensor has no address

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from hwrl.backend import Backend, Capability
-from hwrl.errors import EngineError, UnsupportedError
+from hwrl.errors import ConfigError, EngineError, UnsupportedError
 from hwrl.models import build_model
-from hwrl.registry import bootstrap, engine_args
+from hwrl.registry import engine_args
 from hwrl.rollout.engine import (
     Completion,
     GenerationRequest,
@@ -66,13 +66,14 @@ class VllmEngine(RolloutEngine):
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
         self._settings, self._backend = settings, backend
-        self._vllm = _start(settings, options)
-        self._workers = self._vllm.vllm_config.parallel_config.world_size
+        self._workers = options.get("tensor_parallel_size", 1)
         if self._workers > 1:
             backend.require(Capability.DEVICE_IPC, needed_for=f"share weights among {self._workers} workers of vLLM")
+        self._vllm = _start(settings, options)
         with torch.device("meta"):
             self._expected = build_model(settings.model_directory, dtype=settings.dtype).state_dict()
         self._requests: dict[str, _Growing] = {}
+        self._updates = 0
         self._asleep: set[str] = set()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -113,6 +114,7 @@ class VllmEngine(RolloutEngine):
                 fix="load a whole version before the next step; if a worker has died, with a new engine",
             ) from exc
         self.version = version
+        self._updates += 1
         self._begin_again()
 
     def close(self) -> None:
@@ -186,7 +188,7 @@ class VllmEngine(RolloutEngine):
             output_kind=RequestOutputKind.DELTA,
         )
         # The salt keeps what was cached under other weights from being read.
-        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self.version)}
+        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self._updates)}
         self._requests[str(request.request_id)] = _Growing(request)
         self._vllm.add_request(str(request.request_id), prompt, sampling)
 
@@ -211,10 +213,16 @@ class VllmEngine(RolloutEngine):
 
 def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
     os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
-    bootstrap("vllm")
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except ValueError as exc:
+        raise ConfigError(
+            "vLLM refuses its engine arguments",
+            why=str(exc),
+            fix="correct rollout.engine_options, or what is said there",
+        ) from exc

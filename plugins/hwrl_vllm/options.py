@@ -22,7 +22,10 @@ _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,  # prompts and responses are token ids
     "generation_config": "vllm",  # a model's own sampling defaults would change the policy
     "logprobs_mode": "processed_logprobs",  # at the temperature of sampling, as the trainer computes them
-    "async_scheduling": False,  # a token scheduled before an update would bear the version after it
+    # A token that was scheduled before an update must not come out after it.
+    "async_scheduling": False,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
     "worker_extension_cls": "hwrl_vllm.worker.WeightLoading",
     "disable_log_stats": True,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class WeightLoading:
 
     model_runner: Any
     model_config: Any
+    reload_weights: Callable[..., None]
 
     def hwrl_load_lent_weights(self, weights: Mapping[str, Lent]) -> None:
         """Load what another process lends; see :meth:`hwrl_load_weights`."""
@@ -48,7 +49,7 @@ class WeightLoading:
         If that fails the model holds a mixture, but can be loaded again.
         """
         try:
-            self.model_runner.reload_weights(weights_iterator=weights.items())
+            self.reload_weights(weights_iterator=weights.items())
         except BaseException:
             self._end_reload()
             raise

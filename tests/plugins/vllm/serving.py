@@ -26,12 +26,14 @@ class Policy:
 
     def __init__(self, directory: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._random = torch.Generator().manual_seed(0)
 
     def change(self) -> Weights:
         """Take other weights, and return them; far from uniform, so that a wrong one changes the greedy tokens."""
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
+            for name, parameter in self.model.named_parameters():
+                noise = torch.empty_like(parameter).normal_(generator=self._random)
+                parameter.copy_(0.3 * noise + (1 if "norm" in name else 0))
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def logits(self, prompt_ids: Any, response: Response) -> torch.Tensor:

@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from hwrl.errors import EngineError
 from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
 
 
 def main(model_directory: Path) -> None:
-    torch.manual_seed(0)
     policy = Policy(model_directory)
     engine = engine_of(model_directory, tensor_parallel_size=2)
     for version in range(3):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hwrl.comm import serve_store
-from hwrl.errors import EngineError, TransferFailedError, UnsupportedError
+from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
 from hwrl.run.demo import write_demo
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl_vllm.engine import VllmEngine
@@ -43,7 +43,6 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(model_directory: Path) -> Policy:
-    torch.manual_seed(0)
     return Policy(model_directory)
 
 
@@ -102,21 +101,20 @@ def test_a_response_ends_with_an_end_token_or_is_truncated(engine: VllmEngine) -
         assert len(response.token_ids) == 8 or not response.truncated
 
 
-def test_a_request_goes_on_across_an_update_and_others_read_nothing_of_before(
-    engine: VllmEngine, policy: Policy
-) -> None:
-    (first,), old = requests_of(1, prompt=2 * BLOCK + 6, new=20), engine.version
-    engine.submit([first])
+def test_requests_go_on_across_an_update_and_others_read_nothing_of_before(engine: VllmEngine, policy: Policy) -> None:
+    first, old = requests_of(8, prompt=2 * BLOCK + 6, new=20), engine.version
+    engine.submit(first)
     engine.step()
     engine.step()
-    others = [replace(request, prompt_ids=first.prompt_ids) for request in requests_of(2, new=20)]
-    engine.submit(others[:1])  # waits while the weights change
+    others = [replace(request, prompt_ids=first[0].prompt_ids) for request in requests_of(2, new=20)]
+    engine.submit(others[:1])  # it has no token yet when the weights change
     new = next(_versions)
     engine.load_weights(policy.change().items(), version=new)
     engine.submit(others[1:])
     responses = finish(engine)
-    versions = responses[first.request_id].versions.tolist()
-    assert versions == [old] * 2 + [new] * (len(versions) - 2) and versions[-1] == new
+    crossed = [responses[request.request_id].versions.tolist() for request in first if request.request_id in responses]
+    assert crossed and all(versions == [old] * 2 + [new] * (len(versions) - 2) for versions in crossed)
+    assert any(len(versions) > 2 for versions in crossed)
     policy.check_greedy(others, responses)
     assert {version for other in others for version in responses[other.request_id].versions.tolist()} == {new}
 
@@ -188,7 +186,7 @@ def test_an_update_that_fails_in_the_middle_is_not_served_and_a_whole_one_heals(
     torn["model.layers.1.self_attn.k_proj.weight"] = torn["model.layers.1.self_attn.k_proj.weight"].to("meta")
     with pytest.raises(EngineError, match="version 700 was not loaded, and the version before is gone"):
         engine.load_weights(torn.items(), version=700)
-    with pytest.raises(EngineError, match="2 requests are pending, but the engine has no weights"):
+    with pytest.raises(EngineError, match="requests are pending, but the engine has no weights"):
         engine.step()
     engine.load_weights(policy.change().items(), version=701)
     assert {701} < {version for response in finish(engine).values() for version in response.versions.tolist()}
@@ -217,6 +215,11 @@ def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: Vll
     for call in (lambda: shared_engine.sleep(level=1), shared_engine.wake):
         with pytest.raises(UnsupportedError, match=r"not started in vLLM's sleep mode(.|\n)*enable_sleep_mode"):
             call()
+
+
+def test_what_vllm_refuses_is_told_with_its_reason(model_directory: Path) -> None:
+    with pytest.raises(ConfigError, match="Sleep mode is not supported on current platform"):
+        engine_of(model_directory, enable_sleep_mode=True)
 
 
 def test_two_workers_share_a_model_and_one_that_is_killed_in_an_update_is_told_of(tmp_path: Path) -> None:
