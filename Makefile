@@ -4,17 +4,18 @@ INSTALLED := .venv/installed
 
 SEED ?= 1
 ENGINE ?= embedded
-ON_vllm := ci/vllm
-WITH_vllm := 'rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}'
+HWRL_embedded := .venv/bin/hwrl
+HWRL_vllm := ci/vllm hwrl
+OPTIONS_vllm := 'rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}'
 DEMO := demo/seed-$(SEED)
 
 .PHONY: help install demo check test test-vllm clean
 
 help:
-	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=embedded)"
+	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
 	@echo "make check   lint, types and all tests on the tree"
 	@echo "make test    make check, and the fast tests on the built wheel"
-	@echo "make test-vllm   the tests of rollout on vLLM, which is installed into .venv-vllm first"
+	@echo "make test-vllm   the tests of rollout on vLLM, which it installs into .venv-vllm"
 	@echo "make clean   remove .venv and everything that was built"
 
 install: $(INSTALLED)
@@ -30,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	rm -rf $(DEMO)
 	.venv/bin/python -m hwrl.run.demo $(DEMO) --seed $(SEED)
-	PATH="$(CURDIR)/.venv/bin:$$PATH" $(ON_$(ENGINE)) hwrl train $(DEMO)/config.yaml rollout.engine=$(ENGINE) $(WITH_$(ENGINE))
+	$(HWRL_$(ENGINE)) train $(DEMO)/config.yaml rollout.engine=$(ENGINE) $(OPTIONS_$(ENGINE))
 
 check: $(INSTALLED)
 	ci/check

@@ -10,20 +10,17 @@ import functools
 import importlib
 import sys
 import types
-import warnings
 from typing import Any
 
 import torch
 
-_MODULES = ("distributed", "models.gpt", "optimizer")
+_MODULES = ("distributed", "models.gpt.gpt_layer_specs", "optimizer")
 
 
 def install() -> None:
     """Import the parts of megatron-core that train a GPT model, and make them run on the host."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it tells of each faster library that is not installed
-        for name in _MODULES:
-            importlib.import_module(f"megatron.core.{name}")
+    for name in _MODULES:
+        importlib.import_module(f"megatron.core.{name}")
     host = _HostTorch("torch on the host")
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and vars(module).get("torch") is torch:

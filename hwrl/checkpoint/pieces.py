@@ -23,11 +23,11 @@ class Pieces(torch.Tensor):
 
     pieces: dict[Offset, torch.Tensor]
 
-    @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[Offset, torch.Tensor]) -> Pieces:
-        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)  # type: ignore[attr-defined] # private, and the way that torch documents
+        """Make it; nothing is copied."""
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         self.pieces = dict(pieces)
-        return self  # type: ignore[no-any-return] # torch does not say what it makes
+        return self
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, *_: Any) -> NoReturn:

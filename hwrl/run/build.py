@@ -14,7 +14,6 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.errors import CommError, ConfigError, QuarantinedError, TransferFailedError
 from hwrl.models import load_generation_config, load_tokenizer
-from hwrl.plugins import load_hook
 from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
@@ -22,6 +21,7 @@ from hwrl.rollout.engine import RolloutEngine, RolloutSettings, Sampling
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
 from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gather import SharedWeights
@@ -123,8 +123,9 @@ def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> Rollo
     )
     if config.rollout.engine == EMBEDDED:
         return EmbeddedEngine.from_settings(settings, backend=get_backend())
-    make = load_hook(config.rollout.engine, "hwrl_rollout_engine", asked_by="rollout.engine", built_in=[EMBEDDED])
-    engine: RolloutEngine = make(settings=settings, options=config.rollout.engine_options, backend=get_backend())
+    engine: RolloutEngine = load_rollout_engine(config)(
+        settings=settings, options=config.rollout.engine_options, backend=get_backend()
+    )
     return engine
 
 
@@ -262,8 +263,7 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
     )
     if config.train.engine == FSDP:
         return FsdpEngine(settings, backend=get_backend(), group=group)
-    make = load_hook(config.train.engine, "hwrl_train_engine", asked_by="train.engine", built_in=[FSDP])
-    engine: TrainEngine = make(
+    engine: TrainEngine = load_train_engine(config)(
         settings=settings, options=config.train.engine_options, backend=get_backend(), group=group
     )
     return engine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hwrl.errors import ConfigError
 from hwrl.plugins import load_hook
 from hwrl.rollout.data import check_prompt_file
@@ -10,20 +12,30 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 
 
 def check_inputs(config: Config) -> None:
-    """Raise ConfigError or DataError if the model, an engine, a prompt file or the reward function is not there.
+    """Raise an HwrlError if the model, a prompt file, the reward function or an engine is not there.
 
-    An engine's plugin is imported, not its framework. Loading the reward function runs its module. What is inside the
-    files is read later, by the processes that need it.
+    Loading the reward function or a plugin runs its module. What is inside the files is read later, by the processes
+    that need it.
     """
     _check_model(config)
-    if config.train.engine != FSDP:
-        load_hook(config.train.engine, "hwrl_train_engine", asked_by="train.engine", built_in=[FSDP])
-    if config.rollout.engine != EMBEDDED:
-        load_hook(config.rollout.engine, "hwrl_rollout_engine", asked_by="rollout.engine", built_in=[EMBEDDED])
     check_prompt_file(config.data.train, key="data.train")
     if config.data.eval is not None:
         check_prompt_file(config.data.eval, key="data.eval")
     load_reward(config.reward.function)
+    if config.train.engine != FSDP:
+        load_train_engine(config)
+    if config.rollout.engine != EMBEDDED:
+        load_rollout_engine(config)
+
+
+def load_train_engine(config: Config) -> Any:
+    """Return the hook that makes the train engine; ``train.engine`` names a plugin."""
+    return load_hook(config.train.engine, "hwrl_train_engine", asked_by="train.engine", built_in=[FSDP])
+
+
+def load_rollout_engine(config: Config) -> Any:
+    """Return the hook that makes the rollout engine; ``rollout.engine`` names a plugin."""
+    return load_hook(config.rollout.engine, "hwrl_rollout_engine", asked_by="rollout.engine", built_in=[EMBEDDED])
 
 
 def _check_model(config: Config) -> None:

@@ -106,18 +106,21 @@ class FsdpEngine(PolicyEngine):
         yield from ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = self._model_and_optimizer()
         moments = {name: {key: state[key] for key in _MOMENTS} for name, state in optimizer["state"].items()}
         return {"model": model, "optimizer": moments, "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates = state["updates"]
-        _, optimizer = get_state_dict(self.model, self.optimizer)
+        _, optimizer = self._model_and_optimizer()
         for name, moments in state["optimizer"].items():
             optimizer["state"][name].update(moments, step=torch.tensor(float(self.updates)))
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
         for group in self.optimizer.param_groups:
             group.update(self._hyperparameters())
+
+    def _model_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return get_state_dict(self.model, self.optimizer)
 
     def export(self, directory: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -6,6 +6,7 @@ Importing this module imports neither torch nor megatron.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,12 @@ def hwrl_train_engine(
             fix="pip install hwrl[megatron]",
         )
     from hwrl.registry import bootstrap
-
-    bootstrap("megatron")
-    from hwrl_megatron.engine import MegatronEngine
     from hwrl_megatron.options import parse_options
 
-    return MegatronEngine(settings, backend=backend, group=group, options=parse_options(options))
+    chosen = parse_options(options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron's, of its own defaults and of libraries that are not installed
+        bootstrap("megatron")
+        from hwrl_megatron.engine import MegatronEngine
+
+        return MegatronEngine(settings, backend=backend, group=group, options=chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -51,10 +52,18 @@ class MegatronEngine(PolicyEngine):
     """
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None, options: Options) -> None:
-        _require_divisible(1 if group is None else group.size, options.tensor_parallel)
-        self._own_group = None if group else Comm(backend).init_default(store=HashStore(), rank=0, size=1)
         super().__init__(settings, backend=backend, group=group)
-        parallel_state.initialize_model_parallel(options.tensor_parallel, create_gloo_process_groups=False)
+        _require_divisible(self._ranks, options.tensor_parallel)
+        with contextlib.ExitStack() as started:
+            if group is None:  # Megatron needs one
+                started.callback(Comm(backend).init_default(store=HashStore(), rank=0, size=1).close)
+            started.callback(parallel_state.destroy_model_parallel)
+            parallel_state.initialize_model_parallel(options.tensor_parallel, create_gloo_process_groups=False)
+            self._build(options)
+            self._started = started.pop_all()
+
+    def _build(self, options: Options) -> None:
+        settings, backend = self.settings, self._backend
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         model = build_gpt(settings.model_directory, tensor_parallel=options.tensor_parallel, dtype=settings.dtype)
         self.model = DistributedDataParallel(
@@ -105,9 +114,7 @@ class MegatronEngine(PolicyEngine):
         return self._offloader.loaded(optimizer=optimizer)
 
     def close(self) -> None:
-        parallel_state.destroy_model_parallel()
-        if self._own_group is not None:
-            self._own_group.close()
+        self._started.close()
 
     # -- training -----------------------------------------------------------------------------------------------
 

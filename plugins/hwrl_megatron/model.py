@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from hwrl.errors import ConfigError
+from hwrl_megatron.weights import head_size
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """The ``model_type`` of the Hugging Face configurations that have an equal GPTModel here."""
@@ -27,7 +29,7 @@ def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> G
     _require_supported(config, tensor_parallel=tensor_parallel)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.model_type == "qwen3", normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = TorchAttention
-    return GPTModel(
+    model = GPTModel(
         _transformer_config(config, tensor_parallel=tensor_parallel, dtype=dtype),
         layer,
         vocab_size=config.vocab_size,
@@ -36,6 +38,17 @@ def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> G
         rotary_base=config.rope_parameters["rope_theta"],
         share_embeddings_and_output_weights=config.tie_word_embeddings,
     )
+    if config.pad_token_id is not None:
+        model.embedding.word_embeddings.register_forward_hook(functools.partial(_hold_padding, config.pad_token_id))
+    return model
+
+
+def _hold_padding(pad_id: int, _: nn.Module, ids: tuple[torch.Tensor], embedded: torch.Tensor) -> torch.Tensor:
+    """Give the padding token's embedding no gradient, as transformers does.
+
+    Its row is often zero, and the norm after it would make the gradient a thousand times too large.
+    """
+    return torch.where((ids[0] == pad_id)[..., None], embedded.detach(), embedded)
 
 
 class TorchAttention(nn.Module):
@@ -79,11 +92,6 @@ def _transformer_config(config: Any, *, tensor_parallel: int, dtype: torch.dtype
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
     )
-
-
-def head_size(config: Any) -> int:
-    """Return the size of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _require_supported(config: Any, *, tensor_parallel: int) -> None:

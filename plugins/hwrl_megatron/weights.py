@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from hwrl.train.gather import Part
-from hwrl_megatron.model import head_size
 
-_COLUMNS, _ROWS = 1, 0
+_ROWS, _COLUMNS = 0, 1
 _PLAIN = {
     "embedding.word_embeddings.weight": ("model.embed_tokens.weight", _ROWS),
     "decoder.final_layernorm.weight": ("model.norm.weight", None),
@@ -64,7 +62,7 @@ class Weight:
         shape = self._local_shape()
         rows = shape[0] // len(runs)
         for number, run in enumerate(runs):
-            begin = run.storage_offset() - self.parameter.storage_offset()
+            begin = int(run.storage_offset() - self.parameter.storage_offset())
             first, last = max(start, begin) - begin, min(stop, begin + run.numel()) - begin
             for offset, size in _rectangles((rows, *shape[1:]), first, last):
                 place = [offset[0] + number * rows, *offset[1:]]
@@ -95,8 +93,8 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
         start += size[0] * size[1]
 
 
-def map_weights(model: GPTModel, config: Any, *, rank: int, ranks: int) -> list[Weight]:
-    """Return every tensor of the Hugging Face model that ``config`` describes, with its place in ``model``.
+def map_weights(model: nn.Module, config: Any, *, rank: int, ranks: int) -> list[Weight]:
+    """Return every tensor of the Hugging Face model that ``config`` describes, with its place in the GPTModel.
 
     ``rank`` of ``ranks`` is the place in the tensor-parallel group.
     """
@@ -109,6 +107,11 @@ def map_weights(model: GPTModel, config: Any, *, rank: int, ranks: int) -> list[
                 shape[dim] *= ranks
             weights.append(Weight(prefix + hf_name, parameter, view, tuple(shape), dim, rank, ranks))
     return weights
+
+
+def head_size(config: Any) -> int:
+    """Return the size of an attention head of the Hugging Face model that ``config`` describes."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def load_weights(weights: list[Weight], whole: Mapping[str, torch.Tensor]) -> None:

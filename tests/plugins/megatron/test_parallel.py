@@ -1,0 +1,132 @@
+"""The Megatron engine on several real ranks: tensor and data parallel, the same steps and the same checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hwrl
+from hwrl.checkpoint import CheckpointManager
+from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.run.demo import write_demo
+from hwrl.testing.processes import run_processes
+from hwrl.train.batch import Batch
+from hwrl.train.engine import EngineSettings, TrainEngine
+from hwrl.train.fsdp import FsdpEngine
+from hwrl.train.losses import PolicyLoss
+
+ROWS = 7
+
+
+def batch_of(rows: slice, *, seed: int) -> Batch:
+    """Return some of ``ROWS`` rows of several lengths, of which the first two tokens are the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 12, (ROWS,), generator=generator)
+    places = torch.arange(12)
+    mask = (places >= 2) & (places < lengths[:, None])
+    tokens = torch.randint(0, 16, (ROWS, 12), generator=generator) * (places < lengths[:, None])
+    advantages = torch.randn(ROWS, generator=generator)
+    return Batch(tokens[rows], mask[rows], (torch.full((ROWS, 12), -2.8) * mask)[rows], advantages[rows])
+
+
+def settings_in(directory: Path, **changes: Any) -> EngineSettings:
+    return EngineSettings(
+        model_directory=directory / "model", learning_rate=1e-2, total_steps=9, micro_batch_tokens=24, **changes
+    )
+
+
+def train_in_parallel(
+    rank: int, directory: Path, address: str, ranks: int, tensor_parallel: int, steps: range
+) -> dict[str, Any]:
+    """Train on one of ``ranks`` ranks; see :func:`train`."""
+    from hwrl_megatron import hwrl_train_engine
+
+    group = Comm().init_default(store=connect_store(address), rank=rank, size=ranks) if ranks > 1 else None
+    engine = hwrl_train_engine(
+        settings=settings_in(directory, param_offload=True, optimizer_offload=True),
+        options={"tensor_parallel": tensor_parallel},
+        backend=hwrl.get_backend(),
+        group=group,
+    )
+    try:
+        return train(engine, directory, steps, group=group)
+    finally:
+        engine.close()
+        if group is not None:
+            group.close()
+
+
+def train(engine: TrainEngine, directory: Path, steps: range, *, group: Group | None) -> dict[str, Any]:
+    """Resume from ``directory`` if there is a checkpoint, take ``steps`` and save; return figures and weights."""
+    share = slice(engine.data_parallel_rank, None, engine.data_parallel_size)
+    with CheckpointManager(directory / "checkpoints", group=group, timeout_s=60) as manager:
+        with engine.on_device(optimizer=True):
+            state = engine.state_dict()
+            if manager.resume(state) is not None:
+                engine.load_state_dict(state)
+        figures = []
+        for step in steps:
+            with engine.on_device(optimizer=True):
+                figures.append(engine.train_batch(batch_of(share, seed=step), loss=PolicyLoss("tis")))
+        with engine.on_device(optimizer=True):
+            manager.save(steps.stop, engine.state_dict())
+            weights = {name: tensor.cpu().clone() for name, tensor in engine.named_weights()}
+            logprobs = engine.logprobs(batch_of(slice(None), seed=99))
+    return {"figures": figures, "weights": weights, "logprobs": logprobs}
+
+
+def spawn(directory: Path, *, ranks: int, tensor_parallel: int, steps: range) -> list[dict[str, Any]]:
+    store = serve_store()
+    address = store_address(store)
+    return run_processes(train_in_parallel, ranks, directory, address, ranks, tensor_parallel, steps, timeout_s=150)
+
+
+def demo_in(directory: Path) -> Path:
+    write_demo(directory, seed=3, prompts=16)
+    return directory
+
+
+@pytest.fixture
+def straight(tmp_path: Path) -> dict[str, Any]:
+    """Six steps of the FSDP2 engine on one rank."""
+    directory = demo_in(tmp_path / "straight")
+    engine = FsdpEngine(settings_in(directory), backend=hwrl.get_backend(), group=None)
+    return train(engine, directory, range(6), group=None)
+
+
+def assert_figures(ended: list[dict[str, Any]], wanted: list[dict[str, float]]) -> None:
+    for one in ended:
+        for mine, expected in zip(one["figures"], wanted, strict=True):
+            assert mine == pytest.approx(expected, rel=2e-3, abs=1e-5)
+
+
+def assert_same_end(ended: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    assert ended[0]["weights"].keys() == wanted["weights"].keys()
+    assert not any(one["weights"] for one in ended[1:]), "only the first rank has whole weights"
+    for name, tensor in wanted["weights"].items():
+        torch.testing.assert_close(ended[0]["weights"][name], tensor, atol=1e-4, rtol=1e-3)
+    for one in ended:
+        torch.testing.assert_close(one["logprobs"], wanted["logprobs"], atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.timeout(300)
+def test_two_tensor_times_two_data_ranks_take_the_steps_of_one(tmp_path: Path, straight: dict[str, Any]) -> None:
+    ended = spawn(demo_in(tmp_path / "four"), ranks=4, tensor_parallel=2, steps=range(6))
+    assert_figures(ended, straight["figures"])
+    assert_same_end(ended, straight)
+
+
+@pytest.mark.timeout(300)
+def test_the_curve_goes_on_from_one_tensor_rank_to_two_and_back(tmp_path: Path, straight: dict[str, Any]) -> None:
+    directory = demo_in(tmp_path / "changing")
+    stages = [
+        [train_in_parallel(0, directory, "", 1, 1, range(2))],
+        spawn(directory, ranks=2, tensor_parallel=2, steps=range(2, 4)),
+        [train_in_parallel(0, directory, "", 1, 1, range(4, 6))],
+    ]
+    for number, ended in enumerate(stages):
+        assert_figures(ended, straight["figures"][2 * number : 2 * number + 2])
+    assert_same_end(stages[-1], straight)
