@@ -394,7 +394,7 @@ ENGINE_ARGS = """
 
 @hwrl.hookimpl
 def hwrl_engine_args(framework):
-    return {"mode": "safe"} if framework == "engine" else None
+    return dict(mode="safe") if framework == "engine" else None
 """
 
 
