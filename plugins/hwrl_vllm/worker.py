@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class WeightLoading:
 
     model_runner: Any
     model_config: Any
-    reload_weights: Callable[..., None]
+    vllm_config: Any
 
     def hwrl_load_lent_weights(self, weights: Mapping[str, Lent]) -> None:
         """Load what another process lends; see :meth:`hwrl_load_weights`."""
@@ -48,18 +48,28 @@ class WeightLoading:
 
         If that fails the model holds a mixture, but can be loaded again.
         """
-        try:
-            self.reload_weights(weights_iterator=weights.items())
-        except BaseException:
-            self._end_reload()
-            raise
-
-    def _end_reload(self) -> None:
-        """Take the model out of the middle of a reload: layers that wait for weights get back those of before."""
-        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         model = self.model_runner.get_model()
-        for layer in model.modules():
-            waiting = get_layerwise_info(layer)
-            waiting.load_numel, waiting.loaded_weights = 0, []
-        finalize_layerwise_reload(model, self.model_config)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(weights.items())
+            except BaseException:
+                _forget_waiting(model)
+                raise
+            finally:
+                finalize_layerwise_reload(model, self.model_config)
+
+
+def _forget_waiting(model: torch.nn.Module) -> None:
+    """Forget what was given to layers that wait for more of their weights: they get back those of before."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        waiting = get_layerwise_info(layer)
+        waiting.load_numel, waiting.loaded_weights = 0, []
