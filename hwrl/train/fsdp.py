@@ -120,7 +120,10 @@ class FsdpEngine(PolicyEngine):
             group.update(self._hyperparameters())
 
     def _model_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return get_state_dict(self.model, self.optimizer)
+        found = get_state_dict(self.model, self.optimizer)
+        for state in self.optimizer.state.values():  # which torch made with an empty step, if there was none
+            state["step"].fill_(self.updates)
+        return found
 
     def export(self, directory: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

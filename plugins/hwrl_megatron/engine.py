@@ -172,7 +172,8 @@ class MegatronEngine(PolicyEngine):
             self._group.all_reduce(total)
         norm = total.sqrt()
         scale = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([parameter.grad for parameter in self.optimizer.get_parameters()], scale)
+        for parameter in self.optimizer.get_parameters():
+            parameter.grad.mul_(scale)
         return float(norm)
 
     def _update(self, *, learning_rate: float) -> None:
@@ -203,6 +204,8 @@ class MegatronEngine(PolicyEngine):
             tensors = self._optimizer_tensors(weight)
             model[weight.name] = tensors.pop("param")
             optimizer[weight.name] = tensors
+        if self.model.module.share_embeddings_and_output_weights:
+            model["lm_head.weight"] = model["model.embed_tokens.weight"]  # transformers' state has both
         return {"model": model, "optimizer": optimizer, "updates": self.updates}
 
     def _optimizer_tensors(self, weight: Weight) -> dict[str, Pieces]:
@@ -239,10 +242,11 @@ class MegatronEngine(PolicyEngine):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates = state["updates"]
         mine = self.state_dict()
-        for name in mine["model"]:
-            _copy(mine["model"][name], state["model"][name])
-            for key in _MOMENTS:
-                _copy(mine["optimizer"][name][key], state["optimizer"][name][key])
+        for name, pieces in mine["model"].items():
+            _copy(pieces, state["model"][name])
+        for name, moments in mine["optimizer"].items():
+            for key, pieces in moments.items():
+                _copy(pieces, state["optimizer"][name][key])
         self._set_step(self.updates)
         self.optimizer._copy_main_params_to_model_params()
         self.model.start_param_sync()

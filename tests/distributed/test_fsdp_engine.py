@@ -131,6 +131,16 @@ def test_state_goes_on_where_it_was_saved(model_directory: Path) -> None:
         assert torch.equal(one, other)
 
 
+def test_asking_for_the_state_before_the_first_step_changes_nothing(model_directory: Path) -> None:
+    asked, other = engine_on(model_directory, None), engine_on(model_directory, None)
+    asked.state_dict()
+    for engine in (asked, other):
+        engine.train_batch(batch_of(groups_of(4, seed=0)), loss=PolicyLoss())
+        engine.train_batch(batch_of(groups_of(4, seed=1)), loss=PolicyLoss())
+    for (_, one), (_, wanted) in zip(asked.named_weights(), other.named_weights(), strict=True):
+        assert torch.equal(one, wanted)
+
+
 def test_the_exported_model_is_what_transformers_loads(model_directory: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -8,12 +8,15 @@ import torch
 from hwrl.checkpoint import CheckpointManager, Pieces
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
 
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
 WHOLE = torch.arange(40.0).view(4, 10)
-RUNS = [((0, 0), (1, 7)), ((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 10))]
-QUARTERS = [((row, column), (2, 5)) for row in (0, 2) for column in (0, 5)]
+RUNS: list[Rectangle] = [((0, 0), (1, 7)), ((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 10))]
+QUARTERS: list[Rectangle] = [((row, column), (2, 5)) for row in (0, 2) for column in (0, 5)]
 
 
-def cut(tensor: torch.Tensor, rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Pieces:
+def cut(tensor: torch.Tensor, rectangles: list[Rectangle]) -> Pieces:
     pieces = {
         offset: tensor[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))].clone()
         for offset, shape in rectangles

@@ -119,7 +119,9 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *
 
 def hf_logprobs(directory: Path, batch: Batch, *, temperature: float) -> torch.Tensor:
     logits = AutoModelForCausalLM.from_pretrained(directory).eval()(batch.tokens[:, :-1]).logits
-    logprobs = (logits.float() / temperature).log_softmax(-1).gather(2, batch.tokens[:, 1:, None])[:, :, 0]
+    logprobs: torch.Tensor = (
+        (logits.float() / temperature).log_softmax(-1).gather(2, batch.tokens[:, 1:, None])[:, :, 0]
+    )
     return logprobs[batch.mask[:, 1:]].detach()
 
 
@@ -169,7 +171,9 @@ def master_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return whole
 
 
-def test_a_checkpoint_goes_on_in_either_engine(tmp_path: Path, model_directory: Path, megatron: Make) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-tied-with-padding"])
+def test_a_checkpoint_goes_on_in_either_engine(tmp_path: Path, megatron: Make, name: str) -> None:
+    model_directory = write_model(tmp_path / "demo", CONFIGS[name])
     batches = [batch_of(6, seed=seed) for seed in range(4)]
     straight = fsdp(model_directory)
     for batch in batches:
@@ -187,7 +191,7 @@ def test_a_checkpoint_goes_on_in_either_engine(tmp_path: Path, model_directory: 
         after.load_state_dict(state)
         for batch in batches[2:]:
             after.train_batch(batch, loss=PolicyLoss())
-        assert_close(copies(after), wanted, atol=2e-5)
+        assert_close(copies(after), wanted, atol=5e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

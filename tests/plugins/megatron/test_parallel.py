@@ -81,7 +81,7 @@ def train(engine: TrainEngine, directory: Path, steps: range, *, group: Group | 
 def spawn(directory: Path, *, ranks: int, tensor_parallel: int, steps: range) -> list[dict[str, Any]]:
     store = serve_store()
     address = store_address(store)
-    return run_processes(train_in_parallel, ranks, directory, address, ranks, tensor_parallel, steps, timeout_s=150)
+    return run_processes(train_in_parallel, ranks, directory, address, ranks, tensor_parallel, steps, timeout_s=240)
 
 
 def demo_in(directory: Path) -> Path:
@@ -112,14 +112,14 @@ def assert_same_end(ended: list[dict[str, Any]], wanted: dict[str, Any]) -> None
         torch.testing.assert_close(one["logprobs"], wanted["logprobs"], atol=5e-4, rtol=1e-3)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_two_tensor_times_two_data_ranks_take_the_steps_of_one(tmp_path: Path, straight: dict[str, Any]) -> None:
     ended = spawn(demo_in(tmp_path / "four"), ranks=4, tensor_parallel=2, steps=range(6))
     assert_figures(ended, straight["figures"])
     assert_same_end(ended, straight)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_the_curve_goes_on_from_one_tensor_rank_to_two_and_back(tmp_path: Path, straight: dict[str, Any]) -> None:
     directory = demo_in(tmp_path / "changing")
     stages = [

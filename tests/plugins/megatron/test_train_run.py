@@ -1,0 +1,55 @@
+"""``hwrl train train.engine=megatron`` as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hwrl.run.demo import write_demo
+from hwrl.run.report import read_metrics
+
+HWRL = str(Path(sys.executable).with_name("hwrl"))
+WORDS = [
+    "train.engine=megatron",
+    "train.steps=60",
+    "optimizer.learning_rate=3e-3",
+    "checkpoint.save_every_steps=30",
+    "eval.prompts=32",
+    "goals={}",
+]
+
+
+def run(demo: Path, *words: str) -> str:
+    command = [HWRL, "train", str(demo / "config.yaml"), *WORDS, *words]
+    ended = subprocess.run(
+        command,
+        env={**os.environ, "HWRL_BACKEND": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+@pytest.mark.timeout(600)
+def test_it_learns_and_goes_on_with_another_tensor_parallel_size(tmp_path: Path) -> None:
+    write_demo(tmp_path, seed=1, prompts=2048)
+    run(tmp_path, "train.steps=30")
+    run(tmp_path, "resume=true", "train.ranks=2", "train.engine_options.tensor_parallel=2")
+    metrics = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in metrics] == list(range(1, 61))
+    assert [line["weights/version"] for line in metrics] == list(range(1, 61))
+    rewards = [line["reward/mean"] for line in metrics]
+    first, middle, last = (sum(rewards[start : start + 5]) / 5 for start in (0, 30, 55))
+    assert first < 0.1
+    assert first + 0.03 < middle < last - 0.03
+    # What the rollout sampled with is what the trainer computes with: the weights arrived as they are.
+    assert max(line["actor/mismatch_kl"] for line in metrics) < 0.05
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
