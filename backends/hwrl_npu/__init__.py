@@ -47,8 +47,8 @@ def hwrl_create_backend() -> Backend:
 
 @hwrl.hookimpl
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
-    # It also keeps weights out of the device's private formats, which a live update cannot write.
-    return {"additional_config": {"rl_config": {"enabled": True}}} if framework == "vllm" else None
+    # A live update cannot write weights that are in the device's private format.
+    return {"additional_config": {"weight_nz_mode": 0}} if framework == "vllm" else None
 
 
 @hwrl.hookimpl

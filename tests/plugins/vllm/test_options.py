@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import hwrl_npu
 from hwrl.errors import ConfigError
 from hwrl.rollout.engine import RolloutSettings
 from hwrl_vllm.options import engine_arguments
@@ -32,6 +33,12 @@ def test_the_users_options_go_before_the_devices() -> None:
     device = {"additional_config": {"for": "updates"}, "enforce_eager": True}
     given = arguments({"enforce_eager": False}, device)
     assert (given["additional_config"], given["enforce_eager"]) == ({"for": "updates"}, False)
+
+
+def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
+    device = hwrl_npu.hwrl_engine_args("vllm")
+    assert device is not None and hwrl_npu.hwrl_engine_args("another") is None
+    assert arguments({}, device)["additional_config"] == {"weight_nz_mode": 0}
 
 
 @pytest.mark.parametrize(
