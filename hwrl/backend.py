@@ -11,14 +11,14 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from hwrl.errors import CommError, ConfigError, UnsupportedError
+from hwrl.errors import CommError, ConfigError, DeviceMemoryError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 API_VERSION = (1, 0)
 """(major, minor) of the plugin interface. A plugin of another major version is refused."""
+PROBE_ROOT = "HWRL_PROBE_ROOT"
+"""The environment variable that names the folder under which probes look for device files, instead of /."""
 
 
 class Capability(StrEnum):
@@ -78,11 +80,14 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """What a probe may look at, injectable so that probes are testable without hardware."""
+    """What a probe may look at, injectable so that probes are testable without hardware.
+
+    ``root`` is the folder whose ``dev`` holds the device files: that of ``HWRL_PROBE_ROOT``, else the file system's.
+    """
 
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
     find_spec: Callable[[str], object | None] = importlib.util.find_spec
-    root: Path = Path("/")
+    root: Path = field(default_factory=lambda: Path(os.environ.get(PROBE_ROOT, "/")))
 
     def device_files(self, pattern: str) -> tuple[str, ...]:
         """Return the paths under the file-system root that match ``pattern``, sorted, as absolute strings.
@@ -328,6 +333,19 @@ class Backend:
             peak_nbytes=stats.get("allocated_bytes.all.peak", 0),
         )
 
+    @contextlib.contextmanager
+    def allocating(self, what: str) -> Iterator[None]:
+        """Raise :class:`~hwrl.errors.DeviceMemoryError`, with the device's numbers, if torch runs out of memory inside.
+
+        ``what`` is what the memory is for, as the subject of "does not fit".
+        """
+        import torch
+
+        try:
+            yield
+        except torch.OutOfMemoryError as exc:
+            raise _out_of_memory(what, str(self.device()), self.memory_info(), exc) from exc
+
     def empty_cache(self) -> None:
         """Give unused cached device memory back to the device."""
         self.device_module.empty_cache()
@@ -401,6 +419,10 @@ class Backend:
 
         return str(dist.get_default_backend_for_device(self.info.device_type))
 
+    def library_timeout(self, timeout_s: float) -> timedelta:
+        """Return what to tell torch.distributed, so that the library takes ``timeout_s`` as it is meant."""
+        return timedelta(seconds=timeout_s)
+
     def create_process_group(
         self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
     ) -> ProcessGroup:
@@ -429,3 +451,16 @@ class Backend:
         """End every collective of ``group`` that is blocked in another thread, and make the group unusable."""
         self.require(Capability.COMM_ABORT, needed_for="abort a process group")
         group.abort()
+
+
+def _out_of_memory(what: str, device: str, info: MemoryInfo, exc: Exception) -> DeviceMemoryError:
+    def gib(nbytes: int) -> str:
+        return f"{nbytes / (1 << 30):.2f} GiB"
+
+    return DeviceMemoryError(
+        f"{what} does not fit in the memory of {device}",
+        why=f"{gib(info.free_nbytes)} of its {gib(info.total_nbytes)} are free; tensors of this process hold "
+        f"{gib(info.allocated_nbytes)} (at most {gib(info.peak_nbytes)}), and {gib(info.reserved_nbytes)} with what "
+        f"its allocator caches; torch said: {str(exc).strip().splitlines()[0]}",
+        fix="make the parts of a step smaller, offload what is not needed all the time, or use more devices",
+    )

@@ -11,7 +11,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -90,7 +89,9 @@ class Comm:
         if store is not None:
             place = {"store": store, "rank": _given(rank, "rank"), "world_size": _given(size, "size")}
         try:
-            dist.init_process_group(self.backend.comm_library(), timeout=timedelta(seconds=timeout_s), **place)
+            dist.init_process_group(
+                self.backend.comm_library(), timeout=self.backend.library_timeout(timeout_s), **place
+            )
         except (RuntimeError, ValueError) as exc:
             raise _translated(exc, "make the default group") from exc
         group = self.default_group()
@@ -108,7 +109,8 @@ class Comm:
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = 600.0) -> Group | None:
         """Return a group of some ranks of the default group, or None on the others; every rank must call it."""
         whole = self.default_group()
-        made = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=self.backend.comm_library())
+        timeout = self.backend.library_timeout(timeout_s)
+        made = dist.new_group(list(ranks), timeout=timeout, backend=self.backend.comm_library())
         if whole.rank not in ranks:
             return None
         name = f"ranks {','.join(str(rank) for rank in ranks)}"
@@ -125,7 +127,7 @@ class Comm:
         called = _check_in(mine, rank=rank, size=size, name=name, timeout_s=timeout_s)
         try:
             made = self.backend.create_process_group(
-                mine, rank=rank, size=size, name=called, timeout=timedelta(seconds=timeout_s)
+                mine, rank=rank, size=size, name=called, timeout=self.backend.library_timeout(timeout_s)
             )
         except RuntimeError as exc:
             raise _translated(exc, f"make group {name!r} as rank {rank} of {size}") from exc

@@ -12,6 +12,7 @@ HwrlError
  │   ├─ CommTimeoutError            a peer did not come in time
  │   ├─ CommAbortedError            the group was aborted
  │   └─ PeerLostError               a member of the group died
+ ├─ DeviceMemoryError               the device has no room
  ├─ MemoryStateError                offloaded memory was used, or an offload cannot be done
  ├─ WeightsError
  │   ├─ LayoutMismatchError         sender and receiver disagree about the tensors
@@ -109,6 +110,10 @@ class CommAbortedError(CommError):
 
 class PeerLostError(CommError):
     """Raised when a member of the group closed its connection or died."""
+
+
+class DeviceMemoryError(HwrlError):
+    """Raised when the device has no room for what was asked; says who holds how much of it."""
 
 
 class MemoryStateError(HwrlError):

@@ -41,10 +41,15 @@ def hwrl_create_backend() -> Backend:
 
 
 @hookspec(firstresult=True)
-def hwrl_process_env(role: str, env: Mapping[str, str], exports_memory: bool) -> dict[str, str]:  # noqa: FBT001 - pluggy passes by name
+def hwrl_process_env(
+    role: str,
+    env: Mapping[str, str],
+    exports_memory: bool,  # noqa: FBT001 - pluggy passes by name
+    shares_device: bool,  # noqa: FBT001 - pluggy passes by name
+) -> dict[str, str]:
     """Return the variables with which a worker of ``role`` should start, given the driver's ``env``. Optional.
 
-    ``exports_memory``: other processes will open its device memory.
+    ``exports_memory``: other processes will open its device memory. ``shares_device``: others use its device, too.
     """
     raise NotImplementedError
 

@@ -129,18 +129,19 @@ class Registry:
             failures = tuple(item for item in loaded if isinstance(item, LoadFailure))
             return Survey(tuple(_probe(plugin, self._context) for plugin in plugins), failures)
 
-    def process_env(self, role: str, *, exports_memory: bool = False) -> dict[str, str]:
+    def process_env(self, role: str, *, exports_memory: bool = False, shares_device: bool = False) -> dict[str, str]:
         """Return the variables that the chosen backend wants for a worker of ``role`` and that nobody has set here.
 
-        ``exports_memory`` says that other processes will open the worker's device memory. Empty if the backend wants
-        none, or was given as an object that no plugin made.
+        ``exports_memory`` says that other processes will open the worker's device memory, ``shares_device`` that they
+        use its device. Empty if the backend wants none, or was given as an object that no plugin made.
         """
         plugin = self._chosen_plugin()
         if plugin is None:
             return {}
-        hook = plugin.manager.hook.hwrl_process_env
-        wanted = hook(role=role, env=dict(self._env), exports_memory=exports_memory) or {}
-        return {variable: value for variable, value in wanted.items() if variable not in self._env}
+        wanted = plugin.manager.hook.hwrl_process_env(
+            role=role, env=dict(self._env), exports_memory=exports_memory, shares_device=shares_device
+        )
+        return {variable: value for variable, value in (wanted or {}).items() if variable not in self._env}
 
     def bootstrap(self, framework: str) -> None:
         """Have the chosen backend's plugin prepare this process for ``framework``, before that is imported.
@@ -317,9 +318,9 @@ def set_backend(choice: str | Backend) -> None:
     _PROCESS.set_backend(choice)
 
 
-def process_env(role: str, *, exports_memory: bool = False) -> dict[str, str]:
+def process_env(role: str, *, exports_memory: bool = False, shares_device: bool = False) -> dict[str, str]:
     """Return the variables that a worker of ``role`` should start with; see :meth:`Registry.process_env`."""
-    return _PROCESS.process_env(role, exports_memory=exports_memory)
+    return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device)
 
 
 def bootstrap(framework: str) -> None:

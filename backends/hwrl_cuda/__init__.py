@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import hwrl
+from hwrl import environ
 from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, Finding, ProbeContext, ProbeResult, Support
 from hwrl.errors import UnsupportedError
 
@@ -23,7 +23,6 @@ INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NC
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name, and the one that torch 2.9 deprecated
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
-_making_group = threading.Lock()  # it changes the environment, which is the process's
 _PROVEN = Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
 _SUPPORT = {
     Capability.STREAMS: _PROVEN,
@@ -144,7 +143,10 @@ class CudaBackend(Backend):
     def create_process_group(
         self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
     ) -> ProcessGroup:
-        with _without_watchdog():
+        # Some time after an operation timed out or failed, torch's watchdog ends this process, and those of other
+        # groups over the same store. This variable, which torch (2.10 to 2.13) reads when a group is made, leaves the
+        # watchdog out; hwrl's ``Pending.complete`` watches instead, from the thread that waits.
+        with environ.variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
             group = super().create_process_group(store, rank=rank, size=size, name=name, timeout=timeout)
         # Connected now, where all ranks are known to be there. Later, torch would make one communicator more for each
         # pair that sends and receives, and the host would block in it for a peer that does not come, beyond any abort.
@@ -153,22 +155,3 @@ class CudaBackend(Backend):
 
     def await_work(self, work: Any) -> None:
         work.synchronize()  # in a group without a watchdog, wait() would block the host
-
-
-@contextlib.contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """While this is entered, torch makes groups without a watchdog thread.
-
-    Some time after an operation timed out or failed, the watchdog ends this process, and those of other groups over
-    the same store. This variable, which torch (2.10 to 2.13) reads when a group is made, is what leaves the watchdog
-    out; hwrl's ``Pending.complete`` watches instead, from the thread that waits.
-    """
-    with _making_group:
-        before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        try:
-            yield
-        finally:
-            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
-            if before is not None:
-                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before

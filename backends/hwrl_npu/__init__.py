@@ -1,17 +1,37 @@
-"""hwrl on Ascend NPUs, through torch_npu and HCCL. Not verified on a device yet."""
+"""hwrl on Ascend NPUs, through torch_npu and HCCL; proven over a simulated CANN, not on a device (docs/npu.md)."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import hwrl
-from hwrl.backend import Backend, BackendInfo, DeviceMap, Finding, ProbeContext, ProbeResult
-from hwrl.errors import BackendUnavailableError, ConfigError
+from hwrl.backend import Backend, BackendInfo, Capability, Finding, ProbeContext, ProbeResult, Support
+from hwrl.errors import BackendUnavailableError
+from hwrl_npu import settings
 
-INFO = BackendInfo(name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (unverified)")
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import ProcessGroup, Store
+
+INFO = BackendInfo(name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)")
+_DEVICE_FILES = "dev/davinci[0-9]*"
+_READ_AS_DEFAULT_S = 1800  # torch_npu takes this timeout for "none was given", and waits for an hour instead
+_SIMULATED = Support(
+    "unverified", "passes the conformance kit over a simulated CANN (torch_npu 2.13); not run on a device"
+)
+_SUPPORT = {
+    Capability.STREAMS: _SIMULATED,
+    Capability.PINNED_MEMORY: _SIMULATED,
+    Capability.MEMORY_STATS: _SIMULATED,
+    Capability.COMM_ABORT: _SIMULATED,
+    Capability.DEVICE_IPC: _SIMULATED,
+    Capability.REGISTERED_MEMORY: Support("unsupported", "torch_npu has no call for it"),
+    Capability.SHARED_DEVICE_GROUPS: Support("unsupported", "HCCL wants a device for each rank"),
+}
 
 
 @hwrl.hookimpl
@@ -21,7 +41,7 @@ def hwrl_backend_info() -> BackendInfo:
 
 @hwrl.hookimpl
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
-    files = context.device_files("dev/davinci[0-9]*")
+    files = context.device_files(_DEVICE_FILES)
     if not files:
         return ProbeResult("no", "there is no /dev/davinci[0-9]*: this machine or container shows no Ascend NPU")
     missing = [name for name in ("torch", "torch_npu") if not context.has_module(name)]
@@ -46,6 +66,19 @@ def hwrl_create_backend() -> Backend:
 
 
 @hwrl.hookimpl
+def hwrl_process_env(role: str, env: Mapping[str, str], exports_memory: bool, shares_device: bool) -> dict[str, str]:
+    return settings.worker(role, env, exports_memory=exports_memory, shares_device=shares_device)
+
+
+@hwrl.hookimpl
+def hwrl_bootstrap(framework: str) -> None:
+    if framework == "megatron":
+        from hwrl_npu import adaptor
+
+        adaptor.prepare()
+
+
+@hwrl.hookimpl
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
     # A live update cannot write weights that are in the device's private format.
     return {"additional_config": {"weight_nz_mode": 0}} if framework == "vllm" else None
@@ -53,37 +86,52 @@ def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
 
 @hwrl.hookimpl
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
-    for name in (VISIBLE, "ASCEND_HOME_PATH", "HCCL_CONNECT_TIMEOUT", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE"):
-        if name in context.env:
-            yield Finding("info", f"{name}={context.env[name]}")
-    if not context.device_files("dev/davinci[0-9]*"):
-        return
-    if "ASCEND_HOME_PATH" not in context.env:
-        yield Finding("warning", "ASCEND_HOME_PATH is not set: CANN is not sourced", fix="source CANN's set_env.sh")
-    try:
-        NpuBackend.devices.visible(context.env)
-    except ConfigError as error:
-        yield Finding("error", f"{error.what}: {error.why}", fix=error.fix)
-
-
-class NpuDeviceMap(DeviceMap):
-    """NPU numbers, which the runtime wants in strictly ascending order: given 1,0 it shows no device at all."""
-
-    def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
-        ids = super().visible(env)
-        if ids is not None and list(ids) != sorted(ids):
-            raise ConfigError(
-                f"{VISIBLE}={env[VISIBLE]!r} shows no device",
-                why="the runtime wants strictly ascending numbers",
-                fix=f"set {VISIBLE}={','.join(map(str, sorted(ids)))}",
-            )
-        return ids
-
-    def render(self, physical: Sequence[int]) -> dict[str, str]:
-        return super().render(sorted(physical))
+    return settings.findings(context, devices=len(context.device_files(_DEVICE_FILES)))
 
 
 class NpuBackend(Backend):
-    """torch_npu's device on torch's generic paths; nothing here is proven on a device yet."""
+    """torch_npu's device on torch's generic paths, but for how processes are given devices, share memory and meet."""
 
-    devices = NpuDeviceMap(visible_variable=VISIBLE, ray_resource="NPU")
+    devices = settings.DEVICES
+
+    def supports(self, capability: Capability) -> Support:
+        if capability is Capability.DEVICE_IPC and settings.uses_expandable_segments(os.environ):
+            return Support("unsupported", "expandable_segments is on, whose memory was not proven to be shareable")
+        return _SUPPORT.get(capability) or super().supports(capability)
+
+    def set_device(self, index: int) -> None:
+        super().set_device(index)
+        # torch_npu 2.13 makes a device's default stream when it is first used, and ends the process in a backward pass
+        # if there is a device that was only set.
+        self.device_module.current_stream()
+
+    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
+        self.require(Capability.DEVICE_IPC, needed_for="export device memory")
+        self.check_exportable(memory)
+        from hwrl_npu import ipc
+
+        return ipc.export(memory, devices=self.devices)
+
+    def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
+        from hwrl_npu import ipc
+
+        return ipc.open(handle, devices=self.devices)
+
+    def library_timeout(self, timeout_s: float) -> timedelta:
+        return super().library_timeout(timeout_s + (timeout_s == _READ_AS_DEFAULT_S))
+
+    def create_process_group(
+        self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
+    ) -> ProcessGroup:
+        from hwrl_npu import hccl
+
+        group: ProcessGroup = hccl.create(store, rank=rank, size=size, name=name, timeout=timeout, device=self.device())
+        return group
+
+    def await_work(self, work: Any) -> None:
+        work.get_future().wait()  # in a group without a watchdog, the work's own wait() would block the host
+
+    def abort_process_group(self, group: ProcessGroup) -> None:
+        from hwrl_npu import hccl
+
+        hccl.abort(group)

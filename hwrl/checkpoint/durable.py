@@ -81,9 +81,14 @@ class DurableFS(FileSystem):
         self._written[path] = FileRecord(path.stat().st_size, digest)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Create a directory and its parents where they are missing."""
-        self.before("mkdir", Path(path))
-        super().mkdir(path)
+        """Create a directory and its parents where they are missing, and make their names durable."""
+        path = Path(path)
+        if path.is_dir():
+            return
+        self.mkdir(path.parent)
+        self.before("mkdir", path)
+        path.mkdir(exist_ok=True)
+        self.sync_directory(path.parent)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file or directory; durable only after :meth:`sync_directory` of the parent."""
@@ -102,11 +107,19 @@ class DurableFS(FileSystem):
         finally:
             os.close(descriptor)
 
-    def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all that is in it."""
+    def remove_file(self, path: Path) -> None:
+        """Remove a file or a symbolic link if it is there; durable only after :meth:`sync_directory` of the parent."""
         self.before("remove", path)
+        path.unlink(missing_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and all that is in it, or a single file; never what a symbolic link points to."""
         self.take_records(path)
-        shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():
+            self.before("remove", path)
+            shutil.rmtree(path)
+        else:
+            self.remove_file(path)
 
     def _sync(self, descriptor: int, path: Path, *, flush: Any = None) -> None:
         if flush is not None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import os
-import socket
+from collections.abc import Collection
 from pathlib import Path
 
 from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, step_name
+from hwrl.checkpoint.lock import DirectoryLock
+from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, is_in_use, step_name
 from hwrl.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-LOCK_NAME = ".hwrl.lock"
+DRAFT_PREFIX, TRASH_PREFIX, BROKEN_PREFIX = ".tmp_", ".trash_", ".broken_"
 
 _log = logging.getLogger(__name__)
 
@@ -22,40 +21,48 @@ _log = logging.getLogger(__name__)
 class CheckpointHome:
     """The one writer of a directory of checkpoints, until :meth:`close`.
 
-    Opening it takes a lock that dies with the process, and sweeps what a dead writer left behind.
+    Opening it takes a lock that dies with the process, sweeps what a dead writer left behind, and lets the tracker name
+    the newest complete checkpoint if that writer did not come to it.
     """
 
     def __init__(self, directory: Path, fs: DurableFS) -> None:
         self._directory, self._fs = directory, fs
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(directory)
+            fs.mkdir(directory)
+            self._lock = DirectoryLock(directory)
         except OSError as exc:
-            raise CheckpointError(
-                f"cannot keep checkpoints in {directory}",
-                why=f"{exc.strerror}: {exc.filename}",
-                fix="choose a directory that this user may write to",
-            ) from exc
-        self._sweep()
+            raise _unusable(directory, exc) from exc
+        try:
+            self._sweep()
+            self.set_tracker()
+        except OSError as exc:
+            self.close()
+            raise _unusable(directory, exc) from exc
+
+    @property
+    def owner(self) -> str:
+        """What the lock says of this process."""
+        return self._lock.owner
 
     def close(self) -> None:
         """Release the lock."""
-        os.close(self._lock)
+        self._lock.close()
 
     def begin(self, step: int, save_id: str) -> Path:
         """Create and return the directory in which ``step`` is written until it is complete."""
-        draft = self._directory / f".tmp_{step_name(step)}.{save_id}"
+        self._sweep()
+        draft = self._directory / f"{DRAFT_PREFIX}{step_name(step)}.{save_id}"
         self._fs.mkdir(draft)
         return draft
 
     def abandon(self, draft: Path) -> None:
-        """Remove a directory from :meth:`begin`, as far as the disk lets us; the next start sweeps the rest."""
+        """Remove a directory from :meth:`begin`, as far as the disk lets us; the next save sweeps the rest."""
         try:
             self._fs.remove_tree(draft)
         except OSError as exc:
             _log.warning("could not remove %s: %s", draft, exc)
 
-    def commit(self, draft: Path, step: int) -> Path:
+    def commit(self, draft: Path, step: int) -> None:
         """Give ``draft`` its name; when this returns, the checkpoint survives a crash of the machine.
 
         An incomplete directory of that name is put aside first.
@@ -65,25 +72,38 @@ class CheckpointHome:
             self._discard(final)
         self._fs.rename(draft, final)
         self._fs.sync_directory(self._directory)
-        return final
 
-    def set_tracker(self, step: int) -> None:
-        """Make the tracker file name ``step``, in one step."""
-        self._fs.replace_file(self._directory / TRACKER_NAME, str(step).encode())
+    def set_tracker(self, *, without: Collection[Path] = ()) -> None:
+        """Make the tracker name the newest complete checkpoint, in one step; leave it alone if there is none.
+
+        ``without`` are some that are not to be trusted, complete as they look. A tracker that names what is not
+        complete makes its reader fail; without one, he would silently begin afresh.
+        """
+        steps = [info.step for info in self.complete() if info.path not in without]
+        tracker = self._directory / TRACKER_NAME
+        if steps and _content(tracker) != (text := str(max(steps)).encode()):
+            self._fs.replace_file(tracker, text)
 
     def retain(self, keep: int | None) -> None:
-        """Remove all complete checkpoints but the newest ``keep``; None keeps all. What is not complete stays."""
+        """Remove all complete checkpoints but the newest ``keep``; None keeps all. What is not complete stays.
+
+        One that somebody reads (:func:`~hwrl.checkpoint.manifest.in_use`) stays as well, until the next save.
+        """
         if keep is None:
             return
-        complete, _ = find_checkpoints(self._directory)
-        for info in complete[: max(0, len(complete) - keep)]:
-            self._discard(info.path)
+        for info in self.complete()[:-keep]:
+            if is_in_use(info.path):
+                _log.info("keeping %s for now: somebody reads it", info.path)
+            else:
+                self._discard(info.path)
 
-    def put_aside(self, path: Path) -> None:
-        """Rename a checkpoint that was found broken, so that it is none any more; nothing of it is deleted."""
-        if path.exists():
-            self._fs.rename(path, path.with_name(f".broken_{path.name}.{os.urandom(4).hex()}"))
-            self._fs.sync_directory(self._directory)
+    def put_aside(self, paths: Collection[Path]) -> None:
+        """Rename checkpoints that were found broken, so that they are none any more; nothing of them is deleted."""
+        self.set_tracker(without=paths)
+        for path in paths:
+            if path.exists():
+                self._fs.rename(path, path.with_name(f"{BROKEN_PREFIX}{path.name}.{os.urandom(4).hex()}"))
+                self._fs.sync_directory(self._directory)
 
     def complete(self) -> list[CheckpointInfo]:
         """Return the complete checkpoints, oldest first."""
@@ -91,36 +111,33 @@ class CheckpointHome:
 
     def _discard(self, path: Path) -> None:
         # Renamed before it is emptied: a crash in between leaves no half checkpoint under a checkpoint's name.
-        trash = path.with_name(f".trash_{path.name}.{os.urandom(4).hex()}")
+        trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{os.urandom(4).hex()}")
         self._fs.rename(path, trash)
         self._fs.sync_directory(self._directory)
-        self._remove(trash)
+        self._fs.remove_tree(trash)
 
     def _sweep(self) -> None:
-        for path in self._directory.iterdir():
-            if path.name.startswith((".tmp_", ".trash_")):
-                _log.info("removing %s, left by a save that did not end", path)
-                self._remove(path)
-
-    def _remove(self, path: Path) -> None:
-        if path.is_dir() and not path.is_symlink():
+        """Remove what a save left that did not end, and the rest of what was not removed whole."""
+        for path in leftovers(self._directory):
+            _log.info("removing %s, left by a save that did not end", path)
             self._fs.remove_tree(path)
-        else:
-            path.unlink()
 
 
-def _lock(directory: Path) -> int:
-    descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def leftovers(directory: Path) -> list[Path]:
+    """Return what lies in ``directory`` because a save has not ended, or has not ended well."""
+    return sorted(path for path in directory.iterdir() if path.name.startswith((DRAFT_PREFIX, TRASH_PREFIX)))
+
+
+def _content(path: Path) -> bytes:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as exc:
-        owner = os.read(descriptor, 4096).decode(errors="replace")
-        os.close(descriptor)
-        raise CheckpointError(
-            f"{directory} already has a writer",
-            why=f"its owner is {owner or 'unknown'}",
-            fix="end that run, or choose another directory",
-        ) from exc
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-    return descriptor
+        return b"" if path.is_symlink() else path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _unusable(directory: Path, exc: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot keep checkpoints in {directory}",
+        why=f"{exc.strerror}: {exc.filename}",
+        fix="choose a directory that this user may write to, on a disk with room",
+    )

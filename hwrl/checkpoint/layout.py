@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hwrl.checkpoint.manifest import CheckpointInfo, corrupt
+from hwrl.checkpoint.manifest import MALFORMED, CheckpointInfo, corrupt
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 
 LAYOUT_NAME = "layout.json"
@@ -174,7 +174,7 @@ class LayoutReader(FileSystemReader):
             return self._build(entries)
         except CheckpointCorruptError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        except MALFORMED as exc:
             raise corrupt(self._info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
 
     def _build(self, entries: Iterable[Json]) -> Metadata:
@@ -185,6 +185,9 @@ class LayoutReader(FileSystemReader):
             item, result = _decode_item(entry), decode_result(entry)
             places[item.index] = result.storage_data
             _add_chunk(state, item)
+        for name, entry in state.items():
+            if isinstance(entry, TensorStorageMetadata) and not _is_covered(entry):
+                raise ValueError(f"the parts of {name!r} do not make up the whole")
         meta = StorageMeta(load_id=self.load_id)
         return Metadata(state, storage_data=places, storage_meta=meta)
 
@@ -203,3 +206,46 @@ def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
         return
     entry = state.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
     entry.chunks.append(data.chunk)
+
+
+def _is_covered(entry: TensorStorageMetadata) -> bool:
+    """Return whether each element of a tensor lies in exactly one chunk: else part of it would keep what it was."""
+    size = torch.tensor(entry.size)
+    begins = torch.tensor([list(chunk.offsets) for chunk in entry.chunks]).reshape(len(entry.chunks), len(size))
+    sizes = torch.tensor([list(chunk.sizes) for chunk in entry.chunks]).reshape(len(entry.chunks), len(size))
+    ends = begins + sizes
+    if (begins < 0).any() or (sizes < 0).any() or (ends > size).any():
+        return False
+    overlaps = ((begins[:, None] < ends[None]) & (begins[None] < ends[:, None])).all(-1)
+    alone = int(overlaps.sum()) == int(overlaps.diagonal().sum())
+    return alone and int(sizes.prod(-1).sum()) == int(size.prod())
+
+
+def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor]:
+    """Return the whole tensors whose names begin with ``prefix``, without it, on the host; whoever sharded them.
+
+    Hashes are not verified here. Raises CheckpointCorruptError if the bytes cannot be read.
+    """
+    reader = LayoutReader(info)
+    saved = reader.read_metadata()
+    entries = {
+        name: entry
+        for name, entry in saved.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    metadata = Metadata(dict(entries), storage_data=saved.storage_data, storage_meta=saved.storage_meta)
+    load_state(info, reader, metadata, dict(tensors))
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def load_state(info: CheckpointInfo, reader: LayoutReader, metadata: Metadata, state: dict[str, Any]) -> None:
+    """Fill ``state`` in place; CheckpointError if it differs from ``metadata``, CheckpointCorruptError if bytes do."""
+    planner = SafeLoadPlanner()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    try:
+        reader.read_data(plan, planner).wait()
+    except Exception as exc:  # torch raises whatever forged bytes lead to
+        raise corrupt(info.path, f"its data cannot be read: {exc}") from exc

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # gives the names that the planner uses
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +23,10 @@ from hwrl.backend import Backend
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.home import CheckpointHome
-from hwrl.checkpoint.layout import LayoutReader, SafeLoadPlanner, SafeSavePlanner
+from hwrl.checkpoint.layout import LayoutReader, SafeSavePlanner, load_state
+from hwrl.checkpoint.lock import await_owner
 from hwrl.checkpoint.manifest import (
+    MALFORMED,
     CheckpointInfo,
     Skipped,
     corrupt,
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from hwrl.comm import Group
 
 _log = logging.getLogger(__name__)
-_opened = itertools.count()  # all ranks open their managers in the same order
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,9 @@ class CheckpointManager:
 
     ``max_ckpt_to_keep`` newest checkpoints stay, None keeps all. With ``async_save`` the state is copied to the host
     and written by a background thread; what that thread could not do is raised by the next call. ``group`` holds the
-    ranks that save together, on one shared directory; all of them make the same calls in the same order.
-    ``timeout_s`` is how long a rank waits for another. ``fs`` is the door to the disk.
+    ranks that save together, in one directory that all of them see; all of them make the same calls in the same order.
+    A rank that has not been heard of for ``timeout_s`` counts as lost; one that is heard of may take its time to write.
+    ``fs`` is the door to the disk.
 
     Timeline: opening takes the directory's lock and sweeps what dead writers left; ``resume`` comes first, then any
     number of ``save``; ``close``, or leaving the context, waits for a save that runs and releases the lock.
@@ -99,7 +101,7 @@ class CheckpointManager:
         async_save: bool = False,
         group: Group | None = None,
         backend: Backend | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = 120.0,
         fs: DurableFS | None = None,
     ) -> None:
         if max_ckpt_to_keep is not None and max_ckpt_to_keep < 1:
@@ -118,15 +120,18 @@ class CheckpointManager:
         self._fs = fs or DurableFS()
         self._home: CheckpointHome | None = None
         try:
-            self._agreement.decide(self._open_home, lambda parts: None)
+            owner = self._agreement.decide(self._open_home, _first)
+            self._agreement.decide(lambda: await_owner(self.directory, owner, timeout_s=timeout_s), _first)
         except Exception:
             self._close_home()
             raise
         self._saver = Saver(self.directory, self._agreement, self._fs, self._home, max_ckpt_to_keep)
 
-    def _open_home(self) -> None:
-        if self._agreement.rank == 0:
-            self._home = CheckpointHome(self.directory, self._fs)
+    def _open_home(self) -> str | None:
+        if self._agreement.rank != 0:
+            return None
+        self._home = CheckpointHome(self.directory, self._fs)
+        return self._home.owner
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -277,15 +282,21 @@ class CheckpointManager:
         self._agreement.decide(lambda: _load_into(info, state), lambda parts: None)
         try:
             extra = json.loads((info.path / EXTRA_NAME).read_bytes())
-            return Resumed(info, extra["all"], extra["ranks"], skipped)
-        except (OSError, ValueError, KeyError, TypeError) as exc:
+            resumed = Resumed(info, dict(extra["all"]), [dict(one) for one in extra["ranks"]], skipped)
+        except (OSError, *MALFORMED) as exc:
             raise corrupt(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
+        if len(resumed.rank_extras) != info.manifest.world_size:
+            raise corrupt(info.path, f"{EXTRA_NAME} is of {len(resumed.rank_extras)} ranks, the manifest of others")
+        return resumed
 
 
 def _agreement(group: Group | None, timeout_s: float) -> Agreement:
     if group is None:
         return Agreement(None, rank=0, size=1, timeout_s=timeout_s)
-    store = PrefixStore(f"hwrl/checkpoint/{next(_opened)}", group.store)
+    opened = group.store.add(
+        f"hwrl/checkpoint/opened/{group.rank}", 1
+    )  # all ranks open their managers in the same order
+    store = PrefixStore(f"hwrl/checkpoint/{opened}", group.store)
     return Agreement(store, rank=group.rank, size=group.size, timeout_s=timeout_s)
 
 
@@ -297,17 +308,10 @@ def _plan(planner: SafeSavePlanner, state: Mapping[str, Any]) -> SavePlan:
 
 
 def _load_into(info: CheckpointInfo, state: dict[str, Any]) -> None:
-    planner, reader = SafeLoadPlanner(), LayoutReader(info)
-    metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    for name, value in planner.state_dict.items():
+    for name, value in flatten_state_dict(state)[0].items():
         _require_in_memory(name, value)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    try:
-        reader.read_data(plan, planner).wait()
-    except Exception as exc:  # torch raises whatever forged bytes lead to
-        raise corrupt(info.path, f"its data cannot be read: {exc}") from exc
+    reader = LayoutReader(info)
+    load_state(info, reader, reader.read_metadata(), state)
 
 
 def _require_in_memory(name: str, value: object) -> None:
@@ -353,5 +357,5 @@ def _not_json(why: str) -> CheckpointSaveError:
     )
 
 
-def _first(reasons: list[str | None]) -> str | None:
-    return next((reason for reason in reasons if reason is not None), None)
+def _first(answers: list[str | None]) -> str | None:
+    return next((answer for answer in answers if answer is not None), None)

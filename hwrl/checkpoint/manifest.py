@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +20,9 @@ from hwrl.errors import CheckpointCorruptError
 
 MANIFEST_NAME = "MANIFEST.json"
 SCHEMA = 1
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading JSON raises that was damaged or forged; RecursionError is for a million brackets."""
+_MAX_MANIFEST_NBYTES = 1 << 28
 _STEP_NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 
 
@@ -68,8 +74,17 @@ class Manifest:
             raise ValueError("its content does not match its own hash")
         if body.pop("schema") != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA}")
-        files = {str(name): FileRecord(int(one["nbytes"]), str(one["sha256"])) for name, one in body["files"].items()}
-        return cls(**{**body, "files": files})
+        files = {name: FileRecord(one["nbytes"], one["sha256"]) for name, one in body["files"].items()}
+        manifest = cls(**{**body, "files": files})
+        manifest._check_types()
+        return manifest
+
+    def _check_types(self) -> None:
+        counts = [self.step, self.world_size, self.weight_version, *(one.nbytes for one in self.files.values())]
+        texts = [self.save_id, *self.versions, *self.versions.values(), *(one.sha256 for one in self.files.values())]
+        if not all(type(one) is int for one in counts) or not all(type(one) is str for one in texts):
+            raise TypeError("a number or a text is neither")
+        datetime.fromtimestamp(self.saved_unix_s, UTC)
 
 
 @dataclass(frozen=True)
@@ -114,12 +129,14 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
             raise ValueError("it is a symbolic link")
         manifest_path = path / MANIFEST_NAME
         _check_regular(path, MANIFEST_NAME)
+        if manifest_path.stat().st_size > _MAX_MANIFEST_NBYTES:
+            raise ValueError(f"{MANIFEST_NAME} has more than {_MAX_MANIFEST_NBYTES:,} bytes")
         manifest = Manifest.from_bytes(manifest_path.read_bytes())
         if manifest.step != step_of(path.name):
             raise ValueError(f"its manifest is of step {manifest.step}")
         for name, record in manifest.files.items():
             _check_size(path, name, record.nbytes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (OSError, *MALFORMED) as exc:
         raise corrupt(path, _reason(exc)) from exc
     return CheckpointInfo(path, manifest)
 
@@ -148,8 +165,34 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[Checkpoint
         try:
             complete.append(inspect_checkpoint(path))
         except CheckpointCorruptError as exc:
-            skipped.append(Skipped(path, exc.why))
+            if os.path.lexists(path):  # else a trainer has removed it meanwhile
+                skipped.append(Skipped(path, exc.why))
     return sorted(complete, key=lambda info: info.step), sorted(skipped, key=lambda one: one.path)
+
+
+@contextlib.contextmanager
+def in_use(info: CheckpointInfo) -> Iterator[None]:
+    """Keep a trainer from removing the checkpoint meanwhile; raises CheckpointCorruptError if it is gone.
+
+    It is a lock on the manifest that ends with this process.
+    """
+    try:
+        manifest = (info.path / MANIFEST_NAME).open("rb")
+    except OSError as exc:
+        raise corrupt(info.path, _reason(exc)) from exc
+    with manifest:
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        yield
+
+
+def is_in_use(path: Path) -> bool:
+    """Return whether some process is in :func:`in_use` of the checkpoint in ``path``."""
+    with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS locks exclusively only what may be written
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def corrupt(path: Path, reason: str) -> CheckpointCorruptError:
@@ -190,6 +233,6 @@ def _hash(body: Mapping[str, Any]) -> str:
 def _reason(exc: Exception) -> str:
     if isinstance(exc, OSError):
         return f"{exc.strerror}: {exc.filename}"
-    if isinstance(exc, (KeyError, TypeError, AttributeError, json.JSONDecodeError)):
+    if not isinstance(exc, ValueError) or isinstance(exc, (json.JSONDecodeError, UnicodeDecodeError)):
         return f"{MANIFEST_NAME} cannot be read: {exc}"
     return str(exc)

@@ -76,8 +76,8 @@ class Saver:
         assert self.home is not None, "rank 0 decides"
         if len({offer["step"] for offer in offers}) > 1:
             raise _failed(job.step, f"the ranks are at steps {[offer['step'] for offer in offers]}")
-        while self.broken:
-            self.home.put_aside(self.broken.pop())
+        self.home.put_aside(self.broken)
+        self.broken.clear()
         newest = max((info.step for info in self.home.complete()), default=-1)
         if job.step <= newest:
             raise CheckpointSaveError(
@@ -120,19 +120,22 @@ class Saver:
         self.fs.take_records(draft)
         for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
             self.fs.sync_directory(directory)
-        self.home.commit(draft, job.step)
-        self._draft = None
-        self._publish(self.home, job.step)
+        self._publish(self.home, draft, job.step)
 
-    def _publish(self, home: CheckpointHome, step: int) -> None:
+    def _publish(self, home: CheckpointHome, draft: Path, step: int) -> None:
         try:
-            home.set_tracker(step)
+            home.commit(draft, step)
+            self._draft = None
+            home.set_tracker()
             home.retain(self.keep)
         except OSError as exc:
+            if draft.exists():
+                raise
+            self._draft = None
             raise CheckpointSaveError(
-                f"step {step} is complete, but the tracker or an old checkpoint could not be changed",
+                f"step {step} is complete, but its name may not be durable, or not all that follows was done",
                 why=f"{exc.strerror}: {exc.filename}",
-                fix="mend the cause; the next save sets both right",
+                fix="mend the cause; the next save sets the tracker right and removes old checkpoints",
             ) from exc
 
     def _writer(self, draft: Path) -> FileSystemWriter:

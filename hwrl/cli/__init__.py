@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hwrl import __version__
 from hwrl.errors import HwrlError
 
-COMMANDS = ("train", "doctor", "bench", "conformance")
+COMMANDS = ("train", "doctor", "bench", "checkpoints", "conformance")
 """Names of the subcommands, and of the modules in this package; a module is imported only when it is asked for."""
 
 _EXTRA_OF = dict.fromkeys(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hwrl.cli.bench_peers import PEERS, Seat, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +55,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", nargs="+", choices=_WAYS, metavar="WAY", help=f"only these of: {', '.join(_WAYS)}")
     parser.add_argument("--slab-mib", type=int, help="slab size, MiB (default: what suits the device)")
     parser.add_argument("--slabs", type=int, default=4, help="slabs under way at once (default 4)")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        type=_peer,
+        default=[],
+        metavar="PACKAGE",
+        help=f"also measure these packages' own ways, where they are installed: all, or some of {', '.join(PEERS)}",
+    )
+    parser.add_argument(
+        "--peer-timeout", type=float, default=180.0, metavar="SECONDS", help="give a peer up after this (default 180)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
 
 
@@ -63,6 +77,15 @@ class _Plan:
     ways: tuple[str, ...]
     slab_nbytes: int | None
     slabs: int
+    peer: str | None = None
+
+
+def _peer(name: str) -> str:
+    if name == "all" or name in PEERS:
+        return name
+    close = difflib.get_close_matches(name, PEERS, n=1)
+    known = f"did you mean {close[0]!r}?" if close else f"choose all, or some of {', '.join(PEERS)}"
+    raise argparse.ArgumentTypeError(f"there is no peer {name!r}; {known}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     plan = _Plan(args.model, args.mib, args.rounds, ways, slab_nbytes, args.slabs)
     size = 1 + args.receivers
     result = _result(args, run_processes(_measure, size, size, store_address(store), plan, timeout_s=900.0))
+    names = PEERS if "all" in args.peers else dict.fromkeys(args.peers)
+    result["peers"] = {name: _measure_peer(name, size, plan, timeout_s=args.peer_timeout) for name in names}
     print(_table(result))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -93,6 +118,28 @@ def _ways(wanted: Sequence[str], *, processes: int) -> tuple[str, ...]:
     usable = {way: ipc or way == "hwrl host" if "ipc" in way or "host" in way else grouped for way in _WAYS}
     usable["copy on the device"] = not grouped
     return tuple(way for way in _WAYS if usable[way] and (way in wanted or way in _RAW))
+
+
+def _measure_peer(name: str, size: int, plan: _Plan, *, timeout_s: float) -> dict[str, Any]:
+    """Return a peer's rates beside the raw ones, in turns with them in processes of their own; or why there are none.
+
+    Of their own, so that a peer that hangs or breaks takes nothing else along.
+    """
+    from hwrl.comm import serve_store, store_address
+
+    peer, store = PEERS[name], serve_store()
+    raw = tuple(way for way in plan.ways if way in _RAW)
+    why_not = peer.why_not()
+    if why_not is None and "copy on the device" in raw:
+        why_not = f"it needs a device for each of the {size} processes"
+    if why_not is not None:
+        return {"why_not": why_not}
+    plan = replace(plan, ways=(*raw, name), peer=name)
+    try:
+        ranks = peer.run(_measure, size, store_address(store), plan, timeout_s=timeout_s)
+    except Exception as exc:  # noqa: BLE001 - another package may fail in any way; its row says how
+        return {"version": peer.version(), "why_not": one_line(exc)}
+    return {"version": peer.version(), "ways": _rates(ranks)}
 
 
 # -- what is sent --------------------------------------------------------------------------------------------------
@@ -206,6 +253,7 @@ class _Ways:
         self.backend.set_device(rank % max(1, self.backend.device_count()))
         self.device = self.backend.device()
         self.store = connect_store(address)
+        self.peer = PEERS[plan.peer](Seat.take(rank, size, address, self.backend)) if plan.peer else None
         self.group: Group | None = None
         if "copy on the device" not in plan.ways:
             self.group = comm.standalone_group(self.store, rank=rank, size=size, name="raw", timeout_s=300.0)
@@ -251,6 +299,13 @@ class _Ways:
         if way == "per-tensor broadcast":
             self._broadcast(self.copies.values())
             return self.copies
+        if self.peer is not None:
+            if self.rank:
+                self.peer.receive(self.views)
+            else:
+                self.peer.send()
+            self.backend.synchronize()  # it has streams of its own
+            return self.views
         if self.rank:
             return self.ends[way].receive()  # type: ignore[union-attr]  # these ranks have the receivers
         named = self.views.items() if way.endswith("flat") else self.named
@@ -285,6 +340,8 @@ class _Ways:
         if self.rank == 0 and way == "per-tensor broadcast":
             for name, tensor in self.named:
                 self.copies[name].copy_(tensor)
+        if self.peer is not None and way == self.plan.peer:
+            self.peer.prepare({name: tensor.contiguous() for name, tensor in self.named})
 
     def _memories(self) -> Iterator[torch.Tensor]:
         for name, tensor in self.named:
@@ -334,8 +391,8 @@ def _measure(rank: int, size: int, address: str, plan: _Plan) -> dict[str, Any]:
             if version > 1:  # the first two connect, plan and allocate
                 stages = dict(getattr(moved, "seconds", {}))
                 found[way].append({"wall_s": wall_s, "device_s": device_s, "stages": stages})
-    small_s = _measure_small(ways)
-    for end in ways.ends.values():
+    small_s = [] if plan.peer else _measure_small(ways)
+    for end in (*ways.ends.values(), *filter(None, [ways.peer])):
         end.close()
     model = {"payload_nbytes": ways.layout.payload_nbytes, "tensors": len(ways.named), "device": str(ways.device)}
     return {"found": found, "exact": exact, "small_s": small_s, "model": model}
@@ -372,22 +429,28 @@ def _measure_small(ways: _Ways) -> list[float]:
 def _result(args: argparse.Namespace, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     from hwrl.cli.provenance import provenance
 
-    first, model = ranks[0], ranks[0]["model"]
-    ways = {way: _of_way([rank["found"][way] for rank in ranks], model["payload_nbytes"]) for way in first["found"]}
-    raw = {key: min(ways[way][key] for way in _RAW if way in ways) for key in _MEDIANS}
-    for way, found in ways.items():
-        found["bit_exact"] = all(rank["exact"][way] for rank in ranks)
-        found["of_raw"] = raw["wall_median_s"] / found["wall_median_s"]
-        found["of_raw_on_device"] = raw["device_median_s"] / found["device_median_s"]
+    first, ways = ranks[0], _rates(ranks)
     return {
         "benchmark": "weights",
-        **model,
+        **first["model"],
         "receivers": args.receivers,
         "bit_exact": all(found["bit_exact"] for found in ways.values()),
         "ways": ways,
         "small_publish_median_s": statistics.median(first["small_s"]),
         **provenance("torch"),
     }
+
+
+def _rates(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what each way reached, and beside the faster of the raw ones."""
+    first, nbytes = ranks[0], ranks[0]["model"]["payload_nbytes"]
+    ways = {way: _of_way([rank["found"][way] for rank in ranks], nbytes) for way in first["found"]}
+    raw = {key: min(ways[way][key] for way in _RAW if way in ways) for key in _MEDIANS}
+    for way, found in ways.items():
+        found["bit_exact"] = all(rank["exact"][way] for rank in ranks)
+        found["of_raw"] = raw["wall_median_s"] / found["wall_median_s"]
+        found["of_raw_on_device"] = raw["device_median_s"] / found["device_median_s"]
+    return ways
 
 
 def _of_way(ranks: list[list[dict[str, Any]]], nbytes: int) -> dict[str, Any]:
@@ -411,14 +474,21 @@ def _table(result: dict[str, Any]) -> str:
     lines = [f"{size}, {result['device']}, {result['hardware']['processor']} ({result['hardware']['cores']} cores)"]
     lines.append(f"{'':<24}{'on the device':^28}{'with rendezvous and votes':^28}")
     lines.append(f"{'way':<24}{'median s':>10}{'GB/s':>8}{'of raw':>9}{'median s':>14}{'of raw':>9}")
-    for way, found in result["ways"].items():
+    measured = {name: peer for name, peer in result["peers"].items() if "ways" in peer}
+    ways = result["ways"] | {f"{name} {peer['version']}": peer["ways"][name] for name, peer in measured.items()}
+    for way, found in ways.items():
         device = f"{found['device_median_s']:>10.4f}{found['gb_per_s']:>8.2f}{found['of_raw_on_device']:>9.3f}"
         lines.append(f"{way:<24}{device}{found['wall_median_s']:>14.4f}{found['of_raw']:>9.3f}")
     for way, found in result["ways"].items():
         if found["stages_s"]:
             parts = ", ".join(f"{stage} {stage_s * 1e3:.1f}" for stage, stage_s in found["stages_s"].items())
             lines.append(f"{way}, ms of the sender's host: {parts}")
+    if measured:
+        lines.append(f"{', '.join(measured)}: in processes of their own, of the raw broadcasts in those")
+    lines += [
+        f"{name}: not measured: {peer['why_not']}" for name, peer in result["peers"].items() if "ways" not in peer
+    ]
     lines.append(f"publishing 0.4 MB: {result['small_publish_median_s'] * 1e3:.2f} ms")
-    wrong = ", ".join(way for way, found in result["ways"].items() if not found["bit_exact"])
+    wrong = ", ".join(way for way, found in ways.items() if not found["bit_exact"])
     lines.append(f"NOT BIT-EXACT: {wrong}" if wrong else "every transfer was bit-exact")
     return "\n".join(lines)

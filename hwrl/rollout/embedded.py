@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hwrl.backend import Backend
@@ -27,12 +29,23 @@ _PREFILL_TOKENS = 1 << 14
 """The padded tokens of new prompts that one forward pass takes; a longer prompt has a pass of its own."""
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A request in a slot, and its own source of random numbers."""
+
+    request: GenerationRequest
+    random: np.random.Generator
+
+
 class EmbeddedEngine(RolloutEngine):
     """Generates with ``model`` (any ``AutoModelForCausalLM`` with full attention), at most ``max_running`` at once.
 
     ``max_length`` bounds prompt plus response, in tokens; memory for all slots is allocated at the first step. The
     model is the engine's: it writes new weights into its parameters and buffers, and generates nothing before the
     first. A model whose layers would not see all of ``max_length`` tokens is an EngineError.
+
+    What is sampled depends on ``seed``, the request's number and the model alone: not on what runs beside it, and on
+    the device only as far as that rounds differently.
     """
 
     def __init__(self, model: Any, *, eos_ids: Sequence[int], max_running: int, max_length: int, seed: int = 0) -> None:
@@ -42,9 +55,9 @@ class EmbeddedEngine(RolloutEngine):
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
-        self._generator = torch.Generator(device=self._device).manual_seed(seed)
+        self._seed = seed % (1 << 64)  # the generator takes no negative one
         self._waiting: deque[GenerationRequest] = deque()
-        self._slots: list[GenerationRequest] = []
+        self._slots: list[_Running] = []
         self._tokens = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
         self._logprobs = torch.zeros(max_running, max_length, device=self._device)
         self._versions = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
@@ -106,8 +119,9 @@ class EmbeddedEngine(RolloutEngine):
         """Give free slots to waiting requests; return how many started."""
         first = len(self._slots)
         while self._waiting and len(self._slots) < self._max_running:
-            self._slots.append(self._waiting.popleft())
-        started = self._slots[first:]
+            request = self._waiting.popleft()
+            self._slots.append(_Running(request, np.random.default_rng([self._seed, request.request_id])))
+        started = [slot.request for slot in self._slots[first:]]
         if started:
             self._fill(slice(first, len(self._slots)), started)
         return len(started)
@@ -173,14 +187,20 @@ class EmbeddedEngine(RolloutEngine):
         greedy = temperature == 0
         scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
         logprobs = scaled.log_softmax(-1)
-        # Gumbel-max: one pass for all rows, and greedy rows are the same formula without the noise.
-        noise = torch.empty_like(logprobs).exponential_(generator=self._generator).log_().neg_()
-        token = (logprobs + torch.where(greedy[:, None], 0.0, noise)).argmax(-1)
+        sums = logprobs.exp().cumsum(-1)
+        # The first token whose sum is above the draw; it has a probability, for a draw of float32 is less than 1.
+        drawn = (sums <= self._draws(rows)[:, None] * sums[:, -1:]).sum(-1)
+        token = torch.where(greedy, logprobs.argmax(-1), drawn)
         at = self._length[rows, None]
         self._tokens[rows].scatter_(1, at, token[:, None].int())
         self._logprobs[rows].scatter_(1, at, logprobs.gather(1, token[:, None]))
         self._versions[rows].scatter_(1, at, self.version)
         self._length[rows] += 1
+
+    def _draws(self, rows: slice) -> torch.Tensor:
+        """Return a random number from [0, 1) for each slot of ``rows``."""
+        draws = [slot.random.random(dtype=np.float32) for slot in self._slots[rows]]
+        return torch.tensor(draws, dtype=torch.float32).to(self._device)
 
     def _collect_finished(self) -> list[Completion]:
         count = len(self._slots)
@@ -202,7 +222,7 @@ class EmbeddedEngine(RolloutEngine):
         )
         completions = []
         for index, (row, length) in enumerate(zip(rows.tolist(), self._length[rows].tolist(), strict=True)):
-            request = self._slots[row]
+            request = self._slots[row].request
             span = slice(len(request.prompt_ids), length)
             response = Response(
                 token_ids=tokens[index, span],

@@ -188,18 +188,20 @@ class RolloutActor:
         from hwrl.run.build import build_rollouter, evaluation_prompts, prepare_process
 
         prepare_process(threads=config.rollout.threads)
-        self._rollouter = build_rollouter(
-            config,
-            replica=replica,
-            seed=seed,
-            store_address=store_address,
-            ledger=RemoteLedger(ledger, replica=incarnation),
-        )
+        with get_backend().allocating("the rollout engine"):
+            self._rollouter = build_rollouter(
+                config,
+                replica=replica,
+                seed=seed,
+                store_address=store_address,
+                ledger=RemoteLedger(ledger, replica=incarnation),
+            )
         self._evaluation_prompts = evaluation_prompts(config)
 
     def run(self) -> None:
         """Roll out until ``stop``."""
-        self._rollouter.run(self._stop)
+        with get_backend().allocating("generating responses"):
+            self._rollouter.run(self._stop)
 
     def evaluate(self) -> Any:
         """Return an :class:`~hwrl.rollout.rollouter.Evaluation` with the weights that are there when it begins."""
@@ -221,10 +223,12 @@ class TrainActor:
         from hwrl.run.build import TrainerParts, prepare_process
 
         prepare_process(threads=config.train.threads)
-        self._parts = TrainerParts(
-            config, rank=rank, store_address=store_address, incarnation=incarnation, transport=transport
-        )
+        with get_backend().allocating("the trainer"):
+            self._parts = TrainerParts(
+                config, rank=rank, store_address=store_address, incarnation=incarnation, transport=transport
+            )
 
     def call(self, method: str, *args: Any) -> Any:
         """Call ``method`` of this rank's parts."""
-        return getattr(self._parts, method)(*args)
+        with get_backend().allocating(f"the trainer's {method!r}"):
+            return getattr(self._parts, method)(*args)

@@ -26,6 +26,7 @@ from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gather import SharedWeights
 from hwrl.train.losses import PolicyLoss
+from hwrl.train.rng import rng_state, set_rng_state
 from hwrl.train.trainer import Algorithm, AsyncTrainer
 from hwrl.weights import Received, WeightReceiver, WeightSender
 from hwrl.weights.sender import Transport
@@ -184,8 +185,7 @@ class TrainerParts:
             self._engine.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
         if self._rank < len(resumed.rank_extras):  # a rank that is new keeps the state that it started with
-            state = resumed.rank_extras[self._rank]["rng"]
-            get_backend().set_rng_state(torch.tensor(state, dtype=torch.uint8))
+            set_rng_state(resumed.rank_extras[self._rank]["rng"], get_backend())
         return {**resumed.extra, "step": resumed.step, "skipped": [str(skipped) for skipped in resumed.skipped]}
 
     def _check_data(self, saved_hash: str) -> None:
@@ -215,7 +215,7 @@ class TrainerParts:
                 self._trainer.steps_done,
                 self._engine.state_dict(),
                 extra={"trainer": self._trainer.state_dict(), "ledger": ledger, "data": self._data_hash},
-                rank_extra={"rng": get_backend().rng_state().tolist()},
+                rank_extra={"rng": rng_state(get_backend())},
                 weight_version=self._trainer.version,
             )
         return {"checkpoint/blocked_s": report.blocked_s, "checkpoint/waited_s": report.waited_s}

@@ -119,7 +119,8 @@ class Fleet:
                 "num_cpus": 0,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, place.device),
             }
-        variables = process_env(role, exports_memory=role == "trainer" and self._transport == "ipc")
+        exports = role == "trainer" and self._transport == "ipc"
+        variables = process_env(role, exports_memory=exports, shares_device=self._seating.shared)
         return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
 
     def _launch_trainers(self) -> list[Any]:
@@ -309,6 +310,8 @@ def _why_ended(reference: Any) -> str:
     except RayActorError as exc:
         return _first_line(exc)
     except RayTaskError as exc:
+        if isinstance(exc.cause, HwrlError):
+            return f"{exc.cause.what}: {exc.cause.why}"
         return [line for line in str(exc).splitlines() if line.strip()][-1].strip()
     return "it returned"
 

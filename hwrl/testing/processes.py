@@ -14,11 +14,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hwrl.errors import HwrlError
 
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _GRACE_S = 5.0  # after one rank failed, the others get this long to report: they often wait for the failed one
 
 
@@ -32,7 +34,7 @@ class Outcome:
 
 
 def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Run ``target(rank, *args)`` in ``size`` spawned processes and return what they returned, by rank.
+    """Run ``target(rank, *args)`` in ``size`` processes and return what they returned, by rank.
 
     ``target`` is a module-level function; arguments and results must survive pickling. Raises the first rank's
     exception with a note that names the rank and holds its traceback. No process outlives the call.
@@ -50,21 +52,22 @@ def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: 
 
 
 class Processes:
-    """``size`` spawned processes that run ``target(rank, *args)``; leaving the context kills those that still run.
+    """``size`` processes that run ``target(rank, *args)``; leaving the context kills those that still run.
 
-    ``timeout_s`` is a deadline for all of them, counted from entering the context. Children use one torch thread.
+    ``timeout_s`` is a deadline for all of them, counted from entering the context. Children use one torch thread, and
+    have this process's environment; only what torch reads while it is imported is from before the first of them.
     """
 
     def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> None:
         self._target, self._size, self._timeout_s = _Target.of(target), size, timeout_s
-        self._payload = pickle.dumps(args)
+        self._payload = pickle.dumps((dict(os.environ), args))
         self._deadline = 0.0
         self._children: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._ended: dict[int, Outcome] = {}
 
     def __enter__(self) -> Processes:
-        context = multiprocessing.get_context("spawn")
+        context = _forking_context()
         self._deadline = time.monotonic() + self._timeout_s
         for rank in range(self._size):
             mine, theirs = context.Pipe(duplex=False)
@@ -125,6 +128,24 @@ class Processes:
         return Outcome(rank, value, error)
 
 
+def _forking_context() -> Any:
+    """Return a context whose children are forked from a process that imported torch, and did nothing else.
+
+    That spares each child seconds. No device library is loaded there, because those do not survive a fork.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "hwrl.comm"])
+    before = os.environ.get(_AUTOLOAD)
+    os.environ[_AUTOLOAD] = "0"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[_AUTOLOAD]
+        if before is not None:
+            os.environ[_AUTOLOAD] = before
+    return context
+
+
 def _no_result(rank: int, why: str) -> HwrlError:
     return HwrlError(f"rank {rank} gave no result", why=why, fix="look at what it printed")
 
@@ -177,8 +198,10 @@ def _child(target: _Target, rank: int, payload: bytes, pipe: Connection) -> None
     torch.set_num_threads(1)
     value, error, text = None, None, ""
     try:
-        function = target.load()
-        value = function(rank, *pickle.loads(payload))
+        environment, args = pickle.loads(payload)
+        os.environ.clear()
+        os.environ.update(environment)
+        value = target.load()(rank, *args)
     except BaseException as exc:  # noqa: BLE001 - whatever ended this rank is re-raised in the parent
         error, text = exc, traceback.format_exc()
     pipe.send_bytes(_pack(value, error, text))

@@ -19,7 +19,7 @@ from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Rounds
+from hwrl.weights.rounds import Rounds, wire_timeout_s
 
 
 class Lanes:
@@ -30,15 +30,19 @@ class Lanes:
     """
 
     def __init__(self, store: Store, offer: Offer, *, rank: int, backend: Backend, timeout_s: float) -> None:
-        """Connect with the other ranks of ``offer``; blocks until all came, raises CommError if not."""
+        """Connect with the other ranks of ``offer``; blocks until all came, raises CommError if not.
+
+        ``timeout_s`` is the transfer's, votes included.
+        """
         self.name, self.to = offer.group, offer.to
         self._groups: list[Group] = []
         self._turn = 0
-        comm, size = Comm(backend), 1 + len(offer.to)
+        comm, size, wire_s = Comm(backend), 1 + len(offer.to), wire_timeout_s(timeout_s)
         try:
             for lane in range(offer.lanes):
-                name = f"{offer.group}/{lane}"
-                self._groups.append(comm.standalone_group(store, rank=rank, size=size, name=name, timeout_s=timeout_s))
+                self._groups.append(
+                    comm.standalone_group(store, rank=rank, size=size, name=f"{offer.group}/{lane}", timeout_s=wire_s)
+                )
         except CommError:
             self.close()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -18,10 +19,22 @@ from hwrl.weights.roster import Roster
 
 _log = logging.getLogger("hwrl.weights")
 _ATTEMPTS_WITHOUT_CULPRIT = 3
-_AFTER_FAILURE_S = 5.0  # a live receiver reports a lost transfer within milliseconds; the rest is for a busy machine
 _WATCH_S = 0.5
 
 Named = Iterable[tuple[str, torch.Tensor]]
+
+
+def vote_timeout_s(timeout_s: float) -> float:
+    """Return what of ``timeout_s`` is kept for votes after the wire failed.
+
+    A live receiver that learns of a lost transfer reports it within milliseconds; the rest is for a busy machine.
+    """
+    return min(5.0, timeout_s / 3)
+
+
+def wire_timeout_s(timeout_s: float) -> float:
+    """Return after how long without an end the wire is given up, at both ends, so that votes come in ``timeout_s``."""
+    return timeout_s - vote_timeout_s(timeout_s)
 
 
 class Rounds:
@@ -93,9 +106,10 @@ class Rounds:
         if absent:
             return False
         self._forget_past(offer)
+        deadline = time.monotonic() + self._timeout_s
         failure = self._try_to_move(offer, feed, clock)
         with clock("vote"):
-            return self._count_votes(offer, failure, excluded)
+            return self._count_votes(offer, failure, excluded, deadline)
 
     def _absent(self, offer: Offer) -> list[int]:
         """Wait for all receivers; return those which did not come, have left, or were replaced meanwhile."""
@@ -129,9 +143,10 @@ class Rounds:
             raise
         return None
 
-    def _count_votes(self, offer: Offer, failure: CommError | None, excluded: dict[str, str]) -> bool:
-        # Where the host is ahead of the device, a receiver learns of a lost one only after its own timeout.
-        patience_s = (self._timeout_s if failure is None else 0.0) + _AFTER_FAILURE_S
+    def _count_votes(self, offer: Offer, failure: CommError | None, excluded: dict[str, str], deadline: float) -> bool:
+        patience_s = vote_timeout_s(self._timeout_s)
+        if failure is None:  # the host may be ahead of the device, which is still moving
+            patience_s = max(patience_s, deadline - time.monotonic())
         silent = self._board.absent(offer, offer.to, note="vote", timeout_s=patience_s)
         votes = {member: self._board.vote(offer, member) for member in offer.to if member not in silent}
         why = "it did not vote in time" if failure is None else f"it was lost in the transfer ({failure.why})"

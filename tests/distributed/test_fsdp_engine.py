@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hwrl
-from hwrl.comm import Comm, connect_store, serve_store, store_address
+from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import DataError, EngineError
 from hwrl.models import build_model, load_model
 from hwrl.rollout.groups import PromptGroup, Response
@@ -64,6 +64,13 @@ def batch_of(groups: list[PromptGroup]) -> Batch:
     return collate(groups, advantages=group_advantages(groups, estimator="grpo"))
 
 
+def join(rank: int, address: str, ranks: int) -> Group | None:
+    """Take the rank's device, and return the ranks' group if there are several."""
+    backend = hwrl.get_backend()
+    backend.set_device(rank % backend.device_count())
+    return Comm().init_default(store=connect_store(address), rank=rank, size=ranks) if ranks > 1 else None
+
+
 def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
     settings = EngineSettings(
         model_directory=model_directory,
@@ -78,15 +85,13 @@ def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
 
 def train(rank: int, model_directory: Path, address: str, ranks: int, steps: int) -> dict[str, Any]:
     """Take ``steps`` steps on this rank's share of each batch; return figures, weights, log-probabilities."""
-    group = None
-    if ranks > 1:
-        group = Comm().init_default(store=connect_store(address), rank=rank, size=ranks)
+    group = join(rank, address, ranks)
     engine = engine_on(model_directory, group)
     figures = []
     for step in range(steps):
         share = groups_of(5, seed=step)[rank::ranks]  # uneven: one rank has more parts than the other
         figures.append(engine.train_batch(batch_of(share), loss=PolicyLoss("ppo_clip")))
-    weights = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    weights = {name: tensor.cpu().clone() for name, tensor in engine.named_weights()}
     logprobs = engine.logprobs(batch_of(groups_of(3, seed=99)))
     if group is not None:
         group.close()
@@ -208,9 +213,7 @@ def test_logprobs_in_chunks_equal_the_plain_formula(
 
 def small_steps(rank: int, model_directory: Path, address: str, ranks: int) -> dict[str, Any]:
     """Take steps in bfloat16 with a learning rate that bfloat16 parameters would round away."""
-    group = None
-    if ranks > 1:
-        group = Comm().init_default(store=connect_store(address), rank=rank, size=ranks)
+    group = join(rank, address, ranks)
     engine = engine_on(model_directory, group, learning_rate=1e-6, warmup_steps=0, dtype=torch.bfloat16)
     before = [fsdp._whole(parameter.detach()).clone() for parameter in engine.model.parameters()]
     for step in range(3):
@@ -245,7 +248,8 @@ def test_the_exported_model_has_the_dtype_that_was_computed_in(model_directory: 
 
 def diverge(rank: int, model_directory: Path, address: str) -> str:
     """Train on rows of which only the first rank's hold a NaN."""
-    group = Comm().init_default(store=connect_store(address), rank=rank, size=2)
+    group = join(rank, address, 2)
+    assert group is not None
     engine = engine_on(model_directory, group)
     batch = batch_of(groups_of(4, seed=0)[rank::2])
     if rank == 0:
@@ -308,9 +312,7 @@ def test_a_built_model_shares_the_weights_that_are_tied(tmp_path: Path) -> None:
 
 def uneven_parts(rank: int, model_directory: Path, address: str, ranks: int) -> float:
     """Take a step with every row in a part of its own: the first rank has 12 parts, the second 8."""
-    group = None
-    if ranks > 1:
-        group = Comm().init_default(store=connect_store(address), rank=rank, size=ranks)
+    group = join(rank, address, ranks)
     engine = engine_on(model_directory, group, micro_batch_tokens=1)
     share = groups_of(5, seed=0)[rank::ranks]
     grad_norm = engine.train_batch(batch_of(share), loss=PolicyLoss())["grad_norm"]

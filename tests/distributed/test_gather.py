@@ -28,6 +28,7 @@ def settings_for(model_directory: Path) -> EngineSettings:
 
 def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Tensor]:
     backend = hwrl.get_backend()
+    backend.set_device(rank % backend.device_count())
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
         engine = FsdpEngine(settings_for(model_directory), backend=backend, group=group)
         with SharedWeights(engine, group) as weights:
@@ -41,7 +42,7 @@ def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Ten
             assert first.keys() == second.keys()
             described = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.metadata()}
             assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in first.items()}
-            return second
+            return {name: tensor.cpu() for name, tensor in second.items()}
 
 
 def test_the_first_rank_reads_whole_weights_as_often_as_it_likes(model_directory: Path) -> None:
@@ -50,6 +51,6 @@ def test_the_first_rank_reads_whole_weights_as_often_as_it_likes(model_directory
     assert nothing == {}
     backend = hwrl.get_backend()
     alone = FsdpEngine(settings_for(model_directory), backend=backend, group=None)
-    wanted = dict(alone.named_weights())
+    wanted = {name: tensor.cpu() for name, tensor in alone.named_weights()}
     assert whole.keys() == wanted.keys()
     assert all(torch.equal(whole[name], tensor) for name, tensor in wanted.items())

@@ -5,22 +5,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import hwrl
 from hwrl.comm import Comm, connect_store, serve_store, store_address
 from hwrl.memory import Offloader
 from hwrl.testing.processes import run_processes
-from hwrl_cpu import INFO, CpuBackend
 
-BACKEND = CpuBackend(INFO)
+BACKEND = hwrl.get_backend()
 WIDTH = 513  # odd: the ranks' shards differ in size and are padded
 
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]).to(BACKEND.device())
 
 
 def _sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, mesh = _model(), init_device_mesh("cpu", (2,))
+    model, mesh = _model(), init_device_mesh(BACKEND.info.device_type, (2,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model[1], mesh=mesh)
     fully_shard(model, mesh=mesh)  # the last layer is the root's own
@@ -29,7 +29,7 @@ def _sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> float:
     data = torch.arange(2 * WIDTH, dtype=torch.float32).reshape(2, WIDTH).sin() + rank
-    loss = model(data).square().mean()
+    loss = model(data.to(BACKEND.device())).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -44,6 +44,7 @@ def _held_nbytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _train(rank: int, address: str) -> dict[str, object]:
+    BACKEND.set_device(rank % BACKEND.device_count())
     with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=2):
         plain, moved = _sharded(), _sharded()
         losses: list[tuple[float, float]] = []
@@ -51,7 +52,7 @@ def _train(rank: int, address: str) -> dict[str, object]:
             for _ in range(4):
                 offloader.load()
                 with torch.no_grad():
-                    moved[0](torch.ones(1, WIDTH))  # leaves the root's parameters gathered
+                    moved[0](torch.ones(1, WIDTH, device=BACKEND.device()))  # leaves the root's parameters gathered
                 before = BACKEND.memory_info().allocated_nbytes
                 offloader.offload()
                 freed = before - BACKEND.memory_info().allocated_nbytes

@@ -40,7 +40,7 @@ class Run:
         self._log = (demo / "log").open("a+")
         self.process = subprocess.Popen(
             [HWRL, "train", str(demo / "config.yaml"), *SMALL, *words],
-            env={**os.environ, "HWRL_BACKEND": "cpu", name: value, **env},
+            env={**os.environ, name: value, **env},
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 import hwrl_cpu
 from hwrl.backend import Backend, BackendInfo, Capability
-from hwrl.errors import UnsupportedError
+from hwrl.errors import DeviceMemoryError, UnsupportedError
 
 GENERIC = Backend(BackendInfo(name="xpu", device_type="cpu", description="torch's generic paths"))
 HOST = hwrl_cpu.hwrl_create_backend()
@@ -31,6 +33,16 @@ def test_what_is_not_proven_is_usable_and_says_so() -> None:
 
 def test_the_collective_library_comes_from_torch() -> None:
     assert GENERIC.comm_library() == torch.distributed.get_default_backend_for_device("cpu")
+
+
+def test_what_does_not_fit_is_told_with_the_devices_numbers() -> None:
+    with pytest.raises(DeviceMemoryError) as caught, HOST.allocating("the optimizer's state"):
+        raise torch.OutOfMemoryError("Tried to allocate 80.00 GiB.\nSee the documentation")
+    assert caught.value.what == "the optimizer's state does not fit in the memory of cpu"
+    assert re.search(r"of its [\d.]+ GiB are free; tensors of this process hold [\d.]+ GiB", caught.value.why)
+    assert caught.value.why.endswith("torch said: Tried to allocate 80.00 GiB.")
+    with pytest.raises(ValueError), HOST.allocating("nothing"):
+        raise ValueError
 
 
 def test_the_host_has_one_device() -> None:

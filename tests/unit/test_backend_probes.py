@@ -182,6 +182,60 @@ def test_doctor_is_told_that_the_npu_order_shows_no_device(machine: Machine) -> 
     )
 
 
+NPU_TROUBLES = {
+    "both allocator settings": (
+        {"PYTORCH_ALLOC_CONF": "", "PYTORCH_NPU_ALLOC_CONF": "page_size:1g"},
+        "both set: torch_npu refuses that, even if one is empty",
+        "unset PYTORCH_ALLOC_CONF",
+    ),
+    "settings that exclude each other": (
+        {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"},
+        "expandable_segments goes with no max_split_size_mb",
+        "take one of them out",
+    ),
+    "a device that is not there": (
+        {"ASCEND_RT_VISIBLE_DEVICES": "0,9"},
+        "ASCEND_RT_VISIBLE_DEVICES=0,9 names 9, which the runtime drops without a word",
+        "this machine shows 2 devices: use numbers below 2",
+    ),
+    "a list that is no list": ({"ASCEND_RT_VISIBLE_DEVICES": "3;2"}, "cannot be read", "ASCEND_RT_VISIBLE_DEVICES=0,1"),
+    "a rank table": ({"RANK_TABLE_FILE": "/ranks.json"}, "weights cannot travel", "unset it"),
+}
+
+
+@pytest.mark.parametrize("trouble", NPU_TROUBLES)
+def test_doctor_is_told_what_stops_a_run_on_npus(machine: Machine, trouble: str) -> None:
+    env, said, fix = NPU_TROUBLES[trouble]
+    machine.with_devices("davinci0", "davinci1")
+    errors = [found for found in hwrl_npu.hwrl_doctor(machine.context(**env)) if found.level == "error"]
+    assert [(said in error.message, fix in error.fix) for error in errors] == [(True, True)]
+
+
+def test_doctor_is_told_that_torch_and_torch_npu_do_not_fit(machine: Machine) -> None:
+    machine.with_devices("davinci0").with_module("torch", HOST_TORCH)
+    machine.with_module("torch_npu", "__version__ = '2.10.0.post4'\n")
+    (error,) = [found for found in hwrl_npu.hwrl_doctor(machine.context()) if found.level == "error"]
+    assert error == Finding("error", "torch_npu 2.10 is not made for torch 2.13", fix="install torch_npu 2.13.*")
+
+
+@pytest.mark.parametrize(("size", "cost"), [(None, "400 MB"), ("64", "128 MB"), ("lots", "twice lots")])
+def test_doctor_is_told_what_a_communicator_costs(machine: Machine, size: str | None, cost: str) -> None:
+    env = {} if size is None else {"HCCL_BUFFSIZE": size}
+    findings = list(hwrl_npu.hwrl_doctor(machine.with_devices("davinci0").context(**env)))
+    assert any(found.level == "info" and f"takes {cost} of device memory" in found.message for found in findings)
+
+
+def test_a_sound_npu_machine_has_no_errors(machine: Machine) -> None:
+    machine.with_devices("davinci0", "davinci1").with_module("torch", HOST_TORCH).with_module("torch_npu", HOST_TORCH)
+    env = {"ASCEND_HOME_PATH": "/usr/local/Ascend", "ASCEND_RT_VISIBLE_DEVICES": "0,1", "PYTORCH_ALLOC_CONF": ""}
+    assert {found.level for found in hwrl_npu.hwrl_doctor(machine.context(**env))} == {"info"}
+
+
+def test_half_an_hour_is_told_to_torch_npu_so_that_it_is_not_read_as_the_default() -> None:
+    backend = hwrl_npu.NpuBackend(hwrl_npu.INFO)
+    assert [backend.library_timeout(given).total_seconds() for given in (60.0, 1800.0)] == [60.0, 1801.0]
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_a_trainer_on_gpus_gets_expandable_segments_unless_the_user_configures_the_allocator(name: str) -> None:
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -189,6 +243,25 @@ def test_a_trainer_on_gpus_gets_expandable_segments_unless_the_user_configures_t
     assert hwrl_cuda.hwrl_process_env(role="trainer", env={name: ""}, exports_memory=False) == {}
     assert hwrl_cuda.hwrl_process_env(role="rollout", env={}, exports_memory=False) == {}
     assert hwrl_cuda.hwrl_process_env(role="trainer", env={}, exports_memory=True) == {}
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"])
+def test_a_worker_on_npus_never_gets_a_second_allocator_setting(name: str) -> None:
+    alone = {"exports_memory": False, "shares_device": False}
+    wanted = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}
+    assert hwrl_npu.hwrl_process_env(role="trainer", env={}, **alone) == wanted
+    assert hwrl_npu.hwrl_process_env(role="trainer", env={name: ""}, **alone) == {}
+    assert hwrl_npu.hwrl_process_env(role="rollout", env={}, **alone) == {}
+    assert hwrl_npu.hwrl_process_env(role="trainer", env={}, exports_memory=True, shares_device=False) == {}
+
+
+def test_workers_that_share_an_npu_do_not_ask_for_the_same_ports() -> None:
+    shared = {"exports_memory": True, "shares_device": True}
+    both = {"HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RANGE": "auto"}
+    for role in ("trainer", "rollout"):
+        assert hwrl_npu.hwrl_process_env(role=role, env={}, **shared) == both
+    fewer = hwrl_npu.hwrl_process_env(role="rollout", env={"HCCL_IF_BASE_PORT": "50000"}, **shared)
+    assert fewer == {"HCCL_NPU_SOCKET_PORT_RANGE": "auto"}, "the range would override the user's base port"
 
 
 def test_doctor_is_told_about_two_allocator_settings(machine: Machine) -> None:
@@ -204,3 +277,16 @@ def test_expandable_segments_cannot_be_opened_by_another_process(monkeypatch: py
     assert not backend.supports(Capability.DEVICE_IPC).usable
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     assert backend.supports(Capability.DEVICE_IPC).usable
+
+
+# -- where device files are -----------------------------------------------------------------------------------------
+
+
+def test_probes_look_under_another_folder_if_they_are_told_to(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.with_devices("davinci0", "davinci1")
+    monkeypatch.setenv("HWRL_PROBE_ROOT", str(machine.root))
+    assert ProbeContext().device_files("dev/davinci[0-9]*") == ("/dev/davinci0", "/dev/davinci1")
+    monkeypatch.delenv("HWRL_PROBE_ROOT")
+    assert ProbeContext().root == Path("/")

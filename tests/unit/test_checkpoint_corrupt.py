@@ -1,7 +1,9 @@
 """A checkpoint that was damaged or forged is recognised, named, and passed over; nothing in it is executed."""
 
+import ctypes
 import hashlib
 import json
+import os
 import pickle
 import re
 import shutil
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, Manifest
-from hwrl.checkpoint.manifest import inspect_checkpoint
-from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
+from hwrl.checkpoint import CheckpointManager, Manifest, find_checkpoints
+from hwrl.checkpoint.manifest import in_use, inspect_checkpoint, verify_files
+from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
@@ -110,6 +113,40 @@ def _bad_field(step: Path) -> None:
     _forge(step, lambda body: body.update(surprise=1))
 
 
+def _text_for_number(step: Path) -> None:
+    _forge(step, lambda body: body.update(weight_version="7"))
+
+
+def _no_time(step: Path) -> None:
+    _forge(step, lambda body: body.update(saved_unix_s=1e300))
+
+
+def _brackets(step: Path) -> None:
+    (step / "MANIFEST.json").write_text("[" * 1_000_000)
+
+
+def _no_text(step: Path) -> None:
+    (step / "MANIFEST.json").write_bytes(b"\xff\xfe{}")
+
+
+def _endless_manifest(step: Path) -> None:
+    os.truncate(step / "MANIFEST.json", 1 << 40)
+
+
+def _pipe_for_file(step: Path) -> None:
+    (step / "extra.json").unlink()
+    os.mkfifo(step / "extra.json")
+
+
+def _file_for_directory(step: Path) -> None:
+    shutil.rmtree(step)
+    step.write_text("")
+
+
+def _null_in_name(step: Path) -> None:
+    _forge(step, lambda body: body["files"].update({"a\0b": {"nbytes": 1, "sha256": ""}}))
+
+
 DAMAGES = [
     (_truncate, "has 100 bytes and the manifest says"),
     (_flip_tensor, "content of __0_0.distcp does not match"),
@@ -126,6 +163,14 @@ DAMAGES = [
     (_other_step, "its manifest is of step 7"),
     (_other_schema, "its schema is not 1"),
     (_bad_field, "MANIFEST.json cannot be read"),
+    (_text_for_number, "MANIFEST.json cannot be read"),
+    (_no_time, "MANIFEST.json cannot be read"),
+    (_brackets, "MANIFEST.json cannot be read"),
+    (_no_text, "MANIFEST.json cannot be read"),
+    (_endless_manifest, "MANIFEST.json has more than"),
+    (_pipe_for_file, "extra.json is a symbolic link or no regular file"),
+    (_file_for_directory, "Not a directory"),
+    (_null_in_name, "null"),
 ]
 
 
@@ -214,6 +259,9 @@ def test_no_pickle_in_the_data_is_executed(tmp_path: Path, name: str) -> None:
         ({"dtype": "load"}, "no dtype"),
         ({"kind": "ODD"}, "cannot be read"),
         ({"offsets": "x"}, "cannot be read"),
+        ({"sizes": [63]}, "'weight' do not make up the whole"),
+        ({"sizes": [65]}, "'weight' do not make up the whole"),
+        ({"offsets": [-1]}, "'weight' do not make up the whole"),
     ],
 )
 def test_a_layout_that_lies_is_recognised(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
@@ -228,6 +276,69 @@ def test_a_layout_that_lies_is_recognised(tmp_path: Path, change: dict[str, Any]
         pytest.raises(CheckpointCorruptError, match=reason),
     ):
         manager.resume({"weight": torch.zeros(64), "count": 0})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 1_000_000, '{"all": 3, "ranks": [{}]}', '{"all": {}, "ranks": []}', '{"all": {}, "ranks": [7]}', "\xff"],
+)
+def test_extra_state_that_lies_is_recognised(tmp_path: Path, text: str) -> None:
+    _saved(tmp_path)
+    _plant(tmp_path / "global_step_2", "extra.json", text.encode("latin-1"))
+    with (
+        CheckpointManager(tmp_path, backend=BACKEND) as manager,
+        pytest.raises(CheckpointCorruptError, match=r"extra\.json"),
+    ):
+        manager.resume({"weight": torch.zeros(64), "count": 0})
+
+
+@pytest.mark.parametrize("doubled", [True, False])
+def test_a_layout_with_parts_missing_or_twice_loads_nothing(tmp_path: Path, doubled: bool) -> None:
+    """Two halves of a tensor; a forger leaves one out, or gives it instead of the other."""
+    _saved(tmp_path)
+    step = tmp_path / "global_step_2"
+    entries = json.loads((step / "layout.json").read_text())
+    weight = next(entry for entry in entries if entry["name"] == "weight")
+    weight["sizes"] = [32]
+    entries += [{**weight, "offsets": [16]}] * doubled
+    _plant(step, "layout.json", json.dumps(entries).encode())
+    state: dict[str, Any] = {"weight": torch.zeros(64), "count": 0}
+    with (
+        CheckpointManager(tmp_path, backend=BACKEND) as manager,
+        pytest.raises(CheckpointCorruptError, match="do not make up the whole"),
+    ):
+        manager.resume(state)
+    assert not state["weight"].any()
+
+
+def _obey_permissions() -> None:
+    """Give up what lets root write anywhere: all capabilities, as capset(2) takes them."""
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, none) == 0
+
+
+def _open_read_only(rank: int, home: Path) -> str:
+    (home / ".hwrl.lock").unlink()
+    for path in (home, *home.rglob("*")):
+        path.chmod(0o555)
+    _obey_permissions()
+    complete, skipped = find_checkpoints(home)
+    assert [info.step for info in complete] == [1, 2] and not skipped
+    for info in complete:
+        with in_use(info):
+            verify_files(info, info.manifest.files)
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointManager(home, backend=BACKEND)
+    return str(caught.value)
+
+
+def test_a_read_only_directory_can_be_read_and_is_refused_for_saving(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    _saved(home)
+    text = run_processes(_open_read_only, 1, home)[0]
+    assert f"cannot keep checkpoints in {home}" in text and "Permission denied" in text
+    for path in (home, *home.rglob("*")):
+        path.chmod(0o755)  # so that pytest can remove it
 
 
 def test_a_manifest_survives_its_own_format(tmp_path: Path) -> None:

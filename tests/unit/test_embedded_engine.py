@@ -106,6 +106,17 @@ def test_sampling_follows_the_distribution() -> None:
     assert np.abs(seen - wanted).sum() < 0.08  # 4000 draws: the expected total deviation is about 0.04
 
 
+def test_what_is_sampled_does_not_depend_on_what_runs_beside() -> None:
+    model = tiny_model()
+    requests = requests_of(40, temperature=1.0)
+    together = generate(engine_of(model, max_running=40, max_length=24), requests)
+    in_turns = generate(engine_of(model, max_running=3, max_length=24), requests[::-1])
+    for request in requests:
+        one, other = together[request.request_id], in_turns[request.request_id]
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert len({tuple(response.token_ids) for response in together.values()}) > 30
+
+
 def test_new_weights_between_two_tokens_are_stamped_and_used() -> None:
     old, new = tiny_model(0), tiny_model(1)
     engine = EmbeddedEngine(tiny_model(0), eos_ids=[], max_running=2, max_length=24)

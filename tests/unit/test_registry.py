@@ -332,14 +332,15 @@ def test_the_process_has_one_backend() -> None:
 
 WANTS = """
 @hwrl.hookimpl
-def hwrl_process_env(role, env):
-    return {{"KEPT": "the backend's", "WANTED": role}}
+def hwrl_process_env(role, env, shares_device):
+    return {{"KEPT": "the backend's", "WANTED": role, "SHARED": str(shares_device)}}
 """
 
 
 def test_a_worker_gets_what_its_backend_wants_and_nobody_has_set(plugins: PluginFiles) -> None:
     plugins.add("sim", source=SOURCE + WANTS)
-    assert plugins.registry(KEPT="the user's").process_env("trainer") == {"WANTED": "trainer"}
+    assert plugins.registry(KEPT="the user's").process_env("trainer") == {"WANTED": "trainer", "SHARED": "False"}
+    assert plugins.registry().process_env("rollout", shares_device=True)["SHARED"] == "True"
 
 
 def test_a_worker_of_a_backend_that_wants_nothing_gets_nothing(plugins: PluginFiles) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3Config
@@ -46,6 +46,7 @@ def whole(weight: Weight) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @given(data=st.data())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # draws lie between the work
 def test_rectangles_of_all_runs_cover_each_tensor_once_with_its_own_elements(ranks: int, data: st.DataObject) -> None:
     mapped = of_ranks(ranks)
     for number, weight in enumerate(mapped[0]):

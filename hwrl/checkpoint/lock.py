@@ -1,0 +1,116 @@
+"""The right to write in a directory, which one process has at a time and no dead process keeps."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hwrl.errors import CheckpointError
+
+LOCK_NAME = ".hwrl.lock"
+
+
+class DirectoryLock:
+    """Held from its making until :meth:`close`, or until this process ends in whatever way.
+
+    It is a lock of the kernel on a file; what stands in the file is only told to whom it is refused. The file is never
+    removed: two processes could then hold locks on two files of that name. A forked child does not hold the lock, so
+    that a worker that outlives its parent keeps nobody out. Raises CheckpointError, with the owner named, if another
+    process has it, and OSError if the file cannot be written. ``owner`` is what stands in the file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        # A link would have us overwrite what it points to.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor: int | None = os.open(directory / LOCK_NAME, flags, 0o644)
+        try:
+            self.owner = _take(self._descriptor, directory)
+        except BaseException:
+            self.close()
+            raise
+        _held.add(self)
+
+    def close(self) -> None:
+        """Give the right up. May be called again."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def find_owner(directory: Path) -> str | None:
+    """Return who writes to ``directory`` now, as a sentence; None if nobody does, or if that cannot be known."""
+    try:
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with os.fdopen(descriptor) as file:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _describe_owner(file.read())
+    return None
+
+
+def await_owner(directory: Path, owner: str, *, timeout_s: float) -> None:
+    """Block until the lock in ``directory`` says ``owner``, as it does at once on a disk that both see.
+
+    A network file system may show it late. Raises CheckpointError if it does not within ``timeout_s``.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while _read(directory / LOCK_NAME) != owner:
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(
+                f"{directory} on {socket.gethostname()} is not the directory that the first rank has",
+                why=f"{_describe_owner(owner)}, and that did not show here in {timeout_s:g} s",
+                fix="give all ranks one directory on a disk that they share",
+            )
+        time.sleep(0.05)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return None
+
+
+def _take(descriptor: int, directory: Path) -> str:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        raise CheckpointError(
+            f"{directory} already has a writer",
+            why=_describe_owner(os.read(descriptor, 4096).decode(errors="replace")),
+            fix="end that run, or choose another directory",
+        ) from exc
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now})
+    with open(descriptor, "w", closefd=False) as file:  # unlike os.write, it writes all or raises
+        file.truncate()
+        file.write(owner)
+    return owner
+
+
+def _describe_owner(text: str) -> str:
+    try:
+        owner = json.loads(text)
+        return f"process {owner['pid']} on {owner['host']} has it since {owner['since']}"
+    except (ValueError, KeyError, TypeError):  # it is about to write its name, or the disk was full
+        return "its owner has not written its name"
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,213 @@
+"""``hwrl checkpoints``: list, verify, export and prune the checkpoints of a run, beside the run if need be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+
+    from hwrl.checkpoint import CheckpointInfo, Skipped
+
+HELP = "list, verify, export or prune the checkpoints of a run"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions."""
+    actions = parser.add_subparsers(required=True, metavar="{ls,verify,export,prune}")
+    _add(actions, "ls", _list, "show the checkpoints in DIR, and who writes there")
+    verify = _add(actions, "verify", _verify, "read every file and compare its hash; status 1 if one differs")
+    verify.add_argument("--step", type=int, help="this one only")
+    export = _add(actions, "export", _export, "write a checkpoint's model for transformers' from_pretrained")
+    export.add_argument("out", type=Path, metavar="OUT", help="the directory to write, which must not exist")
+    export.add_argument("--model", type=Path, required=True, help="the model directory that training began from")
+    export.add_argument("--step", type=int, help="default: the newest")
+    export.add_argument("--dtype", default="float32", help="default: float32, as parameters are trained")
+    prune = _add(actions, "prune", _prune, "remove all complete checkpoints but the newest; not while a trainer runs")
+    prune.add_argument("--keep", type=int, required=True, help="how many stay, at least 1")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the action on ``args.dir``; 1 if a verified checkpoint is not whole."""
+    if not args.dir.is_dir():
+        raise CheckpointNotFoundError(
+            f"there is no directory {args.dir}",
+            why="it would hold global_step_N/",
+            fix="give the run's directory checkpoints/",
+        )
+    action: Callable[[argparse.Namespace], tuple[dict[str, Any], list[str], bool]] = args.action
+    report, lines, ok = action(args)
+    print(json.dumps({"directory": str(args.dir), **report}, indent=2) if args.json else "\n".join(lines))
+    return 0 if ok else 1
+
+
+def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    parser.add_argument("dir", type=Path, metavar="DIR", help="the directory that holds global_step_N/")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.set_defaults(action=action)
+    return parser
+
+
+def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
+    from hwrl.checkpoint.home import TRACKER_NAME, leftovers
+    from hwrl.checkpoint.lock import find_owner
+
+    complete, skipped = _find(args)
+    path, unfinished = args.dir / TRACKER_NAME, leftovers(args.dir)
+    owner, tracker = find_owner(args.dir), path.read_text() if path.is_file() else None
+    report = {
+        "owner": owner,
+        "tracker": tracker,
+        "checkpoints": [_describe(info) for info in complete],
+        "incomplete": [{"path": str(one.path), "reason": one.reason} for one in skipped],
+        "unfinished": [str(path) for path in unfinished],
+    }
+    lines = [f"{args.dir}: {owner or 'nobody writes here now'}; the tracker says {tracker}"]
+    lines += [
+        f"  step {info.step:<8} {info.nbytes / 1e6:12,.1f} MB  {info.manifest.world_size} rank(s)  "
+        f"weight version {info.weight_version:<6} {_saved_at(info)}"
+        for info in complete
+    ]
+    lines += [f"  {one.path.name} is not complete: {one.reason}" for one in skipped]
+    lines += [f"  {path.name}: a save that runs, or did not end" for path in unfinished]
+    return report, lines, True
+
+
+def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
+    from hwrl.checkpoint.manifest import in_use, verify_files
+
+    complete, skipped = _find(args)
+    broken = {one.path.name: one.reason for one in skipped}
+    for info in complete:
+        try:
+            with in_use(info):
+                verify_files(info, info.manifest.files)
+        except CheckpointCorruptError as exc:
+            if info.path.exists():  # else the trainer removed it before we came to it
+                broken[info.path.name] = exc.why
+    whole = [info.step for info in complete if info.path.exists() and info.path.name not in broken]
+    lines = [f"step {step} is whole" for step in whole] + [f"{name}: {why}" for name, why in broken.items()]
+    return {"whole": whole, "broken": broken}, lines or ["there are no checkpoints"], not broken
+
+
+def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
+    from hwrl.checkpoint.layout import read_tensors
+    from hwrl.checkpoint.manifest import in_use, verify_files
+
+    if args.out.exists():
+        raise ConfigError(f"{args.out} exists", why="nothing is overwritten", fix="choose another directory")
+    complete, skipped = _find(args)
+    if not complete:
+        raise CheckpointNotFoundError(
+            f"{args.dir} holds no complete checkpoint",
+            why="; ".join(f"{one.path.name}: {one.reason}" for one in skipped) or "it holds none at all",
+            fix="give the run's directory checkpoints/, or wait for its first save",
+        )
+    info = complete[-1]
+    with in_use(info):
+        verify_files(info, info.manifest.files)
+        weights = read_tensors(info, prefix="model.")
+    _write_model(args, weights)
+    report = {"step": info.step, "out": str(args.out)}
+    return report, [f"wrote the model of step {info.step} to {args.out}"], True
+
+
+def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor]) -> None:
+    from hwrl.models import build_model, load_tokenizer
+
+    model = build_model(args.model, dtype=_dtype(args.dtype))
+    own = model.state_dict()
+    wrong = sorted(
+        name for name in own.keys() | weights.keys() if name not in own or own[name].shape != _shape(weights, name)
+    )
+    if wrong:
+        raise DataError(
+            f"the checkpoint's model is not the one in {args.model}",
+            why=f"{len(wrong)} names or shapes differ, among them {wrong[0]!r}",
+            fix="give --model the directory that training began from",
+        )
+    model.load_state_dict(weights)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as directory:
+        draft = Path(directory) / args.out.name
+        model.save_pretrained(draft)
+        load_tokenizer(args.model).save_pretrained(draft)
+        draft.rename(args.out)
+
+
+def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
+    from hwrl.checkpoint import DurableFS
+    from hwrl.checkpoint.home import CheckpointHome
+
+    if args.keep < 1:
+        raise ConfigError(f"--keep {args.keep} is not possible", why="the newest stays", fix="give 1 or more")
+    home = CheckpointHome(args.dir, DurableFS())
+    try:
+        before = {info.step: info.nbytes for info in home.complete()}
+        home.retain(args.keep)
+        kept = {info.step for info in home.complete()}
+    finally:
+        home.close()
+    removed = [step for step in before if step not in kept]
+    nbytes = sum(before[step] for step in removed)
+    report = {"removed": removed, "kept": sorted(kept), "freed_nbytes": nbytes}
+    return report, [f"removed steps {removed}, {nbytes / 1e6:,.1f} MB; kept {sorted(kept)}"], True
+
+
+def _find(args: argparse.Namespace) -> tuple[list[CheckpointInfo], list[Skipped]]:
+    """Return what :func:`~hwrl.checkpoint.find_checkpoints` finds; only ``--step`` if one is named."""
+    from hwrl.checkpoint import find_checkpoints
+    from hwrl.checkpoint.manifest import step_name
+
+    complete, skipped = find_checkpoints(args.dir)
+    step = getattr(args, "step", None)
+    if step is None:
+        return complete, skipped
+    chosen = [info for info in complete if info.step == step]
+    named = [one for one in skipped if one.path.name == step_name(step)]
+    if not chosen and not named:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint of step {step} in {args.dir}",
+            why=f"it holds steps {[info.step for info in complete]}",
+            fix="choose one of these",
+        )
+    return chosen, named
+
+
+def _describe(info: CheckpointInfo) -> dict[str, Any]:
+    manifest = info.manifest
+    return {
+        "step": info.step,
+        "path": str(info.path),
+        "nbytes": info.nbytes,
+        "world_size": manifest.world_size,
+        "weight_version": manifest.weight_version,
+        "saved": _saved_at(info),
+        "versions": dict(manifest.versions),
+    }
+
+
+def _saved_at(info: CheckpointInfo) -> str:
+    return datetime.fromtimestamp(info.manifest.saved_unix_s, UTC).isoformat(timespec="seconds")
+
+
+def _shape(weights: dict[str, torch.Tensor], name: str) -> torch.Size | None:
+    return weights[name].shape if name in weights else None
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"--dtype {name} is no dtype of torch", why="it is not known", fix="give float32 or bfloat16")
+    return dtype

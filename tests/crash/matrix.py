@@ -1,0 +1,331 @@
+"""The crash matrix: a saving job meets a fault at every change of the disk; after each, its promises are looked at.
+
+A *life* is one run of a job: its ranks open the directory, resume, save and end. A *point* is a fault in one life, and
+perhaps another in the life that recovers from it; a life without faults comes last. Every life is a group of processes
+forked from this one, which has imported everything and started no thread, so that a life costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from tests.crash.disk import KINDS, Fault, Kind, WatchedDisk, read_trace
+
+LIFE_LIMIT_S = 120.0
+TIMEOUT_S, NOTICE_S = 3.0, 5.0
+"""When survivors may miss a rank, and how long after that they may take to say so."""
+
+
+class Session(ABC):
+    """One rank's part in one life."""
+
+    @abstractmethod
+    def save(self, step: int) -> None:
+        """Save a payload that says ``step`` all over; return when the caller may count on it."""
+
+    @abstractmethod
+    def resume(self) -> int | None:
+        """Load what a new job would load; return the step that all of it says, or None for a fresh start.
+
+        Raises if what is found cannot be loaded, or says different steps.
+        """
+
+
+class Subject(ABC):
+    """A way to keep checkpoints, as the matrix drives it: ``ranks`` processes make the same calls of their sessions.
+
+    ``keep`` steps are kept; ``errors`` are what a call may raise when the disk fails or a rank is gone.
+    """
+
+    ranks = 1
+    keep = 1
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    @abstractmethod
+    def open(self, home: Path, *, rank: int, life: str, timeout_s: float) -> AbstractContextManager[Session]:
+        """Begin a life on ``home``. Its ranks, and no others, share the name ``life``; they miss each other after
+        ``timeout_s``.
+        """
+
+    @abstractmethod
+    def steps(self, home: Path) -> list[int]:
+        """Return the steps that someone finds complete who only reads; raise if ``home`` misleads him."""
+
+    @abstractmethod
+    def leftovers(self, home: Path) -> list[str]:
+        """Return what lies in ``home`` after a life without faults, and should not."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """``first`` befalls rank ``victim`` of subject number ``subject``; ``second``, if any, rank 0 in the next life."""
+
+    subject: int
+    victim: int
+    first: Fault
+    second: Fault | None = None
+
+
+class Matrix:
+    """Runs points, in ``work``: an empty directory, best in memory, since what a kill loses depends on no disk."""
+
+    def __init__(self, subjects: Sequence[Subject], work: Path) -> None:
+        self._subjects, self._work = subjects, work.resolve()
+        self._lives = 0
+        self._templates = [self._template(number) for number in range(len(subjects))]
+
+    # -- which points -------------------------------------------------------------------------------------------
+
+    def every_point(self, *, kinds: Sequence[Kind] = KINDS) -> Iterator[Point]:
+        """Yield each kind of fault at each change that each rank makes in a life that saves one step."""
+        for number, subject in enumerate(self._subjects):
+            for victim in range(subject.ranks):
+                for at, operation in enumerate(self.operations(number, victim=victim)):
+                    for kind in kinds:
+                        if kind == "short" and operation != "write":
+                            continue
+                        yield Point(number, victim, Fault(kind, at))
+                        if Fault(kind, at).kills and subject.ranks > 1:
+                            yield Point(number, victim, Fault(kind, at, whole_job=True))
+
+    def random_points(self, points: Sequence[Point], *, seed: int) -> Iterator[Point]:
+        """Yield points for ever: one of ``points``, and a second fault in the life that recovers from it."""
+        chance = random.Random(seed)
+        while True:
+            second = Fault(chance.choice(KINDS), chance.randrange(60), whole_job=True)
+            yield replace(chance.choice(points), second=second)
+
+    def operations(self, number: int, *, victim: int = 0) -> list[str]:
+        """Return the kinds of changes that ``victim`` makes in a life without faults, in order."""
+        home, trace = self._fresh(number), self._work / "trace"
+        trace.unlink(missing_ok=True)
+        disk = WatchedDisk(home)
+        life = _Life(self._subjects[number], home, self._name(), steps=[10], victim=victim, disk=disk, trace=trace)
+        complaints = life.run()
+        assert not complaints, complaints
+        assert disk.escapes == 0, "the directory is changed in a way that the matrix cannot meet"
+        return [operation.name for operation in read_trace(trace)]
+
+    # -- one point ----------------------------------------------------------------------------------------------
+
+    def run(self, point: Point) -> list[str]:
+        """Return what is broken at ``point``: nothing, if all promises are kept."""
+        subject, home = self._subjects[point.subject], self._fresh(point.subject)
+        acknowledged = attempted = set(range(1, subject.keep + 1))  # what the template holds
+        faults = [point.first, *([point.second] if point.second else []), None]
+        for number, fault in enumerate(faults, start=1):
+            disk, victim = WatchedDisk(home), point.victim if number == 1 else 0
+            life = _Life(
+                subject,
+                home,
+                self._name(),
+                steps=[10 * number],
+                resumes=number > 1,
+                victim=victim,
+                disk=disk,
+                fault=fault,
+            )
+            complaints = life.run()
+            attempted = attempted | {10 * number, 10 * number + 1}
+            complaints += _check_resumed(life, acknowledged, attempted)
+            acknowledged = acknowledged | life.saved
+            complaints += _check_disk(subject, home, acknowledged)
+            if fault is point.first and not disk.fired:
+                complaints.append("the fault was not met")
+            if complaints:
+                return [f"life {number}: {complaint}" for complaint in complaints]
+        return [f"left over: {name}" for name in subject.leftovers(home)]
+
+    def _template(self, number: int) -> Path:
+        subject, home = self._subjects[number], self._work / f"template{number}"
+        home.mkdir()
+        complaints = _Life(subject, home, self._name(), steps=list(range(1, subject.keep + 1))).run()
+        assert not complaints, complaints
+        return home
+
+    def _fresh(self, number: int) -> Path:
+        home = self._work / "home"
+        shutil.rmtree(home, ignore_errors=True)
+        shutil.copytree(self._templates[number], home, symlinks=True)
+        return home
+
+    def _name(self) -> str:
+        self._lives += 1
+        return f"{self._work.name}-{os.getpid()}-{self._lives}"
+
+
+class _Life:
+    """The processes of one life, and what they report."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        home: Path,
+        name: str,
+        *,
+        steps: list[int],
+        resumes: bool = False,
+        victim: int = 0,
+        disk: WatchedDisk | None = None,
+        fault: Fault | None = None,
+        trace: Path | None = None,
+    ) -> None:
+        self._subject, self._home, self._name = subject, home, name
+        self._steps, self._resumes = steps, resumes
+        self._victim, self._disk, self._fault, self._trace = victim, disk, fault, trace
+        self.resumed: list[int | None] = []
+        self.saved: set[int] = set()
+
+    def run(self) -> list[str]:
+        """Live; return complaints."""
+        children: dict[int, int] = {}
+        pipes: dict[Connection, int] = {}
+        for rank in range(self._subject.ranks):
+            mine, theirs = Pipe(duplex=False)
+            if (child := os.fork()) == 0:
+                _be_rank(self, rank, leader=children.get(0, 0), reports=theirs)
+            os.setpgid(child, children.get(0, child))
+            theirs.close()
+            children[rank], pipes[mine] = child, rank
+        reports, in_time = _collect(pipes)
+        if not in_time:
+            os.killpg(children[0], signal.SIGKILL)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children.values()]
+        orphans = _end_group(children[0])
+        return self._judge(reports, statuses) + ["it hung"] * (not in_time) + ["it left a process"] * orphans
+
+    def _judge(self, reports: list[tuple[int, dict[str, Any]]], statuses: list[int]) -> list[str]:
+        complaints = [f"rank {rank}: {report['complaint']}" for rank, report in reports if "complaint" in report]
+        self.resumed = [report["resumed"] for _, report in reports if "resumed" in report]
+        self.saved = {int(report["saved"]) for _, report in reports if "saved" in report}
+        for rank, status in enumerate(statuses):
+            expected = (0, -signal.SIGKILL) if self._may_die(rank) else (0,)
+            if status not in expected:
+                complaints.append(f"rank {rank} ended with status {status}")
+        return complaints
+
+    def _may_die(self, rank: int) -> bool:
+        fault = self._fault
+        return fault is not None and fault.kills and (rank == self._victim or fault.whole_job)
+
+    def _loses_a_rank(self) -> bool:
+        return self._fault is not None and self._fault.kills and not self._fault.whole_job
+
+    # -- in the children ----------------------------------------------------------------------------------------
+
+    def play(self, rank: int, reports: Connection) -> None:
+        """Be ``rank``: open, resume, save, end; where the fault made that fail, once more on a disk that is well."""
+        if self._disk is not None and rank == self._victim:
+            self._disk.enter(trace=self._trace)
+            self._disk.arm(self._fault)
+        self._began_s = time.monotonic()
+        try:
+            with self._open(rank, "first") as session:
+                if self._resumes:
+                    reports.send({"resumed": session.resume()})
+                self._save(session, self._steps, reports)
+        except self._subject.errors as exc:
+            self._note(exc, reports)
+            if self._mended():
+                with self._open(rank, "second") as session:
+                    self._save(session, [self._steps[-1] + 1], reports)
+
+    def _open(self, rank: int, attempt: str) -> AbstractContextManager[Session]:
+        timeout_s = TIMEOUT_S if self._loses_a_rank() else LIFE_LIMIT_S
+        return self._subject.open(self._home, rank=rank, life=f"{self._name}/{attempt}", timeout_s=timeout_s)
+
+    def _save(self, session: Session, steps: list[int], reports: Connection) -> None:
+        for step in steps:
+            self._began_s = time.monotonic()
+            try:
+                session.save(step)
+                reports.send({"saved": step})
+            except self._subject.errors as exc:
+                self._note(exc, reports)
+                if self._mended():
+                    session.save(step + 1)
+                    reports.send({"saved": step + 1})
+        if self._fault is None and session.resume() != steps[-1]:
+            reports.send({"complaint": "the step that was just saved is not found"})
+
+    def _note(self, exc: Exception, reports: Connection) -> None:
+        late_s = time.monotonic() - self._began_s - TIMEOUT_S
+        if self._fault is None:
+            reports.send({"complaint": f"it failed without a fault: {exc}"})
+        elif late_s > NOTICE_S and self._loses_a_rank():
+            reports.send({"complaint": f"told {late_s:.1f} s after the deadline: {exc}"})
+
+    def _mended(self) -> bool:
+        """End the fault; return whether all ranks are still there to go on."""
+        if self._disk is None or self._fault is None or self._fault.kills:
+            return False
+        self._disk.disarm()
+        return True
+
+
+def _be_rank(life: _Life, rank: int, *, leader: int, reports: Connection) -> None:
+    status = 1
+    try:
+        os.setpgid(0, leader)
+        life.play(rank, reports)
+        status = 0
+    except BaseException:  # noqa: BLE001 - nothing may escape into the parent's code, whose copy this process is
+        reports.send({"complaint": traceback.format_exc()})
+    finally:
+        os._exit(status)
+
+
+def _collect(pipes: dict[Connection, int]) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
+    """Return what each rank reports, and whether all of them ended in time."""
+    reports: list[tuple[int, dict[str, Any]]] = []
+    deadline_s = time.monotonic() + LIFE_LIMIT_S
+    while pipes:
+        ready = wait(list(pipes), max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            return reports, False
+        for pipe in ready:
+            assert isinstance(pipe, Connection), "nothing else was waited for"
+            try:
+                reports.append((pipes[pipe], pipe.recv()))
+            except (EOFError, OSError):  # it ended, perhaps in the middle of a report
+                del pipes[pipe]
+                pipe.close()
+    return reports, True
+
+
+def _end_group(leader: int) -> bool:
+    """Kill what is left of a process group all of whose known members have ended; return whether there was any."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _check_resumed(life: _Life, acknowledged: set[int], attempted: set[int]) -> list[str]:
+    newest = max(acknowledged)
+    wrong = [step for step in life.resumed if step is None or step < newest or step not in attempted]
+    if wrong or len(set(life.resumed)) > 1:
+        return [f"the ranks resumed from {life.resumed}, and {newest} was acknowledged"]
+    return []
+
+
+def _check_disk(subject: Subject, home: Path, acknowledged: set[int]) -> list[str]:
+    try:
+        complete = set(subject.steps(home))
+    except Exception as exc:  # noqa: BLE001 - whatever a reader runs into is the finding
+        return [f"a reader is misled: {type(exc).__name__}: {exc}"]
+    lost = set(sorted(complete | acknowledged)[-subject.keep :]) - complete
+    return [f"lost: {sorted(lost)}; there is {sorted(complete)}"] if lost else []

@@ -1,0 +1,13 @@
+"""The conformance kit, all of it, on the backend that HWRL_BACKEND names."""
+
+from __future__ import annotations
+
+import pytest
+
+import hwrl
+from hwrl.testing.suite import *  # noqa: F403 - every class of the kit
+
+
+@pytest.fixture
+def backend() -> hwrl.Backend:
+    return hwrl.get_backend()
