@@ -27,11 +27,6 @@ from hwrl.rollout.groups import Response
 from hwrl_vllm.options import engine_arguments
 from hwrl_vllm.worker import Lent
 
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the rollouter decides when a step is taken, and what lies between two
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas and trainer share the host's cores
-}
-
 _TAGS = frozenset({"weights", "kv_cache"})
 """What sleeps and wakes."""
 
@@ -212,7 +207,8 @@ class VllmEngine(RolloutEngine):
 
 
 def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
-    os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the rollouter decides when a step is taken
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # replicas and trainer share the host's cores
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -4,13 +4,17 @@ import ast
 import builtins
 import collections.abc
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
-from hwrl import backend
+from hwrl import backend, comm
+from hwrl.rollout import engine as rollout_engine
+from hwrl.train import engine as train_engine
 
 DOCS = Path(__file__).parents[2] / "docs"
+HOMES = (backend, comm, rollout_engine, train_engine, typing, collections.abc, builtins)
 
 
 @pytest.mark.parametrize("page", ["../README.md", "checkpoints.md", "memory.md", "training.md"])
@@ -42,7 +46,5 @@ def test_every_name_in_the_page_on_hooks_exists() -> None:
     assert blocks
     for block in blocks:
         names = {node.id for node in ast.walk(ast.parse(f"def {block.strip()}: ...")) if isinstance(node, ast.Name)}
-        missing = [
-            name for name in names if not any(hasattr(home, name) for home in (backend, collections.abc, builtins))
-        ]
+        missing = [name for name in names if not any(hasattr(home, name) for home in HOMES)]
         assert not missing, f"{block.strip()} needs {missing}"

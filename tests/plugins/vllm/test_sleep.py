@@ -16,7 +16,9 @@ from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
-    pytest.mark.skipif(get_backend().info.device_type == "cpu", reason="vLLM has no sleep mode on the CPU"),
+    pytest.mark.skipif(
+        get_backend().info.device_type == "cpu", reason="vLLM has no sleep mode on the CPU: set HWRL_BACKEND"
+    ),
     pytest.mark.filterwarnings("default"),
     pytest.mark.timeout(600),
 ]
