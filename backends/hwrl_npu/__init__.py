@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import hwrl
-from hwrl.backend import Backend, BackendInfo, Capability, Finding, ProbeContext, ProbeResult, Support
+from hwrl.backend import Backend, BackendInfo, Capability, Finding, MemoryInfo, ProbeContext, ProbeResult, Support
 from hwrl.errors import BackendUnavailableError
 from hwrl_npu import settings
 
@@ -104,6 +104,10 @@ class NpuBackend(Backend):
         # torch_npu 2.13 makes a device's default stream when it is first used, and ends the process in a backward pass
         # if there is a device that was only set.
         self.device_module.current_stream()
+
+    def memory_info(self) -> MemoryInfo:
+        self.device_module.current_stream()  # torch_npu's mem_get_info wants a device to be set, and sets none
+        return super().memory_info()
 
     def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
         self.require(Capability.DEVICE_IPC, needed_for="export device memory")
