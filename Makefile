@@ -3,19 +3,24 @@ PYTHON ?= python3
 INSTALLED := .venv/installed
 
 SEED ?= 1
+ENGINE ?= embedded
+HWRL_embedded := .venv/bin/hwrl
+HWRL_vllm := ci/vllm hwrl
+OPTIONS_vllm := 'rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}'
 POINTS ?= 10000
 CRASH_SEED ?= 0
 DEMO := demo/seed-$(SEED)
 
-.PHONY: help install demo check test test-npu crash-test clean
+.PHONY: help install demo check test test-npu test-vllm crash-test clean
 
 help:
-	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1)"
+	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
 	@echo "make check   lint, types and all tests on the tree"
 	@echo "make test    make check, make test-npu, and the tests of packaging on the built wheel"
 	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
+	@echo "make test-vllm  the tests of rollout on vLLM, which it installs into .venv-vllm"
 	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each"
-	@echo "make clean   remove .venv, .venv-npu and everything that was built"
+	@echo "make clean   remove .venv, .venv-npu, .venv-vllm and everything that was built"
 
 install: $(INSTALLED)
 
@@ -30,7 +35,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	rm -rf $(DEMO)
 	.venv/bin/python -m hwrl.run.demo $(DEMO) --seed $(SEED)
-	.venv/bin/hwrl train $(DEMO)/config.yaml
+	$(HWRL_$(ENGINE)) train $(DEMO)/config.yaml rollout.engine=$(ENGINE) $(OPTIONS_$(ENGINE))
 
 check: $(INSTALLED)
 	ci/check
@@ -44,9 +49,12 @@ test: $(INSTALLED)
 	ci/npu
 	ci/check
 
+test-vllm: $(INSTALLED)
+	ci/vllm python -m pytest tests/plugins/vllm
+
 crash-test: $(INSTALLED)
 	.venv/bin/python -m tests.crash.sweep --points $(POINTS) --seed $(CRASH_SEED)
 
 clean:
-	rm -rf .venv .venv-npu build dist demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-npu .venv-vllm build dist demo .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from hwrl.backend import Backend, BackendInfo, Finding, ProbeContext, ProbeResult
     from hwrl.comm import Group
+    from hwrl.rollout.engine import RolloutEngine, RolloutSettings
     from hwrl.train.engine import EngineSettings, TrainEngine
 
 hookspec = pluggy.HookspecMarker("hwrl")
@@ -62,6 +63,12 @@ def hwrl_bootstrap(framework: str) -> None:
     raise NotImplementedError
 
 
+@hookspec(firstresult=True)
+def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
+    """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need here. Optional."""
+    raise NotImplementedError
+
+
 @hookspec
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
     """Yield what ``hwrl doctor`` should tell about this device's environment; same limits as a probe. Optional."""
@@ -76,5 +83,15 @@ def hwrl_train_engine(
 
     ``group`` holds the training ranks; None if there is one. Called once per process. Raise ConfigError for an option
     or a model that the engine does not have, EngineError if the framework is not installed. Optional.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], backend: Backend) -> RolloutEngine:
+    """Return a replica's rollout engine; ``options`` are the user's ``rollout.engine_options``, to be validated here.
+
+    Called once per process, which generates and does nothing else. Raise ConfigError for an option or a model that the
+    engine does not have, EngineError if the framework is not installed. Optional.
     """
     raise NotImplementedError

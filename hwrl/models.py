@@ -26,12 +26,22 @@ def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
-        if (directory / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as exc:
         raise _not_a_model(directory, exc) from exc
+    model.generation_config = load_generation_config(directory)
     model.tie_weights()
     return model
+
+
+def load_generation_config(directory: Path) -> Any:
+    """Return the generation settings in ``directory``, those of the model's configuration if it has none of its own."""
+    _require_directory(directory)
+    try:
+        if (directory / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(directory, local_files_only=True)
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(directory, local_files_only=True))
+    except (OSError, ValueError) as exc:
+        raise _not_a_model(directory, exc) from exc
 
 
 def load_model(directory: Path, *, dtype: torch.dtype) -> Any:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from typing import Any
 
 from hwrl.backend import Backend, ProbeContext, ProbeResult
 from hwrl.errors import (
@@ -162,6 +163,12 @@ class Registry:
                 )
             hook(framework=framework)
             self._bootstrapped.add(framework)
+
+    def engine_args(self, framework: str) -> dict[str, Any]:
+        """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need on this device."""
+        plugin = self._chosen_plugin()
+        hook = None if plugin is None else plugin.manager.hook.hwrl_engine_args
+        return {} if hook is None else hook(framework=framework) or {}
 
     def _chosen_plugin(self) -> Plugin | None:
         """Return the chosen backend's plugin; None if the backend was given as an object that no plugin made."""
@@ -319,3 +326,8 @@ def process_env(role: str, *, exports_memory: bool = False, shares_device: bool 
 def bootstrap(framework: str) -> None:
     """Have the backend prepare this process for ``framework``; see :meth:`Registry.bootstrap`."""
     _PROCESS.bootstrap(framework)
+
+
+def engine_args(framework: str) -> dict[str, Any]:
+    """Return what engines of ``framework`` need on this device; see :meth:`Registry.engine_args`."""
+    return _PROCESS.engine_args(framework)

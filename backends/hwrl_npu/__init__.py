@@ -79,6 +79,12 @@ def hwrl_bootstrap(framework: str) -> None:
 
 
 @hwrl.hookimpl
+def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
+    # A live update cannot write weights that are in the device's private format.
+    return {"additional_config": {"weight_nz_mode": 0}} if framework == "vllm" else None
+
+
+@hwrl.hookimpl
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
     return settings.findings(context, devices=len(context.device_files(_DEVICE_FILES)))
 

@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from hwrl.backend import Backend
 from hwrl.errors import EngineError
-from hwrl.models import logits_at
-from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine
+from hwrl.models import build_model, logits_at
+from hwrl.rollout.engine import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    RolloutSettings,
+    require_fit,
+    require_same_model,
+    require_weights,
+)
 from hwrl.rollout.groups import Response
 from hwrl.rollout.slots import SlotCache
 
@@ -57,9 +66,20 @@ class EmbeddedEngine(RolloutEngine):
         self._limit = torch.zeros(max_running, dtype=torch.long, device=self._device)
         self._temperature = torch.zeros(max_running, device=self._device)
 
+    @classmethod
+    def from_settings(cls, settings: RolloutSettings, *, backend: Backend) -> EmbeddedEngine:
+        """Return an engine with a model of its own on ``backend``'s device."""
+        return cls(
+            build_model(settings.model_directory, dtype=settings.dtype).to(backend.device()),
+            eos_ids=settings.eos_ids,
+            max_running=settings.max_running,
+            max_length=settings.max_length,
+            seed=settings.seed,
+        )
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
-            self._check(request)
+            require_fit(request, max_length=self._max_length)
         self._waiting.extend(requests)
 
     def pending(self) -> int:
@@ -76,8 +96,7 @@ class EmbeddedEngine(RolloutEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        if self.pending() and self.version < 0:
-            raise _no_weights(self.pending())
+        require_weights(self.version, pending=self.pending())
         started = self._start_waiting()
         running = len(self._slots) - started
         if running:
@@ -90,7 +109,7 @@ class EmbeddedEngine(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         own = self._model.state_dict()
         given = dict(weights)
-        self._check_names(own, given)
+        require_same_model(own, given)
         torch._foreach_copy_([own[name] for name in given], list(given.values()))
         self.version = version
 
@@ -230,31 +249,6 @@ class EmbeddedEngine(RolloutEngine):
         for state in (*per_token, self._length, self._limit, self._temperature):
             state[gaps] = state[movers]
 
-    # -- checks -------------------------------------------------------------------------------------------------
-
-    def _check(self, request: GenerationRequest) -> None:
-        wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
-        if not len(request.prompt_ids) or wanted > self._max_length:
-            raise EngineError(
-                f"request {request.request_id} does not fit the engine",
-                why=f"its prompt has {len(request.prompt_ids)} tokens (at least 1 is needed) and its response may have "
-                f"{request.sampling.max_new_tokens}; together at most {self._max_length} fit",
-                fix="shorten the prompt, raise data.max_prompt_tokens or lower rollout.max_new_tokens",
-            )
-
-    @staticmethod
-    def _check_names(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
-        tied = {tensor.data_ptr() for name, tensor in own.items() if name in given}
-        missing = sorted(name for name, tensor in own.items() if name not in given and tensor.data_ptr() not in tied)
-        unknown = sorted(given.keys() - own.keys())
-        reshaped = sorted(name for name in given.keys() & own.keys() if given[name].shape != own[name].shape)
-        if missing or unknown or reshaped:
-            raise EngineError(
-                "the weights do not belong to this model",
-                why=f"missing: {missing[:3]}, unknown: {unknown[:3]}, of another shape: {reshaped[:3]}",
-                fix="send the weights of the same model, under their Hugging Face names",
-            )
-
 
 def _require_full_attention(config: Any, *, max_length: int) -> None:
     """Raise EngineError if a layer of a model with ``config`` cannot see all of ``max_length`` tokens."""
@@ -271,11 +265,3 @@ def _require_full_attention(config: Any, *, max_length: int) -> None:
             fix="take a model with full attention in every layer"
             + ("" if others else ", or lower data.max_prompt_tokens and rollout.max_new_tokens to fit the window"),
         )
-
-
-def _no_weights(pending: int) -> EngineError:
-    return EngineError(
-        f"{pending} requests are pending, but the engine has no weights",
-        why="its model holds arbitrary values until the first weights arrive",
-        fix="call load_weights before the first step",
-    )

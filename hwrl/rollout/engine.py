@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from hwrl.errors import EngineError
 from hwrl.rollout.groups import Ints, Response
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """What every rollout engine is told.
+
+    ``model_directory`` describes the model; its weights are not read, they come from the trainer, in ``dtype``. The
+    tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each of at most ``max_length``
+    tokens, prompt and response together. ``seed`` is that of sampling.
+    """
+
+    model_directory: Path
+    dtype: torch.dtype
+    eos_ids: Sequence[int]
+    max_running: int
+    max_length: int
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,3 +97,43 @@ class RolloutEngine(ABC):
     def close(self) -> None:
         """Release what the engine holds."""
         self.abort()
+
+
+def require_fit(request: GenerationRequest, *, max_length: int) -> None:
+    """Raise EngineError unless ``request`` has a prompt, and at most ``max_length`` tokens with its response."""
+    wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
+    if not len(request.prompt_ids) or wanted > max_length:
+        raise EngineError(
+            f"request {request.request_id} does not fit the engine",
+            why=f"its prompt has {len(request.prompt_ids)} tokens (at least 1 is needed) and its response may have "
+            f"{request.sampling.max_new_tokens}; together at most {max_length} fit",
+            fix="shorten the prompt, raise data.max_prompt_tokens or lower rollout.max_new_tokens",
+        )
+
+
+def require_weights(version: int, *, pending: int) -> None:
+    """Raise EngineError if an engine that serves ``version`` has no weights for its ``pending`` requests."""
+    if pending and version < 0:
+        raise EngineError(
+            f"{pending} requests are pending, but the engine has no weights",
+            why="its model holds arbitrary values until the first weights arrive",
+            fix="call load_weights before the first step",
+        )
+
+
+def require_same_model(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    """Raise EngineError unless ``given`` holds every tensor of the state dict ``own``, tied ones once, and no other."""
+    tied = {_place(tensor) for name, tensor in own.items() if name in given}
+    missing = sorted(name for name, tensor in own.items() if name not in given and _place(tensor) not in tied)
+    unknown = sorted(given.keys() - own.keys())
+    reshaped = sorted(name for name in given.keys() & own.keys() if given[name].shape != own[name].shape)
+    if missing or unknown or reshaped:
+        raise EngineError(
+            "the weights do not belong to this model",
+            why=f"missing: {missing[:3]}, unknown: {unknown[:3]}, of another shape: {reshaped[:3]}",
+            fix="send the weights of the same model, under their Hugging Face names",
+        )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())  # a meta tensor has no address

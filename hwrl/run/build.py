@@ -13,15 +13,15 @@ from torch._C._distributed_c10d import PrefixStore
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.errors import CommError, ConfigError, QuarantinedError, TransferFailedError
-from hwrl.models import build_model, load_tokenizer
+from hwrl.models import load_generation_config, load_tokenizer
 from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.engine import RolloutEngine, Sampling
+from hwrl.rollout.engine import RolloutEngine, RolloutSettings, Sampling
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
-from hwrl.run.config import FSDP, Config
-from hwrl.run.inputs import load_train_engine
+from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gather import SharedWeights
@@ -114,19 +114,25 @@ def _prompts(config: Config, path: Path) -> list[Prompt]:
 
 
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
-    model = build_model(config.model.path, dtype=_dtype(config)).to(get_backend().device())
-    return EmbeddedEngine(
-        model,
-        eos_ids=_end_ids(model, tokenizer),
+    settings = RolloutSettings(
+        model_directory=config.model.path,
+        dtype=_dtype(config),
+        eos_ids=_end_ids(config.model.path, tokenizer),
         max_running=config.rollout.max_running,
         max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         seed=seed,
     )
+    if config.rollout.engine == EMBEDDED:
+        return EmbeddedEngine.from_settings(settings, backend=get_backend())
+    engine: RolloutEngine = load_rollout_engine(config)(
+        settings=settings, options=config.rollout.engine_options, backend=get_backend()
+    )
+    return engine
 
 
-def _end_ids(model: Any, tokenizer: Any) -> list[int]:
+def _end_ids(model_directory: Path, tokenizer: Any) -> list[int]:
     """Return the ids that end a response: those of the model's generation settings and the tokenizer's."""
-    configured = model.generation_config.eos_token_id
+    configured = load_generation_config(model_directory).eos_token_id
     ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
     if not ids:
         raise ConfigError(

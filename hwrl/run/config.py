@@ -15,6 +15,8 @@ from hwrl.train.choices import AdvantageName, LossName
 
 FSDP = "fsdp"
 """The train engine that needs no plugin."""
+EMBEDDED = "embedded"
+"""The rollout engine that needs no plugin."""
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -68,8 +70,10 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["embedded"] = "embedded"
-    """``embedded``: a transformers model in the replica's process."""
+    engine: str = EMBEDDED
+    """``embedded``: a transformers model in the replica's process; or the name of a plugin that brings another."""
+    engine_options: dict[str, Any] = {}
+    """The plugin's own settings; it checks them."""
     replicas: Positive = 1
     """Rollout processes, each with a model of its own."""
     n: Positive = 8
@@ -88,6 +92,12 @@ class RolloutConfig(Section):
     """How many replicas may die in a run; each is replaced."""
     threads: Positive = 1
     """Host threads of a replica."""
+
+    @model_validator(mode="after")
+    def _options_are_a_plugins(self) -> RolloutConfig:
+        if self.engine == EMBEDDED and self.engine_options:
+            raise ValueError(f"engine_options are for a plugin's engine, and engine={EMBEDDED} has none")
+        return self
 
     @model_validator(mode="after")
     def _a_group_fits(self) -> RolloutConfig:

@@ -8,11 +8,11 @@ from hwrl.errors import ConfigError
 from hwrl.plugins import load_hook
 from hwrl.rollout.data import check_prompt_file
 from hwrl.rollout.reward import load_reward
-from hwrl.run.config import FSDP, Config
+from hwrl.run.config import EMBEDDED, FSDP, Config
 
 
 def check_inputs(config: Config) -> None:
-    """Raise an HwrlError if the model, a prompt file, the reward function or the train engine is not there.
+    """Raise an HwrlError if the model, a prompt file, the reward function or an engine is not there.
 
     Loading the reward function or a plugin runs its module. What is inside the files is read later, by the processes
     that need it.
@@ -24,11 +24,18 @@ def check_inputs(config: Config) -> None:
     load_reward(config.reward.function)
     if config.train.engine != FSDP:
         load_train_engine(config)
+    if config.rollout.engine != EMBEDDED:
+        load_rollout_engine(config)
 
 
 def load_train_engine(config: Config) -> Any:
     """Return the hook that makes the train engine; ``train.engine`` names a plugin."""
     return load_hook(config.train.engine, "hwrl_train_engine", asked_by="train.engine", built_in=[FSDP])
+
+
+def load_rollout_engine(config: Config) -> Any:
+    """Return the hook that makes the rollout engine; ``rollout.engine`` names a plugin."""
+    return load_hook(config.rollout.engine, "hwrl_rollout_engine", asked_by="rollout.engine", built_in=[EMBEDDED])
 
 
 def _check_model(config: Config) -> None:

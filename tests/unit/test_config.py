@@ -98,11 +98,6 @@ def test_paths_are_absolute_when_loaded(tmp_path: Path, monkeypatch: pytest.Monk
     assert load_config(write(tmp_path, MINIMAL)).reward.function == "m:f", "a module is no path"
 
 
-def test_a_rollout_engine_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.engine: Input should be 'embedded'"):
-        load_config(write(tmp_path, MINIMAL), ["rollout.engine=other"])
-
-
 def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rollout: n=1 teaches nothing"):
         load_config(write(tmp_path, MINIMAL), ["rollout.n=1"])
@@ -140,6 +135,7 @@ def runnable(tmp_path: Path) -> dict[str, Any]:
         ("data.train={tmp_path}/mine.py", "unknown kind"),
         ("reward.function={tmp_path}/mine.py:g", "no function 'g'"),
         ("train.engine=Fsdp", "did you mean 'fsdp'"),
+        ("rollout.engine=embeded", "did you mean 'embedded'"),
     ],
 )
 def test_inputs_are_checked_before_anything_starts(tmp_path: Path, word: str, message: str) -> None:
@@ -166,11 +162,12 @@ def test_hwrl_train_checks_its_inputs_and_takes_a_reward_from_the_working_direct
     assert not (tmp_path / "run").exists()
 
 
-def test_options_of_an_engine_are_for_plugins(tmp_path: Path) -> None:
-    options = ["train.engine_options.tensor_parallel=2"]
-    config = load_config(write(tmp_path, MINIMAL), [*options, "train.engine=other"])
-    assert config.train.engine_options == {"tensor_parallel": 2}
-    with pytest.raises(ConfigError, match="engine=fsdp has none"):
+@pytest.mark.parametrize(("section", "built_in"), [("train", "fsdp"), ("rollout", "embedded")])
+def test_options_of_an_engine_are_for_plugins(tmp_path: Path, section: str, built_in: str) -> None:
+    options = [f"{section}.engine_options.tensor_parallel=2"]
+    config = load_config(write(tmp_path, MINIMAL), [*options, f"{section}.engine=other"])
+    assert getattr(config, section).engine_options == {"tensor_parallel": 2}
+    with pytest.raises(ConfigError, match=f"engine={built_in} has none"):
         load_config(write(tmp_path, MINIMAL), options)
 
 

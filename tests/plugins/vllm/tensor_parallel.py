@@ -1,0 +1,32 @@
+"""A rollout process with two tensor-parallel workers, which are processes of their own: ``python -m ... MODEL``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from pathlib import Path
+
+import pytest
+
+from hwrl.errors import EngineError
+from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
+
+
+def main(model_directory: Path) -> None:
+    policy = Policy(model_directory)
+    engine = engine_of(model_directory, tensor_parallel_size=2)
+    for version in range(3):
+        engine.load_weights(policy.change().items(), version=version)
+        requests = requests_of(4)
+        policy.check_greedy(requests, generate(engine, requests))
+    worker, _ = multiprocessing.active_children()
+    worker.kill()
+    with pytest.raises(EngineError, match="version 3 was not loaded, and the version before is gone"):
+        engine.load_weights(policy.change().items(), version=3)
+    engine.submit(requests_of(1))
+    with pytest.raises(EngineError, match="the engine has no weights"):
+        engine.step()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

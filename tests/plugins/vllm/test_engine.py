@@ -1,0 +1,229 @@
+"""Real vLLM on the host, beside transformers: tokens, log-probabilities, versions, and updates that fail."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import itertools
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hwrl.comm import serve_store
+from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
+from hwrl.run.demo import write_demo
+from hwrl.weights import WeightReceiver, WeightSender
+from hwrl_vllm.engine import VllmEngine
+from tests.plugins.vllm.serving import BLOCK, END, LONGEST, Policy, engine_of, finish, generate, requests_of
+
+REPO = Path(__file__).parents[3]
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
+    pytest.mark.filterwarnings("default"),  # vLLM warns of its own use of what is deprecated
+    pytest.mark.timeout(600),  # the first call compiles
+]
+
+_versions = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's configuration, without weights: the engine has none but those that it is sent."""
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo(directory, seed=1, prompts=16)
+    return directory / "model"
+
+
+@pytest.fixture(scope="module")
+def policy(model_directory: Path) -> Policy:
+    return Policy(model_directory)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(policy: Policy, model_directory: Path) -> Iterator[VllmEngine]:
+    for checkpoint in model_directory.glob("*.safetensors"):  # a rollout process reads none
+        checkpoint.unlink()
+    engine = engine_of(model_directory)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: VllmEngine, policy: Policy) -> Iterator[VllmEngine]:
+    """The engine with weights that ``policy`` has, too."""
+    shared_engine.load_weights(policy.change().items(), version=next(_versions))
+    yield shared_engine
+    shared_engine.abort()
+
+
+def test_greedy_tokens_equal_transformers_after_each_of_20_updates_through_the_weight_link(
+    engine: VllmEngine, policy: Policy
+) -> None:
+    requests = requests_of(4)
+    store = serve_store()
+    with WeightSender(store, timeout_s=60.0) as sender, WeightReceiver(store, replica="r0") as receiver:
+        for version in range(100, 120):
+            weights = policy.change()
+            sending = threading.Thread(target=sender.publish, args=(version, weights.items()))
+            sending.start()
+            received = receiver.receive()
+            sending.join()
+            engine.load_weights(received.items(), version=received.version)
+            responses = generate(engine, requests)
+            policy.check_greedy(requests, responses)
+            assert all(set(response.versions.tolist()) == {version} for response in responses.values())
+
+
+def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature(engine: VllmEngine, policy: Policy) -> None:
+    sampled, greedy = requests_of(12, temperature=0.7), requests_of(4)
+    responses = generate(engine, [*sampled, *greedy])
+    for request in sampled:
+        response = responses[request.request_id]
+        wanted = policy.logprobs(request.prompt_ids, response, temperature=0.7)
+        np.testing.assert_allclose(response.logprobs, wanted, atol=1e-4)
+    policy.check_greedy(greedy, responses)
+
+
+def test_a_response_ends_with_an_end_token_or_is_truncated(engine: VllmEngine) -> None:
+    responses = generate(engine, requests_of(64, temperature=1.0, new=8))
+    ended = [response for response in responses.values() if response.token_ids[-1] == END]
+    assert ended and len(ended) < len(responses)
+    for response in responses.values():
+        assert END not in response.token_ids[:-1]
+        assert response.truncated == (response.token_ids[-1] != END)
+        assert len(response.token_ids) == 8 or not response.truncated
+
+
+def test_requests_go_on_across_an_update_and_others_read_nothing_of_before(engine: VllmEngine, policy: Policy) -> None:
+    first, old = requests_of(8, prompt=2 * BLOCK + 6, new=20), engine.version
+    engine.submit(first)
+    engine.step()
+    engine.step()
+    others = [replace(request, prompt_ids=first[0].prompt_ids) for request in requests_of(2, new=20)]
+    engine.submit(others[:1])  # it has no token yet when the weights change
+    new = next(_versions)
+    engine.load_weights(policy.change().items(), version=new)
+    engine.submit(others[1:])
+    responses = finish(engine)
+    crossed = [responses[request.request_id].versions.tolist() for request in first if request.request_id in responses]
+    assert crossed and all(versions == [old] * 2 + [new] * (len(versions) - 2) for versions in crossed)
+    assert any(len(versions) > 2 for versions in crossed)
+    policy.check_greedy(others, responses)
+    assert {version for other in others for version in responses[other.request_id].versions.tolist()} == {new}
+
+
+def test_aborted_requests_leave_room(engine: VllmEngine, policy: Policy) -> None:
+    engine.submit(requests_of(16, new=100))
+    assert engine.capacity() == 0
+    engine.step()
+    running = engine.pending()
+    assert running > 0 and (engine.capacity(), engine.abort()) == (16 - running, running)
+    assert (engine.pending(), engine.capacity()) == (0, 16)
+    requests = requests_of(3)
+    policy.check_greedy(requests, generate(engine, requests))
+
+
+def test_what_does_not_fit_is_refused_and_nothing_of_it_is_taken(engine: VllmEngine) -> None:
+    with pytest.raises(EngineError, match=f"together at most {LONGEST} fit"):
+        engine.submit([*requests_of(1), *requests_of(1, new=LONGEST)])
+    assert engine.pending() == 0
+
+
+# -- updates that fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["missing", "unknown", "of another shape"])
+def test_weights_of_another_model_are_refused_and_the_old_version_serves(
+    engine: VllmEngine, policy: Policy, wrong: str
+) -> None:
+    served = engine.version
+    weights = {name: torch.zeros_like(tensor) for name, tensor in policy.model.state_dict().items()}
+    last = weights.pop("lm_head.weight")
+    if wrong != "missing":
+        weights["lm_head.weight"] = last if wrong == "unknown" else last[1:]
+    if wrong == "unknown":
+        weights["model.extra"] = last
+    with pytest.raises(EngineError, match=rf"do not belong to this model(.|\n)*{wrong}: \['"):
+        engine.load_weights(weights.items(), version=next(_versions))
+    requests = requests_of(3)
+    policy.check_greedy(requests, generate(engine, requests))
+    assert engine.version == served
+
+
+def test_a_corrupt_version_is_not_received_and_the_old_one_serves(
+    engine: VllmEngine, policy: Policy, tmp_path: Path
+) -> None:
+    store = serve_store()
+    other = {name: torch.full_like(tensor, 3.0) for name, tensor in policy.model.state_dict().items()}
+    with (
+        WeightSender(store, transport="host", directory=tmp_path, timeout_s=10.0) as sender,
+        WeightReceiver(store, replica="r0") as receiver,
+    ):
+        sender.publish(1, other.items())
+        for place in tmp_path.glob("*/[0-9]*"):
+            with place.open("r+b") as file:
+                file.write(b"\x01")
+        with pytest.raises(TransferFailedError, match="other bytes came than were written"):
+            receiver.receive(timeout_s=5.0)
+    requests = requests_of(3)
+    policy.check_greedy(requests, generate(engine, requests))
+
+
+def test_an_update_that_fails_in_the_middle_is_not_served_and_a_whole_one_heals(
+    engine: VllmEngine, policy: Policy
+) -> None:
+    running = requests_of(2, new=20)
+    engine.submit(running)
+    engine.step()
+    torn = policy.change()
+    torn["model.layers.1.self_attn.k_proj.weight"] = torn["model.layers.1.self_attn.k_proj.weight"].to("meta")
+    with pytest.raises(EngineError, match="version 700 was not loaded, and the version before is gone"):
+        engine.load_weights(torn.items(), version=700)
+    with pytest.raises(EngineError, match="requests are pending, but the engine has no weights"):
+        engine.step()
+    engine.load_weights(policy.change().items(), version=701)
+    assert {701} < {version for response in finish(engine).values() for version in response.versions.tolist()}
+    requests = requests_of(3)
+    policy.check_greedy(requests, generate(engine, requests))
+
+
+def test_weights_that_were_loaded_are_not_read_again(engine: VllmEngine, policy: Policy) -> None:
+    weights = policy.change()
+    engine.load_weights(weights.items(), version=next(_versions))
+    for tensor in weights.values():
+        tensor.fill_(7.0)
+    requests = requests_of(3)
+    policy.check_greedy(requests, generate(engine, requests))
+
+
+def test_the_process_holds_one_model(engine: VllmEngine, policy: Policy) -> None:
+    theirs = {id(parameter) for parameter in policy.model.parameters()}
+    gc.unfreeze()  # vLLM hides what it holds from the collector
+    found = {id(one): one for one in gc.get_objects() if issubclass(type(one), torch.nn.Parameter)}
+    held = [one for key, one in found.items() if key not in theirs and one.device.type != "meta"]
+    assert 0 < sum(one.nbytes for one in held) <= sum(one.nbytes for one in policy.model.parameters())
+
+
+def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: VllmEngine) -> None:
+    for call in (lambda: shared_engine.sleep(level=1), shared_engine.wake):
+        with pytest.raises(UnsupportedError, match=r"not started in vLLM's sleep mode(.|\n)*enable_sleep_mode"):
+            call()
+
+
+def test_what_vllm_refuses_is_told_with_its_reason(model_directory: Path) -> None:
+    with pytest.raises(ConfigError, match="Sleep mode is not supported on current platform"):
+        engine_of(model_directory, enable_sleep_mode=True)
+
+
+def test_two_workers_share_a_model_and_one_that_is_killed_in_an_update_is_told_of(tmp_path: Path) -> None:
+    write_demo(tmp_path, seed=1, prompts=16)
+    command = [sys.executable, "-m", "tests.plugins.vllm.tensor_parallel", str(tmp_path / "model")]
+    ended = subprocess.run(command, cwd=REPO, text=True, capture_output=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
