@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch_npu
 from torch._C._distributed_c10d import Store
 
 from hwrl import environ
@@ -27,11 +26,12 @@ from hwrl.errors import UnsupportedError
 
 _NAME_LENGTH = 100  # HCCL's 127 less torch_npu's own prefix; the end is kept, which makes hwrl's names unique
 _GRACE_S = 30  # the host gives up first, and says which operation it was
-_DEVICE = torch.device("npu")
 
 
 def create(store: Store, *, rank: int, size: int, name: str, timeout: timedelta, device: torch.device) -> Any:
     """Return a connected group; see :meth:`hwrl.Backend.create_process_group`."""
+    import torch_npu
+
     _refuse_static_ranks()
     kind = torch_npu._C._distributed_c10d.ProcessGroupHCCL
     options = kind.Options()
@@ -44,13 +44,13 @@ def create(store: Store, *, rank: int, size: int, name: str, timeout: timedelta,
     hccl.allreduce([torch.zeros(1, dtype=torch.int32, device=device)])
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._register_backend(_DEVICE, dist.ProcessGroup.BackendType.CUSTOM, hccl)
+    group._register_backend(torch.device("npu"), dist.ProcessGroup.BackendType.CUSTOM, hccl)
     return group
 
 
 def abort(group: Any) -> None:
     """Destroy the communicators of ``group``; see :meth:`hwrl.Backend.abort_process_group`."""
-    group._get_backend(_DEVICE).abort_hccl_comm("hwrl aborts the group")
+    group._get_backend(torch.device("npu")).abort_hccl_comm("hwrl aborts the group")
 
 
 def _refuse_static_ranks() -> None:

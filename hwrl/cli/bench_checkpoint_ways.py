@@ -163,7 +163,9 @@ class _Peer(Way):
         from torch._C._distributed_c10d import HashStore
 
         super().__init__(training, directory)
-        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+        devices = dict.fromkeys(["cpu", training.backend.info.device_type])  # torch's own writers talk over the CPU's
+        libraries = ",".join(f"{device}:{dist.get_default_backend_for_device(device)}" for device in devices)
+        dist.init_process_group(libraries, store=HashStore(), rank=0, world_size=1)
         self._loans: list[HostCopy] = []
         self._saved: list[Path] = []
 
