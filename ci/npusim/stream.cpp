@@ -20,6 +20,7 @@ struct Task {
     std::function<void()> run;
     std::string name;
     bool always;
+    bool instant = false;  // runs under the queue's lock: whoever sees its effect sees the task finished
 };
 
 /// What a stream's worker thread works off. It outlives the handle: a destroyed stream finishes what it was given.
@@ -56,10 +57,10 @@ void work(const std::shared_ptr<Queue>& queue) {
         {
             const Task task = std::move(queue->tasks.front());
             queue->tasks.pop_front();
-            lock.unlock();
+            if (!task.instant) lock.unlock();
             execute(*queue, task);
         }
-        lock.lock();
+        if (!lock.owns_lock()) lock.lock();
         ++queue->finished;
         queue->changed.notify_all();
     }
@@ -299,7 +300,8 @@ NPUSIM_EXPORT aclError aclrtDestroyEvent(aclrtEvent event) {
 }
 
 NPUSIM_EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
-    enqueue_always(stream, [record = checked<Event>(event, __func__).record()] { record->finish(); });
+    const auto record = checked<Event>(event, __func__).record();
+    submit(*stream_of(stream, __func__).queue, {[record] { record->finish(); }, "", true, true});
     return ACL_SUCCESS;
 }
 
