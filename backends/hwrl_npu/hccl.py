@@ -41,7 +41,8 @@ def create(store: Store, *, rank: int, size: int, name: str, timeout: timedelta,
     options.hccl_config = {"hccl_exec_timeout": math.ceil(timeout.total_seconds()) + _GRACE_S}
     with environ.variable("TORCH_HCCL_BLOCKING_WAIT", "1"):  # read when a group is made; it leaves the watchdog out
         hccl = kind(store, rank, size, options)
-    hccl.allreduce([torch.zeros(1, dtype=torch.int32, device=device)])
+    # Unless waited for, the tensor's memory is that of another while the device still writes there.
+    hccl.allreduce([torch.zeros(1, dtype=torch.int32, device=device)]).wait()
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     group._register_backend(torch.device("npu"), dist.ProcessGroup.BackendType.CUSTOM, hccl)

@@ -5,10 +5,13 @@ using namespace npusim;
 
 namespace {
 
-/// aclnnIndex gives an empty tensor for a dimension that is taken whole.
+/// An empty vector stands for a dimension that is taken whole. An index that is truly empty looks the same, and leaves nothing to do.
 c10::List<std::optional<Tensor>> indices_of(const Tensors& indices) {
     c10::List<std::optional<Tensor>> list;
-    for (const auto& index : indices) list.push_back(index.defined() && index.numel() + index.dim() != 1 ? std::optional(index) : std::nullopt);
+    for (const auto& index : indices) {
+        const bool whole = !index.defined() || (index.dim() == 1 && index.numel() == 0);
+        list.push_back(whole ? std::nullopt : std::optional(index));
+    }
     return list;
 }
 
@@ -37,7 +40,7 @@ Tensor range(const Scalar& start, const Scalar& step, const Tensor& out) {
 
 OP(aclnnGather, (Tensor self, int64_t dim, Tensor index, Out out), out = at::gather(self, dim, index))
 OP(aclnnIndexSelect, (Tensor self, int64_t dim, Tensor index, Out out), out = at::index_select(self, dim, index).view_as(out))
-OP(aclnnIndex, (Tensor self, Tensors indices, Out out), out = at::index(self, indices_of(indices)))
+OP(aclnnIndex, (Tensor self, Tensors indices, Out out), if (out.numel() > 0) out = at::index(self, indices_of(indices)))
 OP(aclnnIndexPutImpl, (Out self, Tensors indices, Tensor value, bool accumulate, bool), self.index_put_(indices_of(indices), value, accumulate))
 OP(aclnnIndexAdd, (Tensor self, int64_t dim, Tensor index, Tensor source, Scalar alpha, Out out),
    out = at::index_add(self, dim, index, source, alpha))

@@ -1,4 +1,4 @@
-// Streams: a first-in first-out queue and a worker thread each. Events: a counter and the time of the last record.
+// Streams: a first-in first-out queue and a worker thread each. Events: the last of their records.
 #include "runtime.h"
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -19,6 +20,7 @@ struct Task {
     std::function<void()> run;
     std::string name;
     bool always;
+    bool instant = false;  // runs under the queue's lock: whoever sees its effect sees the task finished
 };
 
 /// What a stream's worker thread works off. It outlives the handle: a destroyed stream finishes what it was given.
@@ -55,10 +57,10 @@ void work(const std::shared_ptr<Queue>& queue) {
         {
             const Task task = std::move(queue->tasks.front());
             queue->tasks.pop_front();
-            lock.unlock();
+            if (!task.instant) lock.unlock();
             execute(*queue, task);
         }
-        lock.lock();
+        if (!lock.owns_lock()) lock.lock();
         ++queue->finished;
         queue->changed.notify_all();
     }
@@ -135,29 +137,53 @@ bool fault_is_due(const char* name) {
     return name != nullptr && config().op_fails == name && ++calls == config().op_fails_at;
 }
 
-/// What a record leaves behind. Shared with the tasks: an event may be destroyed while a stream still waits for it.
-struct Progress {
+/// One record of an event. Shared with the tasks that wait for it, as the event may be recorded anew on any stream meanwhile, or destroyed.
+struct Record {
     std::mutex mutex;  // guards what follows
     std::condition_variable changed;
-    uint64_t submitted = 0;  // records asked for
-    uint64_t done = 0;       // the last record that its stream has reached
+    bool done = false;
     Clock::time_point time;
+
+    void finish() {
+        std::lock_guard<std::mutex> guard(mutex);
+        done = true;
+        time = Clock::now();
+        changed.notify_all();
+    }
+    void await() {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [this] { return done; });
+    }
+    /// When it was reached, or nothing.
+    std::optional<Clock::time_point> reached() {
+        std::lock_guard<std::mutex> guard(mutex);
+        return done ? std::optional(time) : std::nullopt;
+    }
 };
 
-struct Event : Tagged {
+class Event : public Tagged {
+public:
     static constexpr const char* kind = "event";
     Event() : Tagged(kind) {}
-    const std::shared_ptr<Progress> progress = std::make_shared<Progress>();
+
+    std::shared_ptr<Record> record() {
+        std::lock_guard<std::mutex> guard(mutex_);
+        return last_ = std::make_shared<Record>();
+    }
+    /// The last record, or null.
+    std::shared_ptr<Record> last() {
+        std::lock_guard<std::mutex> guard(mutex_);
+        return last_;
+    }
+
+private:
+    std::mutex mutex_;  // guards what follows
+    std::shared_ptr<Record> last_;
 };
 
-void await(Progress& progress, uint64_t record) {
-    std::unique_lock<std::mutex> lock(progress.mutex);
-    progress.changed.wait(lock, [&] { return progress.done >= record; });
-}
-
-uint64_t submitted(Progress& progress) {
-    std::lock_guard<std::mutex> guard(progress.mutex);
-    return progress.submitted;
+std::optional<Clock::time_point> time_of(aclrtEvent handle, const char* call) {
+    const auto record = checked<Event>(handle, call).last();
+    return record != nullptr ? record->reached() : std::nullopt;
 }
 
 }  // namespace
@@ -274,40 +300,31 @@ NPUSIM_EXPORT aclError aclrtDestroyEvent(aclrtEvent event) {
 }
 
 NPUSIM_EXPORT aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
-    const auto progress = checked<Event>(event, __func__).progress;
-    std::unique_lock<std::mutex> lock(progress->mutex);
-    const uint64_t record = ++progress->submitted;
-    lock.unlock();
-    enqueue_always(stream, [progress, record] {
-        std::lock_guard<std::mutex> guard(progress->mutex);
-        progress->done = std::max(progress->done, record);
-        progress->time = Clock::now();
-        progress->changed.notify_all();
-    });
+    const auto record = checked<Event>(event, __func__).record();
+    submit(*stream_of(stream, __func__).queue, {[record] { record->finish(); }, "", true, true});
     return ACL_SUCCESS;
 }
 
 NPUSIM_EXPORT aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
-    const auto progress = checked<Event>(event, __func__).progress;
-    enqueue_always(stream, [progress, record = submitted(*progress)] { await(*progress, record); });
+    const auto record = checked<Event>(event, __func__).last();
+    if (record != nullptr) enqueue_always(stream, [record] { record->await(); });
     return ACL_SUCCESS;
 }
 
 NPUSIM_EXPORT aclError aclrtSynchronizeEvent(aclrtEvent event) {
-    Progress& progress = *checked<Event>(event, __func__).progress;
-    await(progress, submitted(progress));
+    const auto record = checked<Event>(event, __func__).last();
+    if (record != nullptr) record->await();
     return current_device() < 0 ? ACL_SUCCESS : device_error(current_device());
 }
 
 NPUSIM_EXPORT aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
-    Progress& progress = *checked<Event>(event, __func__).progress;
+    const auto record = checked<Event>(event, __func__).last();
     if (current_device() >= 0 && device_failed(current_device())) return device_error(current_device());
-    std::lock_guard<std::mutex> guard(progress.mutex);
-    *status = progress.done >= progress.submitted ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+    *status = record == nullptr || record->reached() ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
     return ACL_SUCCESS;
 }
 
-// Each wait has its own record number, so nothing remains of it that would have to be queried or reset.
+// Each wait is for one record, so nothing remains of it that would have to be queried or reset.
 NPUSIM_EXPORT aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatus* status) {
     checked<Event>(event, __func__);
     *status = ACL_EVENT_WAIT_STATUS_COMPLETE;
@@ -320,17 +337,15 @@ NPUSIM_EXPORT aclError aclrtResetEvent(aclrtEvent event, aclrtStream) {
 }
 
 NPUSIM_EXPORT aclError aclrtEventElapsedTime(float* ms, aclrtEvent start, aclrtEvent end) {
-    Progress& from = *checked<Event>(start, __func__).progress;
-    Progress& to = *checked<Event>(end, __func__).progress;
-    std::scoped_lock guard(from.mutex, to.mutex);
-    if (from.done == 0 || to.done == 0) return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "an event was not recorded");
-    *ms = std::chrono::duration<float, std::milli>(to.time - from.time).count();
+    const auto from = time_of(start, __func__), to = time_of(end, __func__);
+    if (!from || !to) return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "an event was not recorded, or is not reached yet");
+    *ms = std::chrono::duration<float, std::milli>(*to - *from).count();
     return ACL_SUCCESS;
 }
 
 NPUSIM_EXPORT aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t* microseconds) {
-    Progress& progress = *checked<Event>(event, __func__).progress;
-    std::lock_guard<std::mutex> guard(progress.mutex);
-    *microseconds = static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(progress.time.time_since_epoch()).count());
+    const auto time = time_of(event, __func__);
+    if (!time) return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "the event was not recorded, or is not reached yet");
+    *microseconds = static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(time->time_since_epoch()).count());
     return ACL_SUCCESS;
 }

@@ -24,7 +24,8 @@ def test_ranks_take_the_steps_of_the_host(model_directory: Path, ranks: int, mon
     (alone,) = run_processes(train, 1, model_directory, "", 1, _STEPS)
     assert sharded[0]["weights"].keys() == alone["weights"].keys()
     for name, tensor in alone["weights"].items():
-        torch.testing.assert_close(sharded[0]["weights"][name], tensor, atol=5e-5, rtol=1e-3)
+        # A twentieth of a step: AdamW's first steps magnify rounding where the gradient is next to zero.
+        torch.testing.assert_close(sharded[0]["weights"][name], tensor, atol=5e-4, rtol=1e-3)
     for one in sharded:
         torch.testing.assert_close(one["logprobs"], alone["logprobs"], atol=5e-4, rtol=1e-3)
         for figures, wanted in zip(one["figures"], alone["figures"], strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -61,7 +62,8 @@ def test_a_wrong_environment_is_named_with_its_remedy_and_stops_torch_npu(troubl
 def test_a_torch_npu_without_cann_is_named_with_its_remedy(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("torch_npu")
     assert spec is not None and spec.origin is not None
-    (tmp_path / "torch_npu").symlink_to(Path(spec.origin).parent)  # the simulated CANN lies beside the true one
+    # Its libraries look for CANN beside the folder that they lie in: a folder of links has the simulated one not there.
+    shutil.copytree(Path(spec.origin).parent, tmp_path / "torch_npu", copy_function=os.symlink)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     report = doctor(PYTHONPATH=path)
     assert not report["ok"]

@@ -49,6 +49,15 @@ def test_every_operator_of_torch_equals_the_cpu_or_is_listed(dtype: str) -> None
     assert listed - failing.keys() == set(), "these pass: remove their lines from not_passing.txt"
 
 
+@pytest.mark.parametrize("index", [2, []], ids=["scalar", "empty"])
+def test_an_index_may_be_a_scalar_or_empty(index: int | list[int]) -> None:
+    def values(device: str) -> torch.Tensor:
+        rows = torch.arange(24.0, device=device).view(6, 4)
+        return torch.ops.aten.index(rows, [None, torch.tensor(index, dtype=torch.long, device=device)]).cpu()
+
+    assert run(lambda: torch.testing.assert_close(values("npu"), values("cpu")))[0] == 0
+
+
 def test_qwen3_trains_and_generates_as_on_the_cpu(tmp_path: Path) -> None:
     for device in ("cpu", "npu"):
         status, stderr = run(lambda device=device: qwen3.train_and_generate(device, tmp_path / device))

@@ -56,6 +56,18 @@ def test_only_a_wait_orders_two_streams(stream: torch.npu.Stream, waits: bool) -
     assert torch.equal(seen, torch.ones(4) if waits else torch.zeros(4))
 
 
+def test_a_wait_is_for_the_record_before_it(stream: torch.npu.Stream) -> None:
+    """Whoever records the event anew elsewhere does not let those go that wait already."""
+    reader, event = NPU.Stream(), NPU.Event()
+    with held(stream.npu_stream):
+        event.record(stream)
+        reader.wait_event(event)
+        event.record(NPU.current_stream())
+        event.synchronize()
+        assert not reader.query()
+    reader.synchronize()
+
+
 def test_events_have_times(stream: torch.npu.Stream) -> None:
     before, after = NPU.Event(enable_timing=True), NPU.Event(enable_timing=True)
     before.record(stream)
