@@ -129,9 +129,11 @@ class FsdpEngine(PolicyEngine):
             group.update(self._hyperparameters())
 
     def _model_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        before_first_step = not self.optimizer.state
         found = get_state_dict(self.model, self.optimizer)
-        for state in self.optimizer.state.values():  # which torch made with an empty step, if there was none
-            state["step"].fill_(self.updates)
+        if before_first_step:  # torch took an empty one, to have a state
+            for state in self.optimizer.state.values():
+                state["step"].fill_(self.updates)
         return found
 
     def export(self, directory: Path) -> None:
