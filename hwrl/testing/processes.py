@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -90,7 +91,8 @@ class Processes:
         """Send SIGKILL to one rank, as ``kill -9`` would; its outcome is an error."""
         pid = self._children[rank].pid
         assert pid is not None, "started in __enter__"
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, signal.SIGKILL)
 
     def wait(self, rank: int) -> Outcome:
         """Block until ``rank`` ended or the deadline came, and return its outcome."""
