@@ -81,9 +81,9 @@ def test_a_peer_that_does_not_come_is_a_timeout_and_frees_the_group() -> None:
 
 def _close_what_was_only_queued(rank: int, address: str) -> list[float]:
     group, store = _pair(rank, address), connect_store(address)
+    group.timeout_s = 20.0
     tensor = torch.full((1 << 20,), float(rank))
     if rank == 0:
-        group.timeout_s = 20.0
         group.broadcast(tensor, src=0)
         threading.Timer(0.5, store.set, ("come", "")).start()
         group.close()  # waits until the other has come
