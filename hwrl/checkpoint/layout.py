@@ -50,14 +50,13 @@ def decode_plan(data: Json) -> SavePlan:
     return SavePlan([_decode_item(item) for item in data["items"]], planner_data=paths)
 
 
-def encode_entry(item: WriteItem, result: WriteResult) -> Json:
+def encode_entry(item: WriteItem, *, file: str, start: int, nbytes: int) -> Json:
     """Return one line of the layout file: an item and where it was written."""
-    place = result.storage_data
-    return {**_encode_item(item), "file": place.relative_path, "start": place.offset, "nbytes": place.length}
+    return {**_encode_item(item), "file": file, "start": start, "nbytes": nbytes}
 
 
 def decode_result(entry: Json) -> WriteResult:
-    """Return what torch's writer said when it wrote ``entry``."""
+    """Return what torch's writer would have said when it wrote ``entry``."""
     place = _StorageInfo(entry["file"], entry["start"], entry["nbytes"])
     return WriteResult(index=_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=place)
 

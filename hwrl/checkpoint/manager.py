@@ -34,14 +34,14 @@ from hwrl.checkpoint.manifest import (
     verify_files,
 )
 from hwrl.checkpoint.save import EXTRA_NAME, SaveJob, Saver
-from hwrl.checkpoint.staging import SaveItems, local_in_memory, no_memory, parts_of
+from hwrl.checkpoint.staging import SaveItems, Staging, require_memory
 from hwrl.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     ConfigError,
 )
-from hwrl.memory import Offloader, PinnedPool
+from hwrl.memory import Offloader
 from hwrl.registry import get_backend
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ class CheckpointManager:
             )
         self.directory = Path(directory).absolute()
         self._async_save = async_save
-        self._backend = backend or get_backend()
-        self._pool = PinnedPool(self._backend)
+        self._staging = Staging(backend or get_backend())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._pending: Future[None] | None = None
         self._agreement = _agreement(group, timeout_s)
@@ -164,9 +163,8 @@ class CheckpointManager:
         self.wait()
         waited_s = time.perf_counter()
         items = SaveItems(state, offloader=offloader)
-        staging = items.staging(self._pool, self._backend) if self._async_save else contextlib.nullcontext()
         try:
-            with staging:
+            with items.staged(self._staging) if self._async_save else contextlib.nullcontext():
                 job = SaveJob(step, weight_version, items.make_plan(), items, _json(extra), _json(rank_extra), export)
         except BaseException:
             items.close()
@@ -177,7 +175,7 @@ class CheckpointManager:
         else:
             self._saver.run(job)
         blocked_s = time.perf_counter() - waited_s
-        return SaveReport(waited_s - started_s, blocked_s, items.staged_nbytes, items.lent_nbytes, self._pool.nbytes)
+        return SaveReport(waited_s - started_s, blocked_s, items.staged_nbytes, items.lent_nbytes, self._staging.nbytes)
 
     def wait(self) -> None:
         """Block until no save is running; raise what it failed with."""
@@ -191,7 +189,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._pool.close()
+            self._staging.close()
             self._close_home()
 
     def _close_home(self) -> None:
@@ -308,9 +306,7 @@ def _agreement(group: Group | None, timeout_s: float) -> Agreement:
 
 
 def _load_into(info: CheckpointInfo, state: dict[str, Any]) -> None:
-    for (name, _), tensor in parts_of(flatten_state_dict(state)[0]):
-        if local_in_memory(tensor) is None:
-            raise no_memory(name)
+    require_memory(flatten_state_dict(state)[0])
     reader = LayoutReader(info)
     load_state(info, reader, reader.read_metadata(), state)
 

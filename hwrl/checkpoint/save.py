@@ -21,8 +21,9 @@ import hwrl
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome
-from hwrl.checkpoint.layout import LAYOUT_NAME, decode_plan, decode_result, encode_entry, encode_plan
+from hwrl.checkpoint.layout import LAYOUT_NAME, decode_plan, decode_result, encode_plan
 from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hwrl.checkpoint.payload import write_items
 from hwrl.checkpoint.staging import SaveItems
 from hwrl.errors import CheckpointSaveError, HwrlError
 
@@ -98,15 +99,12 @@ class Saver:
 
     def _write(self, job: SaveJob, draft: Path, chosen: list[int]) -> dict[str, Any]:
         items = [job.plan.items[position] for position in chosen]
-        writer = self._writer(draft)
-        # The writer names files by the position of a plan in the list.
-        ours = writer.prepare_global_plan([SavePlan([])] * self.agreement.rank + [SavePlan(items)])[-1]
-        results = {result.index: result for result in writer.write_data(ours, job.source).wait()}
+        entries = write_items(self.fs, draft, self.agreement.rank, items, job.source)
         job.source.close()  # before the other ranks are waited for
         if self.agreement.rank == 0 and job.export is not None:
             self._export(job.export, draft / EXPORT_NAME)
         return {
-            "entries": [encode_entry(item, results[item.index]) for item in items],
+            "entries": entries,
             "files": {name: [one.nbytes, one.sha256] for name, one in self.fs.take_records(draft).items()},
             "extra": job.rank_extra,
         }
@@ -114,7 +112,9 @@ class Saver:
     def _commit(self, job: SaveJob, draft: Path, parts: list[dict[str, Any]]) -> None:
         assert self.home is not None and self._metadata is not None, "rank 0 opened it"
         entries = [part["entries"] for part in parts]
-        self._writer(draft).finish(self._metadata, [[decode_result(entry) for entry in rank] for rank in entries])
+        writer = FileSystemWriter(draft, sync_files=False)  # DurableFS syncs, after it flushed
+        writer.fs = self.fs
+        writer.finish(self._metadata, [[decode_result(entry) for entry in rank] for rank in entries])
         self._write_json(draft / LAYOUT_NAME, [entry for rank in entries for entry in rank])
         self._write_json(draft / EXTRA_NAME, {"all": job.extra, "ranks": [part["extra"] for part in parts]})
         files = self.fs.take_records(draft)
@@ -141,12 +141,6 @@ class Saver:
                 why=f"{exc.strerror}: {exc.filename}",
                 fix="mend the cause; the next save sets the tracker right and removes old checkpoints",
             ) from exc
-
-    def _writer(self, draft: Path) -> FileSystemWriter:
-        # DurableFS syncs, after it flushed. Nothing is read ahead: who is asked for an item takes the last as written.
-        writer = FileSystemWriter(draft, sync_files=False, per_thread_copy_ahead=0)
-        writer.fs = self.fs
-        return writer
 
     def _export(self, export: Callable[[Path], object], directory: Path) -> None:
         self.fs.mkdir(directory)
