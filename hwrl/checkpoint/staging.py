@@ -10,18 +10,15 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from hwrl.backend import Backend
 from hwrl.checkpoint.layout import SafeSavePlanner
-from hwrl.checkpoint.pieces import Offset, Pieces
+from hwrl.checkpoint.pieces import Part, Pieces, local_parts
 from hwrl.errors import MemoryStateError
 from hwrl.memory import HostCopy, Offloader, PinnedPool
 from hwrl.memory.lending import part_of
 
 _ALIGNMENT_NBYTES = 64
-
-_Part = tuple[str, Offset | None]  # a tensor's name, and which of its pieces it is, if it is in pieces
 
 
 class Staging:
@@ -30,7 +27,7 @@ class Staging:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._pool = PinnedPool(backend)
-        self._places: dict[_Part, torch.Tensor] = {}
+        self._places: dict[Part, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +35,7 @@ class Staging:
         return self._pool.nbytes
 
     @contextlib.contextmanager
-    def copying(self, tensors: Mapping[_Part, torch.Tensor]) -> Iterator[dict[_Part, torch.Tensor]]:
+    def copying(self, tensors: Mapping[Part, torch.Tensor]) -> Iterator[dict[Part, torch.Tensor]]:
         """Copy ``tensors`` on a side stream while the block runs; yields the copies, which are complete after it."""
         if not self._fits(tensors):
             self._lay_out(tensors)
@@ -57,13 +54,13 @@ class Staging:
         self._places = {}
         self._pool.close()
 
-    def _fits(self, tensors: Mapping[_Part, torch.Tensor]) -> bool:
+    def _fits(self, tensors: Mapping[Part, torch.Tensor]) -> bool:
         return self._places.keys() == tensors.keys() and all(
             place.shape == tensor.shape and place.dtype == tensor.dtype
             for place, tensor in ((self._places[part], tensor) for part, tensor in tensors.items())
         )
 
-    def _lay_out(self, tensors: Mapping[_Part, torch.Tensor]) -> None:
+    def _lay_out(self, tensors: Mapping[Part, torch.Tensor]) -> None:
         self._places = {}  # before the slab: one that is too small is freed only when nothing lies in it
         slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
         places, start = {}, 0
@@ -88,13 +85,11 @@ class SaveItems:
         self._planner.set_up_planner(dict(state))
         self._offloader = offloader
         self._in_pieces = {name for name, value in self._planner.state_dict.items() if isinstance(value, Pieces)}
-        self._here: dict[_Part, torch.Tensor] = {}
-        self._away: dict[_Part, torch.Tensor] = {}
-        with torch.no_grad():
-            for part, tensor in parts_of(self._planner.state_dict):
-                local = _local(tensor)
-                (self._away if _is_away(local) else self._here)[part] = local
-        self._lent: dict[_Part, HostCopy] = {}
+        self._here: dict[Part, torch.Tensor] = {}
+        self._away: dict[Part, torch.Tensor] = {}
+        for part, tensor in local_parts(self._planner.state_dict):
+            (self._away if _is_away(tensor) else self._here)[part] = tensor
+        self._lent: dict[Part, HostCopy] = {}
         self._values: dict[str, torch.Tensor | io.BytesIO] = {}
         self.staged_nbytes = 0
 
@@ -141,26 +136,16 @@ class SaveItems:
         for copy in self._lent.values():
             copy.give_back()
 
-    def _part(self, item: WriteItem) -> _Part:
+    def _part(self, item: WriteItem) -> Part:
         name, offset = item.index.fqn, item.index.offset
         return (name, tuple(offset)) if name in self._in_pieces and offset is not None else (name, None)
 
 
-def parts_of(state: Mapping[str, Any]) -> Iterator[tuple[_Part, torch.Tensor]]:
-    """Yield what this rank has of each tensor of a flat state: the tensor, or each of its :class:`Pieces`."""
-    for name, value in state.items():
-        if isinstance(value, Pieces):
-            yield from (((name, offset), piece) for offset, piece in value.pieces.items())
-        elif isinstance(value, torch.Tensor):
-            yield (name, None), value
-
-
 def require_memory(state: Mapping[str, Any]) -> None:
     """Raise MemoryStateError if a tensor of a flat state is offloaded."""
-    with torch.no_grad():
-        for (name, _), tensor in parts_of(state):
-            if _is_away(_local(tensor)):
-                raise no_memory(name)
+    for (name, _), tensor in local_parts(state):
+        if _is_away(tensor):
+            raise no_memory(name)
 
 
 def no_memory(name: str) -> MemoryStateError:
@@ -172,12 +157,8 @@ def no_memory(name: str) -> MemoryStateError:
     )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _is_away(local: torch.Tensor) -> bool:
-    return local.untyped_storage().nbytes() == 0 and local.numel() > 0
+def _is_away(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
 def _padded(nbytes: int) -> int:
