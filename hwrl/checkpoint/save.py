@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import hwrl
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome, draft_path
-from hwrl.checkpoint.layout import LAYOUT_NAME, decode_plan, decode_result, encode_plan
+from hwrl.checkpoint.layout import LAYOUT_NAME, Json, decode_plan, decode_result, encode_plan
 from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hwrl.checkpoint.nodes import Node
 from hwrl.checkpoint.payload import write_items
@@ -139,15 +139,10 @@ class Saver:
         entries = [entry for part in parts for entry in part["entries"]]
         if self._metadata is not None:
             self._write_metadata(draft, self._metadata, entries)
-        self._write_json(draft / LAYOUT_NAME, entries)
-        self._write_json(draft / EXTRA_NAME, opened["extra"])
         files = self.fs.take_records(draft)
         for part in parts:
             files |= {name: FileRecord(nbytes, sha256) for name, (nbytes, sha256) in part["files"].items()}
-        self.fs.write_file(draft / MANIFEST_NAME, self._manifest(job, opened["save_id"], files).to_bytes())
-        self.fs.take_records(draft)
-        for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
-            self.fs.sync_directory(directory)
+        seal(self.fs, draft, entries, opened["extra"], self._manifest(job, opened["save_id"], files))
 
     def _write_metadata(self, draft: Path, metadata: Metadata, entries: list[dict[str, Any]]) -> None:
         writer = FileSystemWriter(draft, sync_files=False)  # DurableFS syncs, after it flushed
@@ -201,9 +196,6 @@ class Saver:
             if path.is_file():
                 self.fs.adopt_file(path)
 
-    def _write_json(self, path: Path, value: Any) -> None:
-        self.fs.write_file(path, json.dumps(value).encode())
-
     @property
     def _home(self) -> CheckpointHome:
         assert self.node.home is not None, "the first rank of a node decides for it"
@@ -213,6 +205,17 @@ class Saver:
         if self._draft is not None:
             self._home.abandon(self._draft)
         self._draft = None
+
+
+def seal(fs: DurableFS, draft: Path, entries: list[Json], extra: Json, manifest: Manifest) -> None:
+    """Add layout, extra state and manifest to a draft, whose other files the manifest names, and make it durable."""
+    for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
+        fs.write_file(draft / name, json.dumps(content).encode())
+    files = {**manifest.files, **fs.take_records(draft)}
+    fs.write_file(draft / MANIFEST_NAME, replace(manifest, files=files).to_bytes())
+    fs.take_records(draft)
+    for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
+        fs.sync_directory(directory)
 
 
 def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, Pieces, find_checkpoints, nodes
+from hwrl.checkpoint.join import join_parts
+from hwrl.cli import main
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.errors import CheckpointError, CheckpointSaveError
+from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
 TRACKER = "latest_checkpointed_iteration.txt"
-SHORT_S = 1.0  # until a rank that was killed counts as lost
+SHORT_S = 5.0  # until a rank that was killed counts as lost
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
 
 
@@ -170,6 +172,51 @@ def test_nodes_are_told_apart_where_their_paths_are_the_same(tmp_path: Path) -> 
         pytest.skip(f"needs the right to mount: {exc}")
     assert [find_checkpoints(disk(tmp_path, node))[0][-1].manifest.node for node in (0, 1)] == [0, 1]
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+# -- one node's directory by itself --------------------------------------------------------------------------------
+
+
+def _checkpoints(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["checkpoints", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_commands_say_that_a_directory_is_one_nodes_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_ranks(_save_three, 2, tmp_path, False)
+    there = disk(tmp_path, 1)
+    for command in ("ls", "verify"):
+        assert _checkpoints(capsys, command, there).count("only the part of node 1 of 2") == 2
+    assert main(["checkpoints", "export", str(there), str(tmp_path / "out"), "--model", "unread"]) != 0
+    assert "hwrl checkpoints join" in capsys.readouterr().err
+    (there / TRACKER).write_text("2")  # as if killed before it announced step 3, which node 0 may lack
+    assert "kept [2, 3]" in _checkpoints(capsys, "prune", there, "--keep", 1)
+    assert (there / TRACKER).read_text() == "2"
+
+
+def test_parts_are_joined_into_a_checkpoint_that_any_ranks_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_ranks(_save_three, 2, tmp_path, False)
+    here, there, whole = disk(tmp_path, 0), disk(tmp_path, 1), tmp_path / "whole"
+    shutil.rmtree(there / "global_step_3")
+    assert "joined step 2" in _checkpoints(capsys, "join", here, there, "--out", whole)
+    assert "is whole" in _checkpoints(capsys, "verify", whole) and "part of" not in _checkpoints(capsys, "ls", whole)
+    rows = torch.zeros(2, 3)
+    state = {"divided": Pieces((2, 3), rows.dtype, {(0, 0): rows}), "same": torch.zeros(3), "n": 0}
+    with CheckpointManager(whole, backend=BACKEND) as manager:
+        found = manager.resume(state)
+        assert found is not None and (found.step, len(found.rank_extras), state["n"]) == (2, 2, 2)
+        assert torch.equal(rows, torch.tensor([[2.0] * 3, [3.0] * 3]))
+        manager.save(3, state)
+    with pytest.raises(CheckpointNotFoundError, match="step 3 lacks parts"):
+        join_parts([here, there], tmp_path / "other", step=3)
+    with (there / "global_step_2" / "__1_0.distcp").open("r+b") as file:
+        file.write(b"?")
+    with pytest.raises(CheckpointCorruptError, match="does not match its hash"):
+        join_parts([here, there], tmp_path / "other")
 
 
 # -- what goes wrong on one node -----------------------------------------------------------------------------------
