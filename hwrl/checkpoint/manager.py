@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -181,8 +180,8 @@ class CheckpointManager:
         waited_s = time.perf_counter()
         items = SaveItems(state, offloader=offloader)
         try:
-            with items.staged(self._staging) if self._async_save else contextlib.nullcontext():
-                job = SaveJob(step, weight_version, items.make_plan(), items, _json(extra), _json(rank_extra), export)
+            job = SaveJob(step, weight_version, items, _json(extra), _json(rank_extra), export)
+            items.hold(self._staging if self._async_save else None)
         except BaseException:
             items.close()
             raise

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # w
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import hwrl
 from hwrl.checkpoint.agreement import Agreement
@@ -36,11 +36,10 @@ EXPORT_NAME = "hf"
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What one rank brings to a save. ``source`` gives the data of each item of ``plan``; the saver closes it."""
+    """What one rank brings to a save. The saver closes ``source``."""
 
     step: int
     weight_version: int
-    plan: SavePlan
     source: SaveItems
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
@@ -104,12 +103,11 @@ class Saver:
 
     def _prepare(self, job: SaveJob, opened: dict[str, Any]) -> None:
         """Have all files of this node on its disk, under a draft's name."""
-        node = self.node.agreement
-        chosen = node.decide(lambda: encode_plan(job.plan), lambda plans: self._begin(job, opened, plans))
+        node, plan = self.node.agreement, job.source.make_plan()
+        chosen = node.decide(lambda: encode_plan(plan), lambda plans: self._begin(job, opened, plans))
         draft = draft_path(self.directory, job.step, opened["save_id"])
-        node.decide(
-            lambda: self._write(job, draft, chosen[self.node.rank]), lambda parts: self._seal(job, opened, draft, parts)
-        )
+        items = [plan.items[position] for position in chosen[self.node.rank]]
+        node.decide(lambda: self._write(job, draft, items), lambda parts: self._seal(job, opened, draft, parts))
 
     def _begin(self, job: SaveJob, opened: dict[str, Any], offers: list[dict[str, Any]]) -> list[list[int]]:
         """Make the draft; return which items each rank of the node writes: what several hold is written by one."""
@@ -124,8 +122,7 @@ class Saver:
         self._draft = home.begin(job.step, opened["save_id"])
         return [_positions(*pair) for pair in zip(plans, deduplicated, strict=True)]
 
-    def _write(self, job: SaveJob, draft: Path, chosen: list[int]) -> dict[str, Any]:
-        items = [job.plan.items[position] for position in chosen]
+    def _write(self, job: SaveJob, draft: Path, items: list[WriteItem]) -> dict[str, Any]:
         entries = write_items(self.fs, draft, self.agreement.rank, items, job.source)
         job.source.close()  # before the other ranks are waited for
         if self.agreement.decides and job.export is not None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from hwrl.backend import Backend
@@ -76,7 +77,7 @@ class SaveItems:
     A tensor that ``offloader`` holds on the host is read there. It is lent until it is written, so that an offload
     waits for what is not written yet, and for no more. What is lent stands first in the plan.
 
-    Timeline: ``staged`` around ``make_plan`` if the state may change before it is written; then any threads read;
+    Timeline: ``hold``, with a staging if the state may change before it is written; then any threads plan and read;
     ``close`` gives back what is still lent.
     """
 
@@ -96,27 +97,35 @@ class SaveItems:
     @property
     def lent_nbytes(self) -> int:
         """The bytes that are read from the offloader's copies."""
-        return sum(copy.tensor.nbytes for copy in self._lent.values())
+        return sum(copy.nbytes for copy in self._lent.values())
 
-    @contextlib.contextmanager
-    def staged(self, staging: Staging) -> Iterator[None]:
-        """Copy what is not lent while the block runs; the state may be changed after it."""
+    def hold(self, staging: Staging | None) -> None:
+        """Borrow what is offloaded, make bytes of what is no tensor, and copy all else to ``staging``, if there is one.
+
+        Nothing but shapes and dtypes is asked of the state after this.
+        """
+        if staging is None:
+            self._hold_values()
+            return
         with staging.copying(self._here) as copies:
-            yield
+            self._hold_values()
         self._here = copies
         self.staged_nbytes = sum(tensor.nbytes for tensor in copies.values())
 
-    def make_plan(self) -> SavePlan:
-        """Return this rank's plan; what is no tensor is made bytes now, and what is offloaded is lent from now on."""
+    def _hold_values(self) -> None:
         for part, tensor in self._away.items():
             copy = None if self._offloader is None else self._offloader.lend(tensor)
             if copy is None:
                 raise no_memory(part[0])
             self._lent[part] = copy
+        for name, value in self._planner.state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                item = WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+                self._values[name] = self._planner.resolve_data(item)
+
+    def make_plan(self) -> SavePlan:
+        """Return this rank's plan."""
         plan = self._planner.create_local_plan()
-        for item in plan.items:
-            if item.type is WriteItemType.BYTE_IO:
-                self._values[item.index.fqn] = self._planner.resolve_data(item)
         return replace(plan, items=sorted(plan.items, key=lambda item: self._part(item) not in self._lent))
 
     @contextlib.contextmanager
