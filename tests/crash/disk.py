@@ -82,12 +82,13 @@ class WatchedDisk:
         self.directory = directory
         self._state = _State.from_buffer(mmap.mmap(-1, ctypes.sizeof(_State)))
         self._state.trace_fd = -1
+        self._library = _library()  # built here, once, and not in every child
 
     def enter(self, *, trace: Path | None = None) -> None:
         """Watch this process from now on; with ``trace``, append its calls there."""
         if trace is not None:
             self._state.trace_fd = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        error = _library().interpose(os.fsencode(self.directory), ctypes.byref(self._state))
+        error = self._library.interpose(os.fsencode(self.directory), ctypes.byref(self._state))
         if error:
             raise OSError(error, os.strerror(error))
 
