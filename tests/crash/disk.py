@@ -20,8 +20,10 @@ from typing import Literal
 Kind = Literal["kill", "torn", "short", "full", "broken"]
 KINDS: tuple[Kind, ...] = ("kill", "torn", "short", "full", "broken")
 """What may befall a call: the process is killed before it; or after it, after half of it for a write; a write does half
-and says so, as it may; the disk is full from then on (half of a write fits, removing works); or it fails once with EIO.
+and says so, as it may (the next one, if the call is none); the disk is full from then on (half of a write fits,
+removing works); or it fails once with EIO.
 """
+KILLS: tuple[Kind, ...] = ("kill", "torn")
 
 OPERATIONS = (
     "none", "create", "write", "resize", "sync", "mkdir", "rename", "remove", "link", "attributes", "escape",
@@ -40,7 +42,17 @@ class Fault:
     @property
     def kills(self) -> bool:
         """Whether it ends a process."""
-        return self.kind in ("kill", "torn")
+        return self.kind in KILLS
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'-job' if self.whole_job else ''}@{self.at}"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Return the fault whose text this is: ``kill-job@17``."""
+        kind, _, at = text.partition("@")
+        found = {name: name for name in KINDS}[kind.removesuffix("-job")]  # type: ignore[index]
+        return cls(found, int(at), whole_job=kind.endswith("-job"))
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ static long spoil(long number, const long *a, const struct call *call) {
     switch (state->kind) {
     case KILL: die();
     case TORN: writes ? half(number, a, call) : whole(number, a); die();
-    case SHORT: return writes ? half(number, a, call) : whole(number, a);
+    case SHORT: return half(number, a, call);
     case FULL: state->full = 1; return writes && call->data_nbytes > 1 ? half(number, a, call) : -ENOSPC;
     default: return -EIO;
     }
@@ -214,7 +214,10 @@ static long run(long number, const long *a) {
         return number == SYS_io_uring_setup ? -ENOSYS : whole(number, a);
     }
     trace(&call, place, to);
-    if (atomic_fetch_add(&state->calls, 1) == state->at) return spoil(number, a, &call);
+    if (atomic_fetch_add(&state->calls, 1) == state->at) {
+        if (state->kind != SHORT || call.operation == WRITE) return spoil(number, a, &call);
+        state->at++;
+    }
     if (state->full && needs_space(call.operation)) return -ENOSPC;
     return whole(number, a);
 }

@@ -21,10 +21,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.crash.disk import KINDS, Fault, Kind, WatchedDisk, read_trace
+from tests.crash.disk import KILLS, KINDS, Fault, Kind, WatchedDisk, read_trace
 
 LIFE_LIMIT_S = 120.0
-TIMEOUT_S, NOTICE_S = 3.0, 5.0
+TIMEOUT_S, NOTICE_S = 1.0, 5.0
 """When survivors may miss a rank, and how long after that they may take to say so."""
 
 
@@ -46,9 +46,11 @@ class Session(ABC):
 class Subject(ABC):
     """A way to keep checkpoints, as the matrix drives it: ``ranks`` processes make the same calls of their sessions.
 
-    ``keep`` steps are kept; ``errors`` are what a call may raise when the disk fails or a rank is gone.
+    ``name`` is its own, without colons. ``keep`` steps are kept; ``errors`` are what a call may raise when the disk
+    fails or a rank is gone.
     """
 
+    name: str
     ranks = 1
     keep = 1
     errors: tuple[type[Exception], ...] = (OSError,)
@@ -70,61 +72,88 @@ class Subject(ABC):
 
 @dataclass(frozen=True)
 class Point:
-    """``first`` befalls rank ``victim`` of subject number ``subject``; ``second``, if any, rank 0 in the next life."""
+    """``first`` befalls rank ``victim`` of the ``subject`` of that name; ``second``, if any, rank 0 in the next life."""
 
-    subject: int
+    subject: str
     victim: int
     first: Fault
     second: Fault | None = None
 
+    def __str__(self) -> str:
+        faults = [self.first, *([self.second] if self.second else [])]
+        return ":".join([self.subject, str(self.victim), *map(str, faults)])
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        """Return the point whose text this is: ``fsdp2-2-async-keep1:0:kill-job@17:full@5``."""
+        subject, victim, *faults = text.split(":")
+        return cls(subject, int(victim), *map(Fault.parse, faults))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a point: how many of its faults were met, and what is broken."""
+
+    met: int
+    broken: list[str]
+
 
 class Matrix:
-    """Runs points, in ``work``: an empty directory, best in memory, since what a kill loses depends on no disk."""
+    """Runs points, in ``work``: an empty directory, best in memory, since what a kill loses depends on no disk.
+
+    Processes that are forked from the one that made it may run points at the same time.
+    """
 
     def __init__(self, subjects: Sequence[Subject], work: Path) -> None:
-        self._subjects, self._work = subjects, work.resolve()
+        self._subjects, self._work = {subject.name: subject for subject in subjects}, work.resolve()
         self._lives = 0
-        self._templates = [self._template(number) for number in range(len(subjects))]
+        self._templates = {subject.name: self._template(subject) for subject in subjects}
+        self._operations = {
+            (subject.name, victim): self._find_operations(subject, victim)
+            for subject in subjects
+            for victim in range(subject.ranks)
+        }
 
     # -- which points -------------------------------------------------------------------------------------------
 
     def every_point(self, *, kinds: Sequence[Kind] = KINDS) -> Iterator[Point]:
         """Yield each kind of fault at each change that each rank makes in a life that saves one step."""
-        for number, subject in enumerate(self._subjects):
-            for victim in range(subject.ranks):
-                for at, operation in enumerate(self.operations(number, victim=victim)):
-                    for kind in kinds:
-                        if kind == "short" and operation != "write":
-                            continue
-                        yield Point(number, victim, Fault(kind, at))
-                        if Fault(kind, at).kills and subject.ranks > 1:
-                            yield Point(number, victim, Fault(kind, at, whole_job=True))
+        for (name, victim), operations in self._operations.items():
+            for at, operation in enumerate(operations):
+                for kind in kinds:
+                    if kind == "short" and operation != "write":
+                        continue
+                    yield Point(name, victim, Fault(kind, at))
+                    if Fault(kind, at).kills and self._subjects[name].ranks > 1:
+                        yield Point(name, victim, Fault(kind, at, whole_job=True))
 
     def random_points(self, points: Sequence[Point], *, seed: int) -> Iterator[Point]:
         """Yield points for ever: one of ``points``, and a second fault in the life that recovers from it."""
         chance = random.Random(seed)
         while True:
-            second = Fault(chance.choice(KINDS), chance.randrange(60), whole_job=True)
-            yield replace(chance.choice(points), second=second)
+            point = chance.choice(points)
+            kind, at = chance.choice(KINDS), chance.randrange(len(self._operations[point.subject, 0]))
+            yield replace(point, second=Fault(kind, at, whole_job=kind in KILLS))
 
-    def operations(self, number: int, *, victim: int = 0) -> list[str]:
+    def _find_operations(self, subject: Subject, victim: int) -> list[str]:
         """Return the kinds of changes that ``victim`` makes in a life without faults, in order."""
-        home, trace = self._fresh(number), self._work / "trace"
+        home, trace = self._fresh(subject), self._work / "trace"
         trace.unlink(missing_ok=True)
         disk = WatchedDisk(home)
-        life = _Life(self._subjects[number], home, self._name(), steps=[10], victim=victim, disk=disk, trace=trace)
-        complaints = life.run()
+        complaints = _Life(subject, home, self._name(), steps=[10], victim=victim, disk=disk, trace=trace).run()
         assert not complaints, complaints
         assert disk.escapes == 0, "the directory is changed in a way that the matrix cannot meet"
         return [operation.name for operation in read_trace(trace)]
 
     # -- one point ----------------------------------------------------------------------------------------------
 
-    def run(self, point: Point) -> list[str]:
-        """Return what is broken at ``point``: nothing, if all promises are kept."""
-        subject, home = self._subjects[point.subject], self._fresh(point.subject)
+    def run(self, point: Point) -> Result:
+        """Let the faults of ``point`` happen, and look at all promises."""
+        subject = self._subjects[point.subject]
+        home = self._fresh(subject)
         acknowledged = attempted = set(range(1, subject.keep + 1))  # what the template holds
         faults = [point.first, *([point.second] if point.second else []), None]
+        met = 0
         for number, fault in enumerate(faults, start=1):
             disk, victim = WatchedDisk(home), point.victim if number == 1 else 0
             life = _Life(
@@ -142,23 +171,24 @@ class Matrix:
             complaints += _check_resumed(life, acknowledged, attempted)
             acknowledged = acknowledged | life.saved
             complaints += _check_disk(subject, home, acknowledged)
+            met += disk.fired
             if fault is point.first and not disk.fired:
                 complaints.append("the fault was not met")
             if complaints:
-                return [f"life {number}: {complaint}" for complaint in complaints]
-        return [f"left over: {name}" for name in subject.leftovers(home)]
+                return Result(met, [f"life {number}: {complaint}" for complaint in complaints])
+        return Result(met, [f"left over: {name}" for name in subject.leftovers(home)])
 
-    def _template(self, number: int) -> Path:
-        subject, home = self._subjects[number], self._work / f"template{number}"
+    def _template(self, subject: Subject) -> Path:
+        home = self._work / f"template-{subject.name}"
         home.mkdir()
         complaints = _Life(subject, home, self._name(), steps=list(range(1, subject.keep + 1))).run()
         assert not complaints, complaints
         return home
 
-    def _fresh(self, number: int) -> Path:
-        home = self._work / "home"
+    def _fresh(self, subject: Subject) -> Path:
+        home = self._work / f"home-{os.getpid()}"
         shutil.rmtree(home, ignore_errors=True)
-        shutil.copytree(self._templates[number], home, symlinks=True)
+        shutil.copytree(self._templates[subject.name], home, symlinks=True)
         return home
 
     def _name(self) -> str:

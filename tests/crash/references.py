@@ -25,7 +25,7 @@ class Reference(Subject):
     errors = (OSError, RuntimeError)
 
     def __init__(self, kind: type[ReferenceSession]) -> None:
-        self._kind = kind
+        self._kind, self.name = kind, kind.__name__
 
     @contextlib.contextmanager
     def open(self, home: Path, *, rank: int, life: str, timeout_s: float) -> Iterator[Session]:

@@ -10,7 +10,7 @@ from hwrl.testing.processes import run_processes
 from tests.crash.disk import Kind, why_unavailable
 from tests.crash.matrix import Matrix
 from tests.crash.references import DeletesFirst, Reference, ReferenceSession, WritesInPlace
-from tests.crash.sweep import Outcome, prepare_process, run_points, sweep
+from tests.crash.sweep import Outcome, Plan, prepare_process, run_points, sweep
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 def _sweep_reference(rank: int, work: Path, kind: type[ReferenceSession], faults: list[Kind]) -> Outcome:
     prepare_process()
     matrix = Matrix([Reference(kind)], work)
-    return run_points(matrix, list(matrix.every_point(kinds=faults)))
+    return run_points(matrix, list(matrix.every_point(kinds=faults)), workers=2)
 
 
 @pytest.mark.parametrize(("order", "at_least"), [(DeletesFirst, 8), (WritesInPlace, 10)])
@@ -29,6 +29,6 @@ def test_the_matrix_finds_orders_that_lose_or_mix(tmp_path: Path, order: type[Re
 
 @pytest.mark.timeout(600)  # 40 s on two idle cores
 def test_no_single_fault_breaks_a_promise(tmp_path: Path) -> None:
-    outcome = sweep(160, seed=0, timeout_s=590)
+    outcome = sweep(Plan(160), timeout_s=590)
     assert not outcome.broken, "\n".join(outcome.broken)
     assert outcome.points.total() == 160
