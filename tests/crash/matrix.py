@@ -72,7 +72,7 @@ class Subject(ABC):
 
 @dataclass(frozen=True)
 class Point:
-    """``first`` befalls rank ``victim`` of the ``subject`` of that name; ``second``, if any, rank 0 in the next life."""
+    """``first`` befalls rank ``victim`` of the subject of that name; ``second``, if any, rank 0 in the next life."""
 
     subject: str
     victim: int

@@ -54,19 +54,18 @@ class Outcome:
 
 def managed_subjects(store: str, model: Path) -> list[Subject]:
     """Return what is swept: FSDP2 and Megatron on one and on two ranks, sync and async, one and three steps kept."""
-    makes: list[tuple[str, MakeTrainer, int]] = [
-        ("fsdp2-1", fsdp2, 1),
-        ("fsdp2-2", fsdp2, 2),
-        ("megatron-1", Megatron(model), 1),
-        ("megatron-dp2", Megatron(model), 2),
-        ("megatron-tp2", Megatron(model, tensor_parallel=2), 2),
-    ]
-    return [
-        Managed(make, name=name, async_save=mode, keep=keep, ranks=ranks, store=store)
-        for name, make, ranks in makes
-        for mode in (False, True)
-        for keep in (1, 3)
-    ]
+    subjects: list[Subject] = []
+    for mode, keep in itertools.product((False, True), (1, 3)):
+        split = ("tp2", 2) if keep == 1 else ("dp2", 1)  # two Megatron ranks share the layers, or the optimizer's state
+        makes: list[tuple[str, MakeTrainer, int]] = [
+            ("fsdp2-1", fsdp2, 1),
+            ("fsdp2-2", fsdp2, 2),
+            ("megatron-1", Megatron(model), 1),
+            (f"megatron-{split[0]}", Megatron(model, tensor_parallel=split[1]), 2),
+        ]
+        for name, make, ranks in makes:
+            subjects.append(Managed(make, name=name, async_save=mode, keep=keep, ranks=ranks, store=store))
+    return subjects
 
 
 def points_of(matrix: Matrix, *, seed: int) -> Iterator[Point]:

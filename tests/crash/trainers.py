@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 import torch._dynamo  # fully_shard imports it when it is first called: once here, and not in every life
 from torch import nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -29,7 +30,7 @@ ROWS = 5  # odd: the ranks' shards differ in size
 
 
 class Trainer(Protocol):
-    """A model and its optimizer, on one rank; the tensors of the state are their memory."""
+    """What is trained, on one rank; the tensors of its state are its memory."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -42,7 +43,7 @@ MakeTrainer = Callable[[Group | None], AbstractContextManager[Trainer]]
 
 @contextlib.contextmanager
 def whole(group: Group | None) -> Iterator[Trainer]:
-    """A layer and AdamW, on one rank and without any group."""
+    """A layer, on one rank and without any group."""
     yield _Plain(nn.Linear(3, ROWS))
 
 
@@ -56,15 +57,13 @@ def fsdp2(group: Group | None) -> Iterator[Trainer]:
 
 class _Plain:
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._optimizer = model, torch.optim.AdamW(model.parameters())
+        self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer["state"]}
+        return {"model": get_model_state_dict(self._model)}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        optimizer = get_state_dict(self._model, self._optimizer)[1] | {"state": state["optimizer"]}
-        set_state_dict(self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        set_model_state_dict(self._model, state["model"])
 
 
 @dataclass(frozen=True)
@@ -104,4 +103,5 @@ def write_model(directory: Path) -> Path:
     load_model(directory, dtype=torch.float32)
     hwrl.set_backend("cpu")
     bootstrap("megatron")
+    importlib.import_module("hwrl_megatron.engine")
     return directory
