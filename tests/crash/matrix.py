@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
@@ -24,7 +24,7 @@ from typing import Any
 from tests.crash.disk import KILLS, KINDS, Fault, Kind, WatchedDisk, read_trace
 
 LIFE_LIMIT_S = 120.0
-TIMEOUT_S, NOTICE_S = 1.0, 5.0
+TIMEOUT_S, NOTICE_S = 2.0, 5.0
 """When survivors may miss a rank, and how long after that they may take to say so."""
 
 
@@ -161,6 +161,7 @@ class Matrix:
                 home,
                 self._name(),
                 steps=[10 * number],
+                acknowledged=acknowledged,
                 resumes=number > 1,
                 victim=victim,
                 disk=disk,
@@ -206,6 +207,7 @@ class _Life:
         name: str,
         *,
         steps: list[int],
+        acknowledged: Collection[int] = (),
         resumes: bool = False,
         victim: int = 0,
         disk: WatchedDisk | None = None,
@@ -213,7 +215,7 @@ class _Life:
         trace: Path | None = None,
     ) -> None:
         self._subject, self._home, self._name = subject, home, name
-        self._steps, self._resumes = steps, resumes
+        self._steps, self._acknowledged, self._resumes = steps, acknowledged, resumes
         self._victim, self._disk, self._fault, self._trace = victim, disk, fault, trace
         self.resumed: list[int | None] = []
         self.saved: set[int] = set()
@@ -285,6 +287,8 @@ class _Life:
             except self._subject.errors as exc:
                 self._note(exc, reports)
                 if self._mended():
+                    for complaint in _check_disk(self._subject, self._home, self._acknowledged):
+                        reports.send({"complaint": f"before the next save, {complaint}"})
                     session.save(step + 1)
                     reports.send({"saved": step + 1})
         if self._fault is None and session.resume() != steps[-1]:
@@ -352,10 +356,10 @@ def _check_resumed(life: _Life, acknowledged: set[int], attempted: set[int]) -> 
     return []
 
 
-def _check_disk(subject: Subject, home: Path, acknowledged: set[int]) -> list[str]:
+def _check_disk(subject: Subject, home: Path, acknowledged: Collection[int]) -> list[str]:
     try:
         complete = set(subject.steps(home))
     except Exception as exc:  # noqa: BLE001 - whatever a reader runs into is the finding
         return [f"a reader is misled: {type(exc).__name__}: {exc}"]
-    lost = set(sorted(complete | acknowledged)[-subject.keep :]) - complete
+    lost = set(sorted(complete.union(acknowledged))[-subject.keep :]) - complete
     return [f"lost: {sorted(lost)}; there is {sorted(complete)}"] if lost else []

@@ -9,7 +9,7 @@ import pytest
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Kind, why_unavailable
 from tests.crash.matrix import Matrix
-from tests.crash.references import DeletesFirst, Reference, ReferenceSession, WritesInPlace
+from tests.crash.references import DeletesEarly, Reference, ReferenceSession, WritesInPlace
 from tests.crash.sweep import Outcome, Plan, prepare_process, run_points, sweep
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -21,10 +21,13 @@ def _sweep_reference(rank: int, work: Path, kind: type[ReferenceSession], faults
     return run_points(matrix, list(matrix.every_point(kinds=faults)), workers=2)
 
 
-@pytest.mark.parametrize(("order", "at_least"), [(DeletesFirst, 8), (WritesInPlace, 10)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("order", "at_least"), [(DeletesEarly, 16), (WritesInPlace, 13)])
 def test_the_matrix_finds_orders_that_lose_or_mix(tmp_path: Path, order: type[ReferenceSession], at_least: int) -> None:
-    outcome = run_processes(_sweep_reference, 1, tmp_path, order, ["kill"])[0]
-    assert len(outcome.broken) >= at_least
+    kinds: list[Kind] = ["kill", "full", "broken"]
+    outcome = run_processes(_sweep_reference, 1, tmp_path, order, kinds, timeout_s=290)[0]
+    for kind in kinds:
+        assert sum(f":{kind}@" in complaint for complaint in outcome.broken) >= at_least
 
 
 @pytest.mark.timeout(600)  # 40 s on two idle cores
