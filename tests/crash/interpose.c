@@ -30,7 +30,7 @@
 
 /* Both as in disk.py. */
 enum operation { NONE, CREATE, WRITE, RESIZE, SYNC, MKDIR, RENAME, REMOVE, LINK, ATTRIBUTES, ESCAPE };
-enum kind { KILL, TORN, SHORT, FULL, BROKEN };
+enum kind { KILL, TORN, SHORT, FULL, BROKEN, FROZEN };
 
 struct state {          /* shared with disk.py and with forked processes */
     _Atomic int64_t calls; /* changes seen while armed */
@@ -193,6 +193,10 @@ static long spoil(long number, const long *a, const struct call *call) {
     case KILL: die();
     case TORN: writes ? half(number, a, call) : whole(number, a); die();
     case SHORT: return half(number, a, call);
+    case FROZEN:
+        passing_call(SYS_tgkill, passing_call(SYS_getpid, 0, 0, 0, 0, 0, 0), passing_call(SYS_gettid, 0, 0, 0, 0, 0, 0),
+                     SIGSTOP, 0, 0, 0);
+        return whole(number, a);
     case FULL: state->full = 1; return writes && call->data_nbytes > 1 ? half(number, a, call) : -ENOSPC;
     default: return -EIO;
     }

@@ -58,6 +58,9 @@ class Managed(Subject):
             )
             yield _ManagedSession(stack.enter_context(manager), trainer)
 
+    def denies(self, step: int, exc: Exception) -> bool:
+        return f"step {step} was not saved" in str(exc)
+
     def steps(self, home: Path) -> list[int]:
         complete, skipped = find_checkpoints(home)
         steps = [info.step for info in complete]

@@ -61,6 +61,10 @@ class Subject(ABC):
         ``timeout_s``.
         """
 
+    def denies(self, step: int, exc: Exception) -> bool:
+        """Return whether ``exc``, raised when ``step`` was saved, says for sure that it was not."""
+        return False
+
     @abstractmethod
     def steps(self, home: Path) -> list[int]:
         """Return the steps that someone finds complete who only reads; raise if ``home`` misleads him."""
@@ -121,10 +125,11 @@ class Matrix:
         for (name, victim), operations in self._operations.items():
             for at, operation in enumerate(operations):
                 for kind in kinds:
-                    if kind == "short" and operation != "write":
+                    alone = self._subjects[name].ranks == 1
+                    if (kind == "short" and operation != "write") or (kind == "frozen" and alone):
                         continue
                     yield Point(name, victim, Fault(kind, at))
-                    if Fault(kind, at).kills and self._subjects[name].ranks > 1:
+                    if kind in KILLS and not alone:
                         yield Point(name, victim, Fault(kind, at, whole_job=True))
 
     def random_points(self, points: Sequence[Point], *, seed: int) -> Iterator[Point]:
@@ -132,7 +137,10 @@ class Matrix:
         chance = random.Random(seed)
         while True:
             point = chance.choice(points)
-            kind, at = chance.choice(KINDS), chance.randrange(len(self._operations[point.subject, 0]))
+            kind, at = (
+                chance.choice([kind for kind in KINDS if kind != "frozen"]),
+                chance.randrange(len(self._operations[point.subject, 0])),
+            )
             yield replace(point, second=Fault(kind, at, whole_job=kind in KILLS))
 
     def _find_operations(self, subject: Subject, victim: int) -> list[str]:
@@ -171,7 +179,7 @@ class Matrix:
             attempted = attempted | {10 * number, 10 * number + 1}
             complaints += _check_resumed(life, acknowledged, attempted)
             acknowledged = acknowledged | life.saved
-            complaints += _check_disk(subject, home, acknowledged)
+            complaints += _check_disk(subject, home, acknowledged, life.denied)
             met += disk.fired
             if fault is point.first and not disk.fired:
                 complaints.append("the fault was not met")
@@ -219,6 +227,7 @@ class _Life:
         self._victim, self._disk, self._fault, self._trace = victim, disk, fault, trace
         self.resumed: list[int | None] = []
         self.saved: set[int] = set()
+        self.denied: set[int] = set()
 
     def run(self) -> list[str]:
         """Live; return complaints."""
@@ -231,17 +240,39 @@ class _Life:
             os.setpgid(child, children.get(0, child))
             theirs.close()
             children[rank], pipes[mine] = child, rank
-        reports, in_time = _collect(pipes)
+        reports, in_time = self._collect(pipes, children)
         if not in_time:
             os.killpg(children[0], signal.SIGKILL)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children.values()]
         orphans = _end_group(children[0])
         return self._judge(reports, statuses) + ["it hung"] * (not in_time) + ["it left a process"] * orphans
 
+    def _collect(
+        self, pipes: dict[Connection, int], children: dict[int, int]
+    ) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
+        """Return what each rank reports, and whether all ended in time. One that is frozen goes on when missed."""
+        reports: list[tuple[int, dict[str, Any]]] = []
+        deadline_s = time.monotonic() + LIFE_LIMIT_S
+        while pipes:
+            ready = wait(list(pipes), max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                return reports, False
+            for pipe in ready:
+                assert isinstance(pipe, Connection), "nothing else was waited for"
+                rank, report = pipes[pipe], _receive(pipe)
+                if report is None:
+                    del pipes[pipe]
+                else:
+                    reports.append((rank, report))
+                if self._freezes() and rank != self._victim and (report is None or "failed" in report):
+                    os.kill(children[self._victim], signal.SIGCONT)
+        return reports, True
+
     def _judge(self, reports: list[tuple[int, dict[str, Any]]], statuses: list[int]) -> list[str]:
         complaints = [f"rank {rank}: {report['complaint']}" for rank, report in reports if "complaint" in report]
         self.resumed = [report["resumed"] for _, report in reports if "resumed" in report]
         self.saved = {int(report["saved"]) for _, report in reports if "saved" in report}
+        self.denied = {step for _, report in reports for step in report.get("denied", ())}
         for rank, status in enumerate(statuses):
             expected = (0, -signal.SIGKILL) if self._may_die(rank) else (0,)
             if status not in expected:
@@ -252,8 +283,11 @@ class _Life:
         fault = self._fault
         return fault is not None and fault.kills and (rank == self._victim or fault.whole_job)
 
+    def _freezes(self) -> bool:
+        return self._fault is not None and self._fault.kind == "frozen"
+
     def _loses_a_rank(self) -> bool:
-        return self._fault is not None and self._fault.kills and not self._fault.whole_job
+        return self._freezes() or (self._fault is not None and self._fault.kills and not self._fault.whole_job)
 
     # -- in the children ----------------------------------------------------------------------------------------
 
@@ -267,18 +301,18 @@ class _Life:
             with self._open(rank, "first") as session:
                 if self._resumes:
                     reports.send({"resumed": session.resume()})
-                self._save(session, self._steps, reports)
+                self._save(rank, session, self._steps, reports)
         except self._subject.errors as exc:
             self._note(exc, reports)
             if self._mended():
                 with self._open(rank, "second") as session:
-                    self._save(session, [self._steps[-1] + 1], reports)
+                    self._save(rank, session, [self._steps[-1] + 1], reports)
 
     def _open(self, rank: int, attempt: str) -> AbstractContextManager[Session]:
         timeout_s = TIMEOUT_S if self._loses_a_rank() else LIFE_LIMIT_S
         return self._subject.open(self._home, rank=rank, life=f"{self._name}/{attempt}", timeout_s=timeout_s)
 
-    def _save(self, session: Session, steps: list[int], reports: Connection) -> None:
+    def _save(self, rank: int, session: Session, steps: list[int], reports: Connection) -> None:
         for step in steps:
             self._began_s = time.monotonic()
             try:
@@ -286,15 +320,19 @@ class _Life:
                 reports.send({"saved": step})
             except self._subject.errors as exc:
                 self._note(exc, reports)
+                denied = {step} if self._subject.denies(step, exc) else set()
+                reports.send({"denied": denied})
                 if self._mended():
-                    for complaint in _check_disk(self._subject, self._home, self._acknowledged):
-                        reports.send({"complaint": f"before the next save, {complaint}"})
+                    if rank == self._victim:
+                        for complaint in _check_disk(self._subject, self._home, self._acknowledged, denied):
+                            reports.send({"complaint": f"before the next save, {complaint}"})
                     session.save(step + 1)
                     reports.send({"saved": step + 1})
         if self._fault is None and session.resume() != steps[-1]:
             reports.send({"complaint": "the step that was just saved is not found"})
 
     def _note(self, exc: Exception, reports: Connection) -> None:
+        reports.send({"failed": str(exc)})
         late_s = time.monotonic() - self._began_s - TIMEOUT_S
         if self._fault is None:
             reports.send({"complaint": f"it failed without a fault: {exc}"})
@@ -321,22 +359,14 @@ def _be_rank(life: _Life, rank: int, *, leader: int, reports: Connection) -> Non
         os._exit(status)
 
 
-def _collect(pipes: dict[Connection, int]) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
-    """Return what each rank reports, and whether all of them ended in time."""
-    reports: list[tuple[int, dict[str, Any]]] = []
-    deadline_s = time.monotonic() + LIFE_LIMIT_S
-    while pipes:
-        ready = wait(list(pipes), max(0.0, deadline_s - time.monotonic()))
-        if not ready:
-            return reports, False
-        for pipe in ready:
-            assert isinstance(pipe, Connection), "nothing else was waited for"
-            try:
-                reports.append((pipes[pipe], pipe.recv()))
-            except (EOFError, OSError):  # it ended, perhaps in the middle of a report
-                del pipes[pipe]
-                pipe.close()
-    return reports, True
+def _receive(pipe: Connection) -> dict[str, Any] | None:
+    """Return the next report; None, and close ``pipe``, if its process ended, perhaps in the middle of one."""
+    try:
+        report: dict[str, Any] = pipe.recv()
+    except (EOFError, OSError):
+        pipe.close()
+        return None
+    return report
 
 
 def _end_group(leader: int) -> bool:
@@ -356,10 +386,13 @@ def _check_resumed(life: _Life, acknowledged: set[int], attempted: set[int]) -> 
     return []
 
 
-def _check_disk(subject: Subject, home: Path, acknowledged: Collection[int]) -> list[str]:
+def _check_disk(subject: Subject, home: Path, acknowledged: Collection[int], denied: Collection[int]) -> list[str]:
     try:
         complete = set(subject.steps(home))
     except Exception as exc:  # noqa: BLE001 - whatever a reader runs into is the finding
         return [f"a reader is misled: {type(exc).__name__}: {exc}"]
     lost = set(sorted(complete.union(acknowledged))[-subject.keep :]) - complete
-    return [f"lost: {sorted(lost)}; there is {sorted(complete)}"] if lost else []
+    complaints = [f"lost: {sorted(lost)}; there is {sorted(complete)}"] if lost else []
+    if complete.intersection(denied):
+        complaints.append(f"it was said that {sorted(denied)} was not saved; there is {sorted(complete)}")
+    return complaints

@@ -52,7 +52,9 @@ def fsdp2(group: Group | None) -> Iterator[Trainer]:
     """The same as DTensors: ``fully_shard`` split them over the ranks, be it only one."""
     with contextlib.ExitStack() as started:
         ranks = group or started.enter_context(Comm(BACKEND).init_default(store=HashStore(), rank=0, size=1))
-        yield _Plain(fully_shard(nn.Linear(3, ROWS), mesh=init_device_mesh("cpu", (ranks.size,))))
+        model = nn.Linear(3, ROWS)
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks.size,)))
+        yield _Plain(model)
 
 
 class _Plain:
