@@ -59,19 +59,22 @@ class Saver:
 
     def run(self, job: SaveJob) -> None:
         """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disk."""
+        sealed = False
         try:
             opened = self.agreement.decide(lambda: _offer(job), lambda offers: self._open(job, offers))
             draft = self.directory / opened["draft"]
             chosen = opened["chosen"][self.agreement.rank]
-            self.agreement.decide(
-                lambda: self._write(job, draft, chosen), lambda parts: self._commit(job, draft, parts)
-            )
+            self.agreement.decide(lambda: self._write(job, draft, chosen), lambda parts: self._seal(job, draft, parts))
+            sealed = True
+            # A round of its own: a rank 0 that was given up while it wrote must not commit when it goes on.
+            self.agreement.decide(lambda: None, lambda parts: self._publish(draft, job.step))
         except CheckpointSaveError:
             self._clean_up()
             raise
-        except Exception as exc:  # the disk, a peer, the caller's export: whatever it was, this save did not commit
+        except Exception as exc:  # the disk, a peer, the caller's export
+            may_be_complete = sealed and self._draft is None  # rank 0 is silent, or was, and committed
             self._clean_up()
-            raise _failed(job.step, _reason(exc)) from exc
+            raise (_in_doubt if may_be_complete else _failed)(job.step, _reason(exc)) from exc
         finally:
             job.source.close()
 
@@ -111,8 +114,8 @@ class Saver:
             "extra": job.rank_extra,
         }
 
-    def _commit(self, job: SaveJob, draft: Path, parts: list[dict[str, Any]]) -> None:
-        assert self.home is not None and self._metadata is not None, "rank 0 opened it"
+    def _seal(self, job: SaveJob, draft: Path, parts: list[dict[str, Any]]) -> None:
+        assert self._metadata is not None, "rank 0 opened it"
         entries = [part["entries"] for part in parts]
         self._writer(draft).finish(self._metadata, [[decode_result(entry) for entry in rank] for rank in entries])
         self._write_json(draft / LAYOUT_NAME, [entry for rank in entries for entry in rank])
@@ -124,17 +127,17 @@ class Saver:
         self.fs.take_records(draft)
         for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
             self.fs.sync_directory(directory)
-        self._publish(self.home, draft, job.step)
 
-    def _publish(self, home: CheckpointHome, draft: Path, step: int) -> None:
+    def _publish(self, draft: Path, step: int) -> None:
+        assert self.home is not None, "rank 0 decides"
         try:
-            home.commit(draft, step)
+            self.home.commit(draft, step)
             self._draft = None
-            home.set_tracker()
-            home.retain(self.keep)
+            self.home.set_tracker()
+            self.home.retain(self.keep)
         except OSError as exc:
             if draft.exists():
-                raise
+                raise _failed(step, _reason(exc)) from exc
             self._draft = None
             raise CheckpointSaveError(
                 f"step {step} is complete, but its name may not be durable, or not all that follows was done",
@@ -198,4 +201,12 @@ def _reason(exc: Exception) -> str:
 def _failed(step: int, why: str) -> CheckpointSaveError:
     return CheckpointSaveError(
         f"step {step} was not saved", why=why, fix="mend the cause and save again; the previous checkpoint is intact"
+    )
+
+
+def _in_doubt(step: int, why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"step {step} may or may not be complete",
+        why=why,
+        fix="save a later step; resume finds the newest that is complete",
     )

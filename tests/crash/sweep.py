@@ -186,8 +186,8 @@ def sweep(plan: Plan, *, timeout_s: float = LIMIT_S) -> Outcome:
 def _sweep(rank: int, work: Path, store: str, plan: Plan) -> Outcome:
     prepare_process()
     matrix = Matrix(managed_subjects(store, write_model(work / "model")), work)
-    cores = os.cpu_count() or 1
-    return run_points(matrix, plan.choose(matrix), workers=cores + cores // 2)  # some wait, for a lost rank's deadline
+    workers = 2 * (os.cpu_count() or 1)  # every few wait, for a lost rank's deadline
+    return run_points(matrix, plan.choose(matrix), workers=workers)
 
 
 def _cycle(rank: int, home: Path, seed: int) -> Tally:
