@@ -185,7 +185,10 @@ def sweep(plan: Plan, *, timeout_s: float = LIMIT_S) -> Outcome:
 
 def _sweep(rank: int, work: Path, store: str, plan: Plan) -> Outcome:
     prepare_process()
-    matrix = Matrix(managed_subjects(store, write_model(work / "model")), work)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    subjects = managed_subjects(store, write_model(work / "model"))
+    print(f"finding out what {len(subjects)} subjects write", flush=True)
+    matrix = Matrix(subjects, work)
     workers = 2 * (os.cpu_count() or 1)  # every few wait, for a lost rank's deadline
     return run_points(matrix, plan.choose(matrix), workers=workers)
 
