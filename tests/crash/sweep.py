@@ -213,8 +213,8 @@ def main() -> int:
         for name, count in sorted(counted.items()):
             print(f"{count:6}  {name}")
     print(f"{outcome.points.total():6}  points in {time.monotonic() - begin_s:.0f} s, {len(outcome.broken)} broken")
-    if args.only:
-        return 1 if outcome.broken else 0
+    if args.only is not None or outcome.points.total() < args.points:  # one point was asked for, or it was stopped
+        return 0 if args.only is not None and not outcome.broken else 1
     with tempfile.TemporaryDirectory() as home:
         tally = run_processes(_cycle, 1, Path(home), args.seed, timeout_s=LIMIT_S)[0]
     print(
