@@ -51,8 +51,8 @@ class Fault:
     def parse(cls, text: str) -> Fault:
         """Return the fault whose text this is: ``kill-job@17``."""
         kind, _, at = text.partition("@")
-        found = {name: name for name in KINDS}[kind.removesuffix("-job")]  # type: ignore[index]
-        return cls(found, int(at), whole_job=kind.endswith("-job"))
+        named = KINDS[KINDS.index(kind.removesuffix("-job"))]
+        return cls(named, int(at), whole_job=kind.endswith("-job"))
 
 
 @dataclass(frozen=True)
