@@ -69,19 +69,23 @@ def managed_subjects(store: str, model: Path) -> list[Subject]:
 
 
 def points_of(matrix: Matrix, *, seed: int) -> Iterator[Point]:
-    """Yield single faults, each once, and in between as many pairs of faults in two lives; then pairs for ever.
+    """Yield each single fault once, and after every two of them a pair of faults in two lives; then pairs for ever.
 
     The order is random, but for this: the first few single faults have each kind of fault befall each subject.
     """
     every = list(matrix.every_point())
+    print(f"{len(every)} single faults", flush=True)
     random.Random(seed).shuffle(every)
     alike: dict[object, list[Point]] = defaultdict(list)
     for point in every:
         alike[point.subject, point.first.kind, point.first.whole_job].append(point)
-    singles = (point for row in itertools.zip_longest(*alike.values()) for point in row if point is not None)
     pairs = matrix.random_points(every, seed=seed)
-    print(f"{len(every)} single faults", flush=True)
-    return itertools.chain(itertools.chain.from_iterable(zip(singles, pairs, strict=False)), pairs)
+    singles = (point for row in itertools.zip_longest(*alike.values()) for point in row if point is not None)
+    for number, single in enumerate(singles):
+        yield single
+        if number % 2:
+            yield next(pairs)
+    yield from pairs
 
 
 # -- running them ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Kind, why_unavailable
-from tests.crash.matrix import Matrix
+from tests.crash.matrix import Matrix, Point
 from tests.crash.references import DeletesEarly, Reference, ReferenceSession, WritesInPlace
 from tests.crash.sweep import Outcome, Plan, prepare_process, run_points, sweep
 
@@ -18,7 +18,12 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 def _sweep_reference(rank: int, work: Path, kind: type[ReferenceSession], faults: list[Kind]) -> Outcome:
     prepare_process()
     matrix = Matrix([Reference(kind)], work)
-    return run_points(matrix, list(matrix.every_point(kinds=faults)), workers=2)
+    outcome = run_points(matrix, list(matrix.every_point(kinds=faults)), workers=2)
+    again = Point.parse(outcome.broken[0].partition(": ")[0])
+    assert run_points(matrix, [again], workers=1).broken, (
+        "the point that a report names is not broken when it is repeated"
+    )
+    return outcome
 
 
 @pytest.mark.timeout(300)
