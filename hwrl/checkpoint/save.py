@@ -62,17 +62,20 @@ class Saver:
 
     def run(self, job: SaveJob) -> None:
         """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disks."""
+        sealed = False
         try:
             opened = self.agreement.decide(lambda: self._offer(job), lambda offers: self._open(job, offers))
             self.agreement.vote(lambda: self._prepare(job, opened))
+            sealed = True
             self.agreement.vote(lambda: self._commit(job.step))
             self.agreement.vote(lambda: self._announce(job.step))
         except CheckpointSaveError:
             self._clean_up()
             raise
-        except Exception as exc:  # the disk, a peer, the caller's export: whatever it was, this save did not commit
+        except Exception as exc:  # the disk, a peer, the caller's export
+            may_be_complete = sealed and self._draft is None  # rank 0 is silent, or was, and committed
             self._clean_up()
-            raise _failed(job.step, _reason(exc)) from exc
+            raise (_in_doubt if may_be_complete else _failed)(job.step, _reason(exc)) from exc
         finally:
             job.source.close()
 
@@ -167,7 +170,8 @@ class Saver:
             self._home.commit(self._draft, step)
         except OSError as exc:
             if self._draft.exists():
-                raise
+                raise _failed(step, _reason(exc)) from exc
+            self._draft = None
             raise _not_all_done(step, exc) from exc
         self._draft = None
 
@@ -235,4 +239,12 @@ def _not_all_done(step: int, exc: OSError) -> CheckpointSaveError:
         f"step {step} is complete, but its name may not be durable, or not all that follows was done",
         why=f"{exc.strerror}: {exc.filename}",
         fix="mend the cause; the next save sets the tracker right and removes old checkpoints",
+    )
+
+
+def _in_doubt(step: int, why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"step {step} may or may not be complete",
+        why=why,
+        fix="save a later step; resume finds the newest that is complete",
     )
