@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.staging import local_in_memory, parts_of
+from hwrl.checkpoint.pieces import local_parts
 from hwrl.comm import Comm, connect_store
 from hwrl.errors import HwrlError
 from tests.crash.matrix import Session, Subject
@@ -109,9 +109,6 @@ class _ManagedSession(Session):
         return state
 
 
-def _memory(state: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield this rank's part of every tensor."""
-    for (name, _), tensor in parts_of(flatten_state_dict(state)[0]):
-        local = local_in_memory(tensor)
-        assert local is not None, f"nothing is offloaded, but {name}"
-        yield local
+def _memory(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Return this rank's part of every tensor."""
+    return [tensor for _, tensor in local_parts(flatten_state_dict(state)[0])]
