@@ -9,6 +9,7 @@ HWRL_vllm := ci/vllm hwrl
 OPTIONS_vllm := 'rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}'
 POINTS ?= 10000
 CRASH_SEED ?= 0
+START ?= 0
 DEMO := demo/seed-$(SEED)
 
 .PHONY: help install demo check test test-npu test-vllm crash-test clean
@@ -19,7 +20,7 @@ help:
 	@echo "make test    make check, make test-npu, and the tests of packaging on the built wheel"
 	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
 	@echo "make test-vllm  the tests of rollout on vLLM, which it installs into .venv-vllm"
-	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each"
+	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each (POINT=... repeats one)"
 	@echo "make clean   remove .venv, .venv-npu, .venv-vllm and everything that was built"
 
 install: $(INSTALLED)
@@ -53,7 +54,7 @@ test-vllm: $(INSTALLED)
 	ci/vllm python -m pytest tests/plugins/vllm
 
 crash-test: $(INSTALLED)
-	.venv/bin/python -m tests.crash.sweep --points $(POINTS) --seed $(CRASH_SEED)
+	.venv/bin/python -m tests.crash.sweep --points $(POINTS) --seed $(CRASH_SEED) --start $(START) $(if $(POINT),--only $(POINT))
 
 clean:
 	rm -rf .venv .venv-npu .venv-vllm build dist demo .mypy_cache .pytest_cache .ruff_cache

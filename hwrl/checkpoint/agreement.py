@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,60 +18,83 @@ from hwrl.store import await_keys, store_failures
 
 
 class Agreement:
-    """Rounds in which every rank does its part and rank 0 decides; every rank sees the same decision or error.
+    """Rounds in which every rank does its part and the first of them decides; all see the same decision or error.
 
-    Values are JSON. All ranks must call :meth:`decide` in the same order, from one thread at a time. While a rank is in
-    a round, a thread of it lets the others hear of it: however long its part takes, they wait. One that has not been
-    heard of for ``timeout_s`` ends the round, on all ranks, with an error that names it; the next round is open to it.
+    Values are JSON. All of ``ranks`` must make the same calls in the same order, from one thread at a time. While a
+    rank is in a round, a thread of it lets the others hear of it: however long its part takes, they wait. One that has
+    not been heard of for ``timeout_s`` ends the round, on all ranks, with an error that names it; the next round is
+    open to it. A part may be rounds of some of the ranks (:meth:`among`), which are heard of meanwhile.
     """
 
-    def __init__(self, store: Store | None, *, rank: int, size: int, timeout_s: float) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: Store | None, *, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        self.rank, self.ranks = rank, ranks
         self._store, self._timeout_s = store, timeout_s
         self._round = 0
 
-    def decide(self, part: Callable[[], Any], choose: Callable[[list[Any]], Any]) -> Any:
-        """Run ``part`` on every rank, then ``choose`` on rank 0 with the results by rank; return what it returned.
+    @property
+    def decides(self) -> bool:
+        """Whether this rank is the one that decides."""
+        return self.rank == self.ranks[0]
 
-        An error of any rank, or of ``choose``, is raised on all: as it is where it happened, elsewhere with its class
-        and text if it is hwrl's, as :class:`~hwrl.errors.CheckpointError` if it is foreign.
+    def among(self, ranks: Sequence[int], *, name: str) -> Agreement:
+        """Return rounds of some of the ranks, this one included. ``name`` is theirs alone."""
+        store = None if self._store is None else PrefixStore(name, self._store)
+        return Agreement(store, rank=self.rank, ranks=ranks, timeout_s=self._timeout_s)
+
+    def decide(self, part: Callable[[], Any], choose: Callable[[list[Any]], Any]) -> Any:
+        """Run ``part`` on every rank, then ``choose`` on the first with the results in order; return what it returned.
+
+        An error of any rank, or of ``choose``, is raised on all when all have done their part: as it is where it
+        happened, elsewhere with its class and text if it is hwrl's, as :class:`~hwrl.errors.CheckpointError` if it is
+        foreign.
         """
+        return self._hold_round(part, choose, hasty=False)
+
+    def vote(self, part: Callable[[], Any]) -> None:
+        """Run ``part`` on every rank; return when it succeeded on all of them.
+
+        An error is raised on all, as by :meth:`decide`, but the rank that has it waits for nobody.
+        """
+        self._hold_round(part, lambda parts: None, hasty=True)
+
+    def _hold_round(self, part: Callable[[], Any], choose: Callable[[list[Any]], Any], *, hasty: bool) -> Any:
         if self._store is None:
             return choose([part()])
         store = PrefixStore(f"round{self._round}", self._store)
         self._round += 1
         with self._heard(store), store_failures():
             mine = _attempt(part)
-            store.set(f"part{self.rank}", mine.to_json())
-            if self.rank == 0:
+            store.set(f"part{self.rank}", mine.to_json(of_rank=self.rank))
+            if hasty and mine.error is not None:
+                proposed = mine
+            elif self.decides:
                 proposed = _attempt(lambda: choose(self._collect(store)))
             else:
-                proposed = _attempt(lambda: self._await(store, {"chosen": 0}))
-            # Who gives up on rank 0 decides instead of it, and rank 0 may wake up: the first decision is everybody's.
-            if self.rank == 0 or proposed.error is not None:
-                chosen = store.compare_set("chosen", "", proposed.to_json())
+                proposed = _attempt(lambda: self._await(store, {"chosen": self.ranks[0]}))
+            # Who gives up on the deciding rank decides instead, and it may wake up: the first decision is everybody's.
+            if self.decides or proposed.error is not None:
+                chosen = store.compare_set(
+                    "chosen", "", proposed.to_json(of_rank=self.rank if proposed is mine else None)
+                )
             else:
                 chosen = store.get("chosen")
         if mine.error is not None:
             raise mine.error
-        if self.rank == 0 and proposed.error is not None:
+        if self.decides and proposed.error is not None:
             raise proposed.error
         return _value_of(json.loads(chosen))
 
     def _collect(self, store: Store) -> list[Any]:
-        keys = {f"part{rank}": rank for rank in range(self.size)}
+        keys = {f"part{rank}": rank for rank in self.ranks}
         self._await(store, keys)
-        texts = [store.get(key) for key in keys]
-        self._forget(store)
-        return [_value_of(json.loads(text), of_rank=rank) for rank, text in enumerate(texts)]
+        self._forget_past()
+        return [_value_of(json.loads(store.get(key))) for key in keys]
 
-    def _forget(self, store: Store) -> None:
+    def _forget_past(self) -> None:
         """Free what nobody will read again: whoever answered this round has read the decision of the last."""
-        for rank in range(self.size):
-            store.delete_key(f"part{rank}")
         assert self._store is not None, "several ranks"
         past = PrefixStore(f"round{self._round - 2}", self._store)
-        for key in ["chosen", *(f"beat{rank}" for rank in range(self.size))]:
+        for key in ["chosen", *(f"{kind}{rank}" for rank in self.ranks for kind in ("part", "beat"))]:
             past.delete_key(key)
 
     @contextlib.contextmanager
@@ -108,13 +131,13 @@ class Agreement:
                     beats[rank], heard_s[rank] = beat, time.monotonic()
             silent = [keys[key] for key in missing if time.monotonic() - heard_s[keys[key]] > self._timeout_s]
             if silent:
-                raise _silent(silent, self.size, self._timeout_s)
+                raise _silent(silent, self._timeout_s)
             missing = await_keys(store, missing, timeout_s=self._interval_s)
 
 
-def _silent(ranks: list[int], size: int, timeout_s: float) -> CheckpointError:
+def _silent(ranks: list[int], timeout_s: float) -> CheckpointError:
     return CheckpointError(
-        f"no answer from rank {', '.join(map(str, ranks))} of {size}",
+        f"no answer from rank {', '.join(map(str, ranks))}",
         why=f"not heard of for {timeout_s:g} s",
         fix="look at that rank's log; restart the run if it died",
     )
@@ -126,13 +149,17 @@ class _Attempt:
     def __init__(self, value: Any = None, error: Exception | None = None) -> None:
         self.value, self.error = value, error
 
-    def to_json(self) -> str:
-        error = self.error
-        if error is None:
+    def to_json(self, *, of_rank: int | None) -> str:
+        """Return it as JSON; an error that is rank ``of_rank``'s says so."""
+        if self.error is None:
             return json.dumps({"value": self.value})
-        if isinstance(error, HwrlError):
-            return json.dumps({"error": [type(error).__name__, error.what, error.why, error.fix]})
-        return json.dumps({"error": ["CheckpointError", f"{type(error).__name__}: {error}", "", ""]})
+        if isinstance(self.error, HwrlError):
+            name, what, why, fix = type(self.error).__name__, self.error.what, self.error.why, self.error.fix
+        else:
+            name, what, why, fix = "CheckpointError", f"{type(self.error).__name__}: {self.error}", "", ""
+        if of_rank is not None and not what.startswith("rank "):  # else it came through a round of some of the ranks
+            what = f"rank {of_rank}: {what}"
+        return json.dumps({"error": [name, what, why, fix]})
 
 
 def _attempt(action: Callable[[], Any]) -> _Attempt:
@@ -142,9 +169,9 @@ def _attempt(action: Callable[[], Any]) -> _Attempt:
         return _Attempt(error=exc)
 
 
-def _value_of(message: dict[str, Any], *, of_rank: int | None = None) -> Any:
+def _value_of(message: dict[str, Any]) -> Any:
     if "error" not in message:
         return message["value"]
     name, what, why, fix = message["error"]
     kind: type[HwrlError] = getattr(errors, name, CheckpointError)
-    raise kind(what if of_rank is None else f"rank {of_rank}: {what}", why=why, fix=fix)
+    raise kind(what, why=why, fix=fix)

@@ -149,8 +149,5 @@ class _HashedStream:
     def flush(self) -> None:
         """Leave flushing to the end, before the sync."""
 
-    def close(self) -> None:
-        """Leave closing to the context, after the sync."""
-
     def record(self) -> FileRecord:
         return FileRecord(self._nbytes, self._hash.hexdigest())

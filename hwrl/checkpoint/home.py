@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hwrl.checkpoint.durable import DurableFS
@@ -21,28 +22,21 @@ _log = logging.getLogger(__name__)
 class CheckpointHome:
     """The one writer of a directory of checkpoints, until :meth:`close`.
 
-    Opening it takes a lock that dies with the process, sweeps what a dead writer left behind, and lets the tracker name
-    the newest complete checkpoint if that writer did not come to it.
+    Opening it takes a lock that dies with the process, and sweeps what a dead writer left behind. Where nodes have
+    disks of their own, each has a home, and a checkpoint is complete when all of them have it.
     """
 
     def __init__(self, directory: Path, fs: DurableFS) -> None:
-        self._directory, self._fs = directory, fs
-        try:
+        self.directory, self._fs = directory, fs
+        with usable(directory):
             fs.mkdir(directory)
             self._lock = DirectoryLock(directory)
-        except OSError as exc:
-            raise _unusable(directory, exc) from exc
         try:
-            self._sweep()
-            self.set_tracker()
-        except OSError as exc:
+            with usable(directory):
+                self._sweep()
+        except CheckpointError:
             self.close()
-            raise _unusable(directory, exc) from exc
-
-    @property
-    def owner(self) -> str:
-        """What the lock says of this process."""
-        return self._lock.owner
+            raise
 
     def close(self) -> None:
         """Release the lock."""
@@ -51,7 +45,7 @@ class CheckpointHome:
     def begin(self, step: int, save_id: str) -> Path:
         """Create and return the directory in which ``step`` is written until it is complete."""
         self._sweep()
-        draft = self._directory / f"{DRAFT_PREFIX}{step_name(step)}.{save_id}"
+        draft = draft_path(self.directory, step, save_id)
         self._fs.mkdir(draft)
         return draft
 
@@ -67,58 +61,62 @@ class CheckpointHome:
 
         An incomplete directory of that name is put aside first.
         """
-        final = self._directory / step_name(step)
+        final = self.directory / step_name(step)
         if final.is_symlink() or final.exists():
             self._discard(final)
         self._fs.rename(draft, final)
-        self._fs.sync_directory(self._directory)
+        self._fs.sync_directory(self.directory)
 
-    def set_tracker(self, *, without: Collection[Path] = ()) -> None:
-        """Make the tracker name the newest complete checkpoint, in one step; leave it alone if there is none.
+    @property
+    def announced(self) -> int:
+        """The step that the tracker names, -1 if it names none."""
+        try:
+            return int(_content(self.directory / TRACKER_NAME))
+        except ValueError:
+            return -1
 
-        ``without`` are some that are not to be trusted, complete as they look. A tracker that names what is not
-        complete makes its reader fail; without one, he would silently begin afresh.
-        """
-        steps = [info.step for info in self.complete() if info.path not in without]
-        tracker = self._directory / TRACKER_NAME
-        if steps and _content(tracker) != (text := str(max(steps)).encode()):
+    def set_tracker(self, step: int) -> None:
+        """Make the tracker name ``step``, in one step."""
+        tracker = self.directory / TRACKER_NAME
+        if _content(tracker) != (text := str(step).encode()):
             self._fs.replace_file(tracker, text)
 
     def retain(self, keep: int | None) -> None:
         """Remove all complete checkpoints but the newest ``keep``; None keeps all. What is not complete stays.
 
-        One that somebody reads (:func:`~hwrl.checkpoint.manifest.in_use`) stays as well, until the next save.
+        One that somebody reads (:func:`~hwrl.checkpoint.manifest.in_use`) stays as well, until the next save. A part
+        that is newer than what is announced does not count as one of the newest: other nodes may not have theirs.
         """
         if keep is None:
             return
-        for info in self.complete()[:-keep]:
+        counted = [info for info in self.complete() if info.manifest.nodes == 1 or info.step <= self.announced]
+        for info in counted[:-keep]:
             if is_in_use(info.path):
                 _log.info("keeping %s for now: somebody reads it", info.path)
             else:
                 self._discard(info.path)
 
     def put_aside(self, paths: Collection[Path]) -> None:
-        """Rename checkpoints that were found broken, so that they are none any more; nothing of them is deleted."""
-        self.set_tracker(without=paths)
+        """Rename checkpoints that are not to be resumed, so that they are none any more; nothing of them is deleted."""
         for path in paths:
             if path.exists():
                 self._fs.rename(path, path.with_name(f"{BROKEN_PREFIX}{path.name}.{os.urandom(4).hex()}"))
-                self._fs.sync_directory(self._directory)
+                self._fs.sync_directory(self.directory)
 
     def complete(self) -> list[CheckpointInfo]:
         """Return the complete checkpoints, oldest first."""
-        return find_checkpoints(self._directory)[0]
+        return find_checkpoints(self.directory)[0]
 
     def _discard(self, path: Path) -> None:
         # Renamed before it is emptied: a crash in between leaves no half checkpoint under a checkpoint's name.
         trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{os.urandom(4).hex()}")
         self._fs.rename(path, trash)
-        self._fs.sync_directory(self._directory)
+        self._fs.sync_directory(self.directory)
         self._fs.remove_tree(trash)
 
     def _sweep(self) -> None:
         """Remove what a save left that did not end, and the rest of what was not removed whole."""
-        for path in leftovers(self._directory):
+        for path in leftovers(self.directory):
             _log.info("removing %s, left by a save that did not end", path)
             self._fs.remove_tree(path)
 
@@ -128,16 +126,26 @@ def leftovers(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.name.startswith((DRAFT_PREFIX, TRASH_PREFIX)))
 
 
+def draft_path(directory: Path, step: int, save_id: str) -> Path:
+    """Return the directory in which ``step`` is written."""
+    return directory / f"{DRAFT_PREFIX}{step_name(step)}.{save_id}"
+
+
+@contextlib.contextmanager
+def usable(directory: Path) -> Iterator[None]:
+    """Raise CheckpointError for what the disk raises while checkpoints in ``directory`` are opened."""
+    try:
+        yield
+    except OSError as exc:
+        raise CheckpointError(
+            f"cannot keep checkpoints in {directory}",
+            why=f"{exc.strerror}: {exc.filename}",
+            fix="choose a directory that this user may write to, on a disk with room",
+        ) from exc
+
+
 def _content(path: Path) -> bytes:
     try:
         return b"" if path.is_symlink() else path.read_bytes()
     except FileNotFoundError:
         return b""
-
-
-def _unusable(directory: Path, exc: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"cannot keep checkpoints in {directory}",
-        why=f"{exc.strerror}: {exc.filename}",
-        fix="choose a directory that this user may write to, on a disk with room",
-    )

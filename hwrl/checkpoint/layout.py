@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import socket
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     ReadItem,
     SavePlan,
@@ -30,7 +34,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hwrl.checkpoint.manifest import MALFORMED, CheckpointInfo, corrupt
+from hwrl.checkpoint.manifest import MALFORMED, CheckpointInfo, Manifest, corrupt
+from hwrl.checkpoint.pieces import local_parts
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 
 LAYOUT_NAME = "layout.json"
@@ -50,14 +55,13 @@ def decode_plan(data: Json) -> SavePlan:
     return SavePlan([_decode_item(item) for item in data["items"]], planner_data=paths)
 
 
-def encode_entry(item: WriteItem, result: WriteResult) -> Json:
+def encode_entry(item: WriteItem, *, file: str, start: int, nbytes: int) -> Json:
     """Return one line of the layout file: an item and where it was written."""
-    place = result.storage_data
-    return {**_encode_item(item), "file": place.relative_path, "start": place.offset, "nbytes": place.length}
+    return {**_encode_item(item), "file": file, "start": start, "nbytes": nbytes}
 
 
 def decode_result(entry: Json) -> WriteResult:
-    """Return what torch's writer said when it wrote ``entry``."""
+    """Return what torch's writer would have said when it wrote ``entry``."""
     place = _StorageInfo(entry["file"], entry["start"], entry["nbytes"])
     return WriteResult(index=_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=place)
 
@@ -113,13 +117,28 @@ def _check_plain(name: str, value: object, data: io.BytesIO) -> None:
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """torch's planner, which loads no pickle and refuses a state that differs from the checkpoint."""
+    """torch's planner, which loads no pickle and refuses a state that the checkpoint does not fill."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        self._manifest = manifest
 
     def create_local_plan(self) -> LoadPlan:
-        """Return the plan; CheckpointError if names, shapes or dtypes differ. Nothing has been loaded then."""
+        """Return the plan. Nothing has been loaded then.
+
+        Raises CheckpointError if names, shapes or dtypes differ, or if another node's disk has what is needed.
+        """
         assert self.metadata is not None, "set_up_planner comes first"
         _check_same(self.state_dict, self.metadata.state_dict_metadata)
-        return super().create_local_plan()
+        plan = super().create_local_plan()
+        missing = Counter({name: tensor.numel() for (name, _), tensor in local_parts(self.state_dict)})
+        for item in plan.items:
+            if item.type is LoadItemType.TENSOR:
+                missing[item.dest_index.fqn] -= math.prod(item.lengths)
+        elsewhere = sorted(name for name, numel in missing.items() if numel > 0)
+        if elsewhere:
+            raise _elsewhere(self._manifest, elsewhere)
+        return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor into the state."""
@@ -160,6 +179,16 @@ def _misfit(why: str) -> CheckpointError:
     )
 
 
+def _elsewhere(manifest: Manifest, names: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"step {manifest.step} cannot be loaded on {socket.gethostname()}: this disk lacks parts of {names[0]!r}",
+        why=f"it has the part that node {manifest.node} of {manifest.nodes} saved, and this rank needs parts of "
+        f"{len(names)} tensors that other nodes saved",
+        fix="start as many ranks on the same nodes, in the same order; or put the parts of all nodes together with "
+        "`hwrl checkpoints join`, and give all ranks the result",
+    )
+
+
 class LayoutReader(FileSystemReader):
     """Reads a checkpoint's tensors by its layout file; torch's own ``.metadata``, a pickle, is never opened."""
 
@@ -186,8 +215,8 @@ class LayoutReader(FileSystemReader):
             places[item.index] = result.storage_data
             _add_chunk(state, item)
         for name, entry in state.items():
-            if isinstance(entry, TensorStorageMetadata) and not _is_covered(entry):
-                raise ValueError(f"the parts of {name!r} do not make up the whole")
+            if isinstance(entry, TensorStorageMetadata):
+                _check_chunks(name, entry, whole=self._info.manifest.nodes == 1)
         meta = StorageMeta(load_id=self.load_id)
         return Metadata(state, storage_data=places, storage_meta=meta)
 
@@ -208,17 +237,18 @@ def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
     entry.chunks.append(data.chunk)
 
 
-def _is_covered(entry: TensorStorageMetadata) -> bool:
-    """Return whether each element of a tensor lies in exactly one chunk: else part of it would keep what it was."""
+def _check_chunks(name: str, entry: TensorStorageMetadata, *, whole: bool) -> None:
+    """Refuse a tensor of which an element lies in two chunks, or, of a ``whole`` one, in none: it would not be read."""
     size = torch.tensor(entry.size)
     begins = torch.tensor([list(chunk.offsets) for chunk in entry.chunks]).reshape(len(entry.chunks), len(size))
     sizes = torch.tensor([list(chunk.sizes) for chunk in entry.chunks]).reshape(len(entry.chunks), len(size))
     ends = begins + sizes
-    if (begins < 0).any() or (sizes < 0).any() or (ends > size).any():
-        return False
+    inside = not ((begins < 0).any() or (sizes < 0).any() or (ends > size).any())
     overlaps = ((begins[:, None] < ends[None]) & (begins[None] < ends[:, None])).all(-1)
     alone = int(overlaps.sum()) == int(overlaps.diagonal().sum())
-    return alone and int(sizes.prod(-1).sum()) == int(size.prod())
+    complete = not whole or int(sizes.prod(-1).sum()) == int(size.prod())
+    if not (inside and alone and complete):
+        raise ValueError(f"the parts of {name!r} do not make up the whole")
 
 
 def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor]:
@@ -241,7 +271,7 @@ def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor
 
 def load_state(info: CheckpointInfo, reader: LayoutReader, metadata: Metadata, state: dict[str, Any]) -> None:
     """Fill ``state`` in place; CheckpointError if it differs from ``metadata``, CheckpointCorruptError if bytes do."""
-    planner = SafeLoadPlanner()
+    planner = SafeLoadPlanner(info.manifest)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import socket
-import time
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +29,7 @@ class DirectoryLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor: int | None = os.open(directory / LOCK_NAME, flags, 0o644)
         try:
-            self.owner = _take(self._descriptor, directory)
+            _take(self._descriptor, directory)
         except BaseException:
             self.close()
             raise
@@ -57,30 +56,7 @@ def find_owner(directory: Path) -> str | None:
     return None
 
 
-def await_owner(directory: Path, owner: str, *, timeout_s: float) -> None:
-    """Block until the lock in ``directory`` says ``owner``, as it does at once on a disk that both see.
-
-    A network file system may show it late. Raises CheckpointError if it does not within ``timeout_s``.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while _read(directory / LOCK_NAME) != owner:
-        if time.monotonic() > deadline_s:
-            raise CheckpointError(
-                f"{directory} on {socket.gethostname()} is not the directory that the first rank has",
-                why=f"{_describe_owner(owner)}, and that did not show here in {timeout_s:g} s",
-                fix="give all ranks one directory on a disk that they share",
-            )
-        time.sleep(0.05)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, ValueError):
-        return None
-
-
-def _take(descriptor: int, directory: Path) -> str:
+def _take(descriptor: int, directory: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as exc:
@@ -94,7 +70,6 @@ def _take(descriptor: int, directory: Path) -> str:
     with open(descriptor, "w", closefd=False) as file:  # unlike os.write, it writes all or raises
         file.truncate()
         file.write(owner)
-    return owner
 
 
 def _describe_owner(text: str) -> str:

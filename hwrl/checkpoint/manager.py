@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -10,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # give
 from hwrl.backend import Backend
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.home import CheckpointHome
+from hwrl.checkpoint.home import CheckpointHome, usable
 from hwrl.checkpoint.layout import LayoutReader, load_state
-from hwrl.checkpoint.lock import await_owner
 from hwrl.checkpoint.manifest import (
     MALFORMED,
     CheckpointInfo,
@@ -33,15 +31,17 @@ from hwrl.checkpoint.manifest import (
     step_name,
     verify_files,
 )
+from hwrl.checkpoint.nodes import join_node
 from hwrl.checkpoint.save import EXTRA_NAME, SaveJob, Saver
-from hwrl.checkpoint.staging import SaveItems, local_in_memory, no_memory, parts_of
+from hwrl.checkpoint.staging import SaveItems, Staging, require_memory
+from hwrl.checkpoint.survey import Survey, look, merge
 from hwrl.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     ConfigError,
 )
-from hwrl.memory import Offloader, PinnedPool
+from hwrl.memory import Offloader
 from hwrl.registry import get_backend
 
 if TYPE_CHECKING:
@@ -111,26 +111,41 @@ class CheckpointManager:
             )
         self.directory = Path(directory).absolute()
         self._async_save = async_save
-        self._backend = backend or get_backend()
-        self._pool = PinnedPool(self._backend)
+        self._staging = Staging(backend or get_backend())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._pending: Future[None] | None = None
         self._agreement = _agreement(group, timeout_s)
         self._fs = fs or DurableFS()
-        self._home: CheckpointHome | None = None
+        self._node = join_node(self.directory, self._fs, self._agreement)
         try:
-            owner = self._agreement.decide(self._open_home, _first)
-            self._agreement.decide(lambda: await_owner(self.directory, owner, timeout_s=timeout_s), _first)
+            self._agreement.vote(self._open_home)
+            newest = self._survey().newest
+            self._agreement.vote(lambda: self._set_tracker(newest))
         except Exception:
             self._close_home()
             raise
-        self._saver = Saver(self.directory, self._agreement, self._fs, self._home, max_ckpt_to_keep)
+        self._saver = Saver(self.directory, self._agreement, self._node, self._fs, max_ckpt_to_keep)
 
-    def _open_home(self) -> str | None:
-        if self._agreement.rank != 0:
-            return None
-        self._home = CheckpointHome(self.directory, self._fs)
-        return self._home.owner
+    def _open_home(self) -> None:
+        if self._node.agreement.decides:
+            self._node.home = CheckpointHome(self.directory, self._fs)
+
+    def _set_tracker(self, newest: int) -> None:
+        """Let the tracker name the newest complete checkpoint, if its writer did not come to it.
+
+        A tracker that names what is not complete makes its reader fail; without one, he would silently begin afresh.
+        """
+        if self._node.home is not None and newest >= 0:
+            with usable(self.directory):
+                self._node.home.set_tracker(newest)
+
+    def _survey(self) -> Survey:
+        home = self._node.home
+        found = self._agreement.decide(
+            lambda: None if home is None else look(home),
+            lambda views: asdict(merge([view for view in views if view is not None])),
+        )
+        return Survey(**found)
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -164,10 +179,9 @@ class CheckpointManager:
         self.wait()
         waited_s = time.perf_counter()
         items = SaveItems(state, offloader=offloader)
-        staging = items.staging(self._pool, self._backend) if self._async_save else contextlib.nullcontext()
         try:
-            with staging:
-                job = SaveJob(step, weight_version, items.make_plan(), items, _json(extra), _json(rank_extra), export)
+            job = SaveJob(step, weight_version, items, _json(extra), _json(rank_extra), export)
+            items.hold(self._staging if self._async_save else None)
         except BaseException:
             items.close()
             raise
@@ -177,7 +191,7 @@ class CheckpointManager:
         else:
             self._saver.run(job)
         blocked_s = time.perf_counter() - waited_s
-        return SaveReport(waited_s - started_s, blocked_s, items.staged_nbytes, items.lent_nbytes, self._pool.nbytes)
+        return SaveReport(waited_s - started_s, blocked_s, items.staged_nbytes, items.lent_nbytes, self._staging.nbytes)
 
     def wait(self) -> None:
         """Block until no save is running; raise what it failed with."""
@@ -191,11 +205,11 @@ class CheckpointManager:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._pool.close()
+            self._staging.close()
             self._close_home()
 
     def _close_home(self) -> None:
-        home, self._home = self._home, None
+        home, self._node.home = self._node.home, None
         if home is not None:
             home.close()
 
@@ -234,17 +248,22 @@ class CheckpointManager:
         cannot be read all the same; ``state`` may be partly overwritten in that last case only.
         """
         self.wait()
-        found = self._agreement.decide(lambda: None, lambda parts: self._candidates(step))
-        skipped = [Skipped(self.directory / name, reason) for name, reason in found["skipped"]]
-        for name in found["complete"]:
-            path = self.directory / name
+        survey = self._survey()
+        skipped = [Skipped(self.directory / name, reason) for name, reason in survey.skipped.items()]
+        for one in skipped:
+            _log.warning("skipping %s: %s", one.path, one.reason)
+        candidates = survey.complete[::-1]
+        if step is not None:
+            candidates, skipped = [self._only(step, survey)], []
+        for candidate in candidates:
+            path = self.directory / step_name(candidate)
             reason = self._agreement.decide(functools.partial(self._verify_share, path), _first)
             if reason is None:
                 return self._load(inspect_checkpoint(path), state, skipped)
             _log.warning("skipping %s: %s", path, reason)
             skipped.append(Skipped(path, reason))
             self._saver.broken.append(path)
-        if not skipped:
+        if not candidates and not survey.lost:
             return None
         if step is not None:
             raise corrupt(skipped[0].path, skipped[0].reason)
@@ -254,39 +273,29 @@ class CheckpointManager:
             fix="restore one of them from a copy, or start in an empty directory",
         )
 
-    def _candidates(self, step: int | None) -> dict[str, Any]:
-        complete, skipped = find_checkpoints(self.directory)
-        if step is not None:
-            complete, skipped = self._only(step), []
-        for one in skipped:
-            _log.warning("skipping %s: %s", one.path, one.reason)
-        return {
-            "complete": [info.path.name for info in reversed(complete)],
-            "skipped": [[one.path.name, one.reason] for one in skipped],
-        }
-
-    def _only(self, step: int) -> list[CheckpointInfo]:
-        path = self.directory / step_name(step)
-        if path.exists():
-            return [inspect_checkpoint(path)]
+    def _only(self, step: int, survey: Survey) -> int:
+        if step in survey.complete:
+            return step
+        if (name := step_name(step)) in survey.skipped:
+            raise corrupt(self.directory / name, survey.skipped[name])
         raise CheckpointNotFoundError(
             f"there is no checkpoint of step {step} in {self.directory}",
-            why=f"it holds steps {[info.step for info in self.checkpoints()]}",
+            why=f"it holds steps {survey.complete}",
             fix="choose one of these, or give no step for the newest",
         )
 
     def _verify_share(self, path: Path) -> str | None:
-        """Verify every size-th file; return why it cannot be trusted, if so."""
+        """Verify this rank's share of the files that its node has; return why they cannot be trusted, if so."""
         try:
             info = inspect_checkpoint(path)
             names = sorted(info.manifest.files)
-            verify_files(info, names[self._agreement.rank :: self._agreement.size])
+            verify_files(info, names[self._node.rank :: len(self._node.agreement.ranks)])
         except CheckpointCorruptError as exc:
             return exc.why
         return None
 
     def _load(self, info: CheckpointInfo, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
-        self._agreement.decide(lambda: _load_into(info, state), lambda parts: None)
+        self._agreement.vote(lambda: _load_into(info, state))
         try:
             extra = json.loads((info.path / EXTRA_NAME).read_bytes())
             resumed = Resumed(info, dict(extra["all"]), [dict(one) for one in extra["ranks"]], skipped)
@@ -299,18 +308,16 @@ class CheckpointManager:
 
 def _agreement(group: Group | None, timeout_s: float) -> Agreement:
     if group is None:
-        return Agreement(None, rank=0, size=1, timeout_s=timeout_s)
+        return Agreement(None, rank=0, ranks=[0], timeout_s=timeout_s)
     opened = group.store.add(
         f"hwrl/checkpoint/opened/{group.rank}", 1
     )  # all ranks open their managers in the same order
     store = PrefixStore(f"hwrl/checkpoint/{opened}", group.store)
-    return Agreement(store, rank=group.rank, size=group.size, timeout_s=timeout_s)
+    return Agreement(store, rank=group.rank, ranks=range(group.size), timeout_s=timeout_s)
 
 
 def _load_into(info: CheckpointInfo, state: dict[str, Any]) -> None:
-    for (name, _), tensor in parts_of(flatten_state_dict(state)[0]):
-        if local_in_memory(tensor) is None:
-            raise no_memory(name)
+    require_memory(flatten_state_dict(state)[0])
     reader = LayoutReader(info)
     load_state(info, reader, reader.read_metadata(), state)
 

@@ -50,7 +50,8 @@ class Manifest:
     """The content of MANIFEST.json. ``files`` maps relative POSIX names to size and hash; all but the manifest itself.
 
     ``save_id`` is unique to one call of save; ``world_size`` is the number of ranks that wrote;
-    ``versions`` are those of the libraries that wrote it.
+    ``versions`` are those of the libraries that wrote it. Where nodes have disks of their own, this is the part of
+    ``node``, one of ``nodes``.
     """
 
     step: int
@@ -60,6 +61,8 @@ class Manifest:
     saved_unix_s: float
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]
+    node: int = 0
+    nodes: int = 1
 
     def to_bytes(self) -> bytes:
         """Return the file's content: sorted JSON that ends in a hash of itself."""
@@ -80,7 +83,8 @@ class Manifest:
         return manifest
 
     def _check_types(self) -> None:
-        counts = [self.step, self.world_size, self.weight_version, *(one.nbytes for one in self.files.values())]
+        counts = [self.step, self.world_size, self.weight_version, self.node, self.nodes]
+        counts += [one.nbytes for one in self.files.values()]
         texts = [self.save_id, *self.versions, *self.versions.values(), *(one.sha256 for one in self.files.values())]
         if not all(type(one) is int for one in counts) or not all(type(one) is str for one in texts):
             raise TypeError("a number or a text is neither")

@@ -8,8 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 Offset = tuple[int, ...]
+Part = tuple[str, Offset | None]
+"""A tensor's name, and which of its pieces it is, if it is in pieces."""
 
 
 class Pieces(torch.Tensor):
@@ -55,3 +58,15 @@ class Pieces(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None, "every item that this class makes has one"
         return self.pieces[tuple(index.offset)]
+
+
+@torch.no_grad()
+def local_parts(state: Mapping[str, Any]) -> list[tuple[Part, torch.Tensor]]:
+    """Return what this rank has of each tensor of a flat state, detached: its part of it, or each of its pieces."""
+    parts: list[tuple[Part, torch.Tensor]] = []
+    for name, value in state.items():
+        if isinstance(value, Pieces):
+            parts += [((name, offset), piece) for offset, piece in value.pieces.items()]
+        elif isinstance(value, torch.Tensor):
+            parts.append(((name, None), value.to_local() if isinstance(value, DTensor) else value.detach()))
+    return parts

@@ -7,23 +7,27 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # what its planner calls first
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import hwrl
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS, FileRecord
-from hwrl.checkpoint.home import CheckpointHome
-from hwrl.checkpoint.layout import LAYOUT_NAME, decode_plan, decode_result, encode_entry, encode_plan
+from hwrl.checkpoint.home import CheckpointHome, draft_path
+from hwrl.checkpoint.layout import LAYOUT_NAME, Json, decode_plan, decode_result, encode_plan
 from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hwrl.checkpoint.nodes import Node
+from hwrl.checkpoint.payload import write_items
 from hwrl.checkpoint.staging import SaveItems
+from hwrl.checkpoint.survey import Survey, look, merge
 from hwrl.errors import CheckpointSaveError, HwrlError
 
 EXTRA_NAME = "extra.json"
@@ -32,11 +36,10 @@ EXPORT_NAME = "hf"
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What one rank brings to a save. ``source`` gives the data of each item of ``plan``; the saver closes it."""
+    """What one rank brings to a save. The saver closes ``source``."""
 
     step: int
     weight_version: int
-    plan: SavePlan
     source: SaveItems
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
@@ -45,12 +48,12 @@ class SaveJob:
 
 @dataclass
 class Saver:
-    """Runs jobs, one at a time. ``home`` is there on rank 0 only: it creates the directory and commits it."""
+    """Runs jobs, one at a time, on all ranks of ``agreement`` together."""
 
     directory: Path
     agreement: Agreement
+    node: Node
     fs: DurableFS
-    home: CheckpointHome | None
     keep: int | None
     broken: list[Path] = field(default_factory=list)
     """Checkpoints whose content was found to be wrong, to be put aside by the next save."""
@@ -58,95 +61,128 @@ class Saver:
     _metadata: Metadata | None = field(default=None, init=False)
 
     def run(self, job: SaveJob) -> None:
-        """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disk."""
+        """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disks."""
+        sealed = False
         try:
-            opened = self.agreement.decide(lambda: _offer(job), lambda offers: self._open(job, offers))
-            draft = self.directory / opened["draft"]
-            chosen = opened["chosen"][self.agreement.rank]
-            self.agreement.decide(
-                lambda: self._write(job, draft, chosen), lambda parts: self._commit(job, draft, parts)
-            )
+            opened = self.agreement.decide(lambda: self._offer(job), lambda offers: self._open(job, offers))
+            self.agreement.vote(lambda: self._prepare(job, opened))
+            sealed = True
+            self.agreement.vote(lambda: self._commit(job.step))
+            self.agreement.vote(lambda: self._announce(job.step))
         except CheckpointSaveError:
             self._clean_up()
             raise
-        except Exception as exc:  # the disk, a peer, the caller's export: whatever it was, this save did not commit
+        except Exception as exc:  # the disk, a peer, the caller's export
+            may_be_complete = sealed and self._draft is None  # rank 0 is silent, or was, and committed
             self._clean_up()
-            raise _failed(job.step, _reason(exc)) from exc
+            raise (_in_doubt if may_be_complete else _failed)(job.step, _reason(exc)) from exc
         finally:
             job.source.close()
 
+    def _offer(self, job: SaveJob) -> dict[str, Any]:
+        home = self.node.home
+        return {
+            "step": job.step,
+            "extra": job.extra,
+            "rank_extra": job.rank_extra,
+            "holds": None if home is None else look(home, without=self.broken),
+        }
+
     def _open(self, job: SaveJob, offers: list[dict[str, Any]]) -> dict[str, Any]:
-        assert self.home is not None, "rank 0 decides"
         if len({offer["step"] for offer in offers}) > 1:
             raise _failed(job.step, f"the ranks are at steps {[offer['step'] for offer in offers]}")
-        self.home.put_aside(self.broken)
-        self.broken.clear()
-        newest = max((info.step for info in self.home.complete()), default=-1)
-        if job.step <= newest:
+        survey = merge([offer["holds"] for offer in offers if offer["holds"] is not None])
+        if job.step <= survey.newest:
             raise CheckpointSaveError(
                 f"step {job.step} cannot be saved",
-                why=f"{self.directory} already holds step {newest}, complete",
+                why=f"{self.directory} already holds step {survey.newest}, complete",
                 fix="save later steps only; to go back, move the newer checkpoints away first",
             )
-        plans = [decode_plan(offer["plan"]) for offer in offers]
-        deduplicated, self._metadata = DefaultSavePlanner().create_global_plan(plans)
-        self._draft = self.home.begin(job.step, os.urandom(8).hex())
         return {
-            "draft": self._draft.name,
-            "chosen": [_positions(*pair) for pair in zip(plans, deduplicated, strict=True)],
+            "save_id": os.urandom(8).hex(),
+            "survey": asdict(survey),
+            "extra": {"all": offers[0]["extra"], "ranks": [offer["rank_extra"] for offer in offers]},
         }
 
-    def _write(self, job: SaveJob, draft: Path, chosen: list[int]) -> dict[str, Any]:
-        items = [job.plan.items[position] for position in chosen]
-        writer = self._writer(draft)
-        # The writer names files by the position of a plan in the list.
-        ours = writer.prepare_global_plan([SavePlan([])] * self.agreement.rank + [SavePlan(items)])[-1]
-        results = {result.index: result for result in writer.write_data(ours, job.source).wait()}
+    def _prepare(self, job: SaveJob, opened: dict[str, Any]) -> None:
+        """Have all files of this node on its disk, under a draft's name."""
+        node, plan = self.node.agreement, job.source.make_plan()
+        chosen = node.decide(lambda: encode_plan(plan), lambda plans: self._begin(job, opened, plans))
+        draft = draft_path(self.directory, job.step, opened["save_id"])
+        items = [plan.items[position] for position in chosen[self.node.rank]]
+        node.decide(lambda: self._write(job, draft, items), lambda parts: self._seal(job, opened, draft, parts))
+
+    def _begin(self, job: SaveJob, opened: dict[str, Any], offers: list[dict[str, Any]]) -> list[list[int]]:
+        """Make the draft; return which items each rank of the node writes: what several hold is written by one."""
+        home, survey = self._home, Survey(**opened["survey"])
+        if survey.complete:
+            home.set_tracker(survey.newest)
+        home.put_aside(sorted({*self.broken, *survey.uncommitted(home)}))
+        plans = [decode_plan(offer) for offer in offers]
+        deduplicated = dedup_save_plans(plans)
+        if self.node.count == 1:  # else other tools would take a node's part for the whole
+            deduplicated, self._metadata = DefaultSavePlanner().create_global_plan(plans)
+        self._draft = home.begin(job.step, opened["save_id"])
+        return [_positions(*pair) for pair in zip(plans, deduplicated, strict=True)]
+
+    def _write(self, job: SaveJob, draft: Path, items: list[WriteItem]) -> dict[str, Any]:
+        entries = write_items(self.fs, draft, self.agreement.rank, items, job.source)
         job.source.close()  # before the other ranks are waited for
-        if self.agreement.rank == 0 and job.export is not None:
+        if self.agreement.decides and job.export is not None:
             self._export(job.export, draft / EXPORT_NAME)
         return {
-            "entries": [encode_entry(item, results[item.index]) for item in items],
+            "entries": entries,
             "files": {name: [one.nbytes, one.sha256] for name, one in self.fs.take_records(draft).items()},
-            "extra": job.rank_extra,
         }
 
-    def _commit(self, job: SaveJob, draft: Path, parts: list[dict[str, Any]]) -> None:
-        assert self.home is not None and self._metadata is not None, "rank 0 opened it"
-        entries = [part["entries"] for part in parts]
-        self._writer(draft).finish(self._metadata, [[decode_result(entry) for entry in rank] for rank in entries])
-        self._write_json(draft / LAYOUT_NAME, [entry for rank in entries for entry in rank])
-        self._write_json(draft / EXTRA_NAME, {"all": job.extra, "ranks": [part["extra"] for part in parts]})
+    def _seal(self, job: SaveJob, opened: dict[str, Any], draft: Path, parts: list[dict[str, Any]]) -> None:
+        entries = [entry for part in parts for entry in part["entries"]]
+        if self._metadata is not None:
+            self._write_metadata(draft, self._metadata, entries)
         files = self.fs.take_records(draft)
         for part in parts:
             files |= {name: FileRecord(nbytes, sha256) for name, (nbytes, sha256) in part["files"].items()}
-        self.fs.write_file(draft / MANIFEST_NAME, _manifest(job, draft, files, world_size=len(parts)).to_bytes())
-        self.fs.take_records(draft)
-        for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
-            self.fs.sync_directory(directory)
-        self._publish(self.home, draft, job.step)
+        seal(self.fs, draft, entries, opened["extra"], self._manifest(job, opened["save_id"], files))
 
-    def _publish(self, home: CheckpointHome, draft: Path, step: int) -> None:
-        try:
-            home.commit(draft, step)
-            self._draft = None
-            home.set_tracker()
-            home.retain(self.keep)
-        except OSError as exc:
-            if draft.exists():
-                raise
-            self._draft = None
-            raise CheckpointSaveError(
-                f"step {step} is complete, but its name may not be durable, or not all that follows was done",
-                why=f"{exc.strerror}: {exc.filename}",
-                fix="mend the cause; the next save sets the tracker right and removes old checkpoints",
-            ) from exc
-
-    def _writer(self, draft: Path) -> FileSystemWriter:
-        # DurableFS syncs, after it flushed. Nothing is read ahead: who is asked for an item takes the last as written.
-        writer = FileSystemWriter(draft, sync_files=False, per_thread_copy_ahead=0)
+    def _write_metadata(self, draft: Path, metadata: Metadata, entries: list[dict[str, Any]]) -> None:
+        writer = FileSystemWriter(draft, sync_files=False)  # DurableFS syncs, after it flushed
         writer.fs = self.fs
-        return writer
+        writer.finish(metadata, [[decode_result(entry) for entry in entries]])
+
+    def _manifest(self, job: SaveJob, save_id: str, files: Mapping[str, FileRecord]) -> Manifest:
+        return Manifest(
+            step=job.step,
+            save_id=save_id,
+            world_size=len(self.agreement.ranks),
+            weight_version=job.weight_version,
+            saved_unix_s=time.time(),
+            versions={"hwrl": hwrl.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
+            files=files,
+            node=self.node.number,
+            nodes=self.node.count,
+        )
+
+    def _commit(self, step: int) -> None:
+        """Rename this node's draft; the checkpoint is complete when all nodes have."""
+        if self._draft is None:  # another rank of the node has it
+            return
+        try:
+            self._home.commit(self._draft, step)
+        except OSError as exc:
+            if self._draft.exists():
+                raise _failed(step, _reason(exc)) from exc
+            self._draft = None
+            raise _not_all_done(step, exc) from exc
+        self._draft = None
+
+    def _announce(self, step: int) -> None:
+        if self.node.home is None:
+            return
+        try:
+            self.node.home.set_tracker(step)
+            self.node.home.retain(self.keep)
+        except OSError as exc:
+            raise _not_all_done(step, exc) from exc
 
     def _export(self, export: Callable[[Path], object], directory: Path) -> None:
         self.fs.mkdir(directory)
@@ -161,34 +197,31 @@ class Saver:
             if path.is_file():
                 self.fs.adopt_file(path)
 
-    def _write_json(self, path: Path, value: Any) -> None:
-        self.fs.write_file(path, json.dumps(value).encode())
+    @property
+    def _home(self) -> CheckpointHome:
+        assert self.node.home is not None, "the first rank of a node decides for it"
+        return self.node.home
 
     def _clean_up(self) -> None:
-        if self.home is not None and self._draft is not None:
-            self.home.abandon(self._draft)
+        if self._draft is not None:
+            self._home.abandon(self._draft)
         self._draft = None
 
 
-def _offer(job: SaveJob) -> dict[str, Any]:
-    return {"step": job.step, "plan": encode_plan(job.plan)}
+def seal(fs: DurableFS, draft: Path, entries: list[Json], extra: Json, manifest: Manifest) -> None:
+    """Add layout, extra state and manifest to a draft, whose other files the manifest names, and make it durable."""
+    for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
+        fs.write_file(draft / name, json.dumps(content).encode())
+    files = {**manifest.files, **fs.take_records(draft)}
+    fs.write_file(draft / MANIFEST_NAME, replace(manifest, files=files).to_bytes())
+    fs.take_records(draft)
+    for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
+        fs.sync_directory(directory)
 
 
 def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:
     position: dict[MetadataIndex, int] = {item.index: number for number, item in enumerate(plan.items)}
     return [position[item.index] for item in kept.items]
-
-
-def _manifest(job: SaveJob, draft: Path, files: Mapping[str, FileRecord], *, world_size: int) -> Manifest:
-    return Manifest(
-        step=job.step,
-        save_id=draft.name.rpartition(".")[2],
-        world_size=world_size,
-        weight_version=job.weight_version,
-        saved_unix_s=time.time(),
-        versions={"hwrl": hwrl.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
-        files=files,
-    )
 
 
 def _reason(exc: Exception) -> str:
@@ -198,4 +231,20 @@ def _reason(exc: Exception) -> str:
 def _failed(step: int, why: str) -> CheckpointSaveError:
     return CheckpointSaveError(
         f"step {step} was not saved", why=why, fix="mend the cause and save again; the previous checkpoint is intact"
+    )
+
+
+def _not_all_done(step: int, exc: OSError) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"step {step} is complete, but its name may not be durable, or not all that follows was done",
+        why=f"{exc.strerror}: {exc.filename}",
+        fix="mend the cause; the next save sets the tracker right and removes old checkpoints",
+    )
+
+
+def _in_doubt(step: int, why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"step {step} may or may not be complete",
+        why=why,
+        fix="save a later step; resume finds the newest that is complete",
     )

@@ -3,130 +3,158 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from hwrl.backend import Backend
 from hwrl.checkpoint.layout import SafeSavePlanner
-from hwrl.checkpoint.pieces import Offset, Pieces
+from hwrl.checkpoint.pieces import Part, Pieces, local_parts
 from hwrl.errors import MemoryStateError
 from hwrl.memory import HostCopy, Offloader, PinnedPool
 from hwrl.memory.lending import part_of
 
 _ALIGNMENT_NBYTES = 64
 
-_Part = tuple[str, Offset | None]  # a tensor's name, and which of its pieces it is, if it is in pieces
+
+class Staging:
+    """One slab of page-locked memory, and the tensors in it to which a state is copied; kept from save to save."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._pool = PinnedPool(backend)
+        self._places: dict[Part, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the slab."""
+        return self._pool.nbytes
+
+    @contextlib.contextmanager
+    def copying(self, tensors: Mapping[Part, torch.Tensor]) -> Iterator[dict[Part, torch.Tensor]]:
+        """Copy ``tensors`` on a side stream while the block runs; yields the copies, which are complete after it."""
+        if not self._fits(tensors):
+            self._lay_out(tensors)
+        stream = self._backend.stream()
+        stream.wait_stream(self._backend.current_stream())
+        try:
+            with stream:
+                for part, tensor in tensors.items():
+                    self._places[part].copy_(tensor, non_blocking=True)
+            yield self._places
+        finally:
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Free the slab."""
+        self._places = {}
+        self._pool.close()
+
+    def _fits(self, tensors: Mapping[Part, torch.Tensor]) -> bool:
+        return self._places.keys() == tensors.keys() and all(
+            place.shape == tensor.shape and place.dtype == tensor.dtype
+            for place, tensor in ((self._places[part], tensor) for part, tensor in tensors.items())
+        )
+
+    def _lay_out(self, tensors: Mapping[Part, torch.Tensor]) -> None:
+        self._places = {}  # before the slab: one that is too small is freed only when nothing lies in it
+        slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
+        places, start = {}, 0
+        for part, tensor in tensors.items():
+            places[part] = part_of(slab, start, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            start += _padded(tensor.nbytes)
+        self._places = places
 
 
-class SaveItems(SafeSavePlanner):
-    """Plans the saving of ``state`` and hands its tensors and values to torch's writer.
+class SaveItems:
+    """What there is to save of ``state``, and the plan for it.
 
-    A tensor that ``offloader`` holds on the host is read there. It is lent until the writer asks for the next item, so
-    that an offload waits for what is not written yet, and for no more. What is lent stands first in the plan.
+    A tensor that ``offloader`` holds on the host is read there. It is lent until it is written, so that an offload
+    waits for what is not written yet, and for no more. What is lent stands first in the plan.
 
-    Timeline: ``staging`` around ``make_plan`` if the state may change before it is written; then any thread writes;
+    Timeline: ``hold``, with a staging if the state may change before it is written; then any threads plan and read;
     ``close`` gives back what is still lent.
     """
 
     def __init__(self, state: Mapping[str, Any], *, offloader: Offloader | None = None) -> None:
-        super().__init__()
-        self.set_up_planner(dict(state))
+        self._planner = SafeSavePlanner()
+        self._planner.set_up_planner(dict(state))
         self._offloader = offloader
-        self._in_pieces = {name for name, value in self.state_dict.items() if isinstance(value, Pieces)}
-        tensors = dict(parts_of(self.state_dict))
-        found = {part: local_in_memory(tensor) for part, tensor in tensors.items()}
-        self._here = {part: local for part, local in found.items() if local is not None}
-        self._away = {part: tensors[part] for part, local in found.items() if local is None}
-        self._lent: dict[_Part, HostCopy] = {}
-        self._values: dict[str, Any] = {}
-        self._reading: HostCopy | None = None
+        self._in_pieces = {name for name, value in self._planner.state_dict.items() if isinstance(value, Pieces)}
+        self._here: dict[Part, torch.Tensor] = {}
+        self._away: dict[Part, torch.Tensor] = {}
+        for part, tensor in local_parts(self._planner.state_dict):
+            (self._away if _is_away(tensor) else self._here)[part] = tensor
+        self._lent: dict[Part, HostCopy] = {}
+        self._values: dict[str, torch.Tensor | io.BytesIO] = {}
         self.staged_nbytes = 0
 
     @property
     def lent_nbytes(self) -> int:
         """The bytes that are read from the offloader's copies."""
-        return sum(copy.tensor.nbytes for copy in self._lent.values())
+        return sum(copy.nbytes for copy in self._lent.values())
 
-    @contextlib.contextmanager
-    def staging(self, pool: PinnedPool, backend: Backend) -> Iterator[None]:
-        """Copy what is not lent into one slab of pinned memory, on a side stream, while the block runs.
+    def hold(self, staging: Staging | None) -> None:
+        """Borrow what is offloaded, make bytes of what is no tensor, and copy all else to ``staging``, if there is one.
 
-        The state may be changed after the block. The next save reuses the slab.
+        Nothing but shapes and dtypes is asked of the state after this.
         """
-        slab = pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in self._here.values()))
-        stream = backend.stream()
-        stream.wait_stream(backend.current_stream())
-        staged, start = {}, 0
-        with stream:
-            for part, tensor in self._here.items():
-                place = slab[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                place.copy_(tensor, non_blocking=True)
-                staged[part] = part_of(slab, start, place)
-                start += _padded(tensor.nbytes)
-        try:
-            yield
-        finally:
-            stream.synchronize()
-        self._here = staged
-        self.staged_nbytes = sum(tensor.nbytes for tensor in staged.values())
+        if staging is None:
+            self._hold_values()
+            return
+        with staging.copying(self._here) as copies:
+            self._hold_values()
+        self._here = copies
+        self.staged_nbytes = sum(tensor.nbytes for tensor in copies.values())
 
-    def make_plan(self) -> SavePlan:
-        """Return this rank's plan; what is no tensor is made bytes now, and what is offloaded is lent from now on."""
+    def _hold_values(self) -> None:
         for part, tensor in self._away.items():
             copy = None if self._offloader is None else self._offloader.lend(tensor)
             if copy is None:
                 raise no_memory(part[0])
             self._lent[part] = copy
-        plan = self.create_local_plan()
-        for item in plan.items:
-            if item.type is WriteItemType.BYTE_IO:
-                self._values[item.index.fqn] = super().resolve_data(item)
+        for name, value in self._planner.state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                item = WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+                self._values[name] = self._planner.resolve_data(item)
+
+    def make_plan(self) -> SavePlan:
+        """Return this rank's plan."""
+        plan = self._planner.create_local_plan()
         return replace(plan, items=sorted(plan.items, key=lambda item: self._part(item) not in self._lent))
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor or the bytes of ``write_item``. The item that was asked for before counts as written."""
-        self._end_reading()
-        if write_item.type is WriteItemType.BYTE_IO:
-            return self._values[write_item.index.fqn]
-        part = self._part(write_item)
-        self._reading = self._lent.get(part)
-        return self._here[part] if self._reading is None else self._reading.tensor
+    @contextlib.contextmanager
+    def reading(self, item: WriteItem) -> Iterator[torch.Tensor | io.BytesIO]:
+        """Yield the tensor or the bytes of ``item``; what was lent is given back after the block."""
+        if item.type is WriteItemType.BYTE_IO:
+            yield self._values[item.index.fqn]
+            return
+        part = self._part(item)
+        lent = self._lent.get(part)
+        yield self._here[part] if lent is None else lent.tensor
+        if lent is not None:
+            lent.give_back()
 
     def close(self) -> None:
         """Give back what is still lent. May be called again."""
-        self._end_reading()
         for copy in self._lent.values():
             copy.give_back()
 
-    def _part(self, item: WriteItem) -> _Part:
+    def _part(self, item: WriteItem) -> Part:
         name, offset = item.index.fqn, item.index.offset
         return (name, tuple(offset)) if name in self._in_pieces and offset is not None else (name, None)
 
-    def _end_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.give_back()
-            self._reading = None
 
-
-def parts_of(state: Mapping[str, Any]) -> Iterator[tuple[_Part, torch.Tensor]]:
-    """Yield what this rank has of each tensor of a flat state: the tensor, or each of its :class:`Pieces`."""
-    for name, value in state.items():
-        if isinstance(value, Pieces):
-            yield from (((name, offset), piece) for offset, piece in value.pieces.items())
-        elif isinstance(value, torch.Tensor):
-            yield (name, None), value
-
-
-def local_in_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of ``tensor``, detached; None if it is offloaded."""
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return None if local.numel() and local.untyped_storage().nbytes() == 0 else local
+def require_memory(state: Mapping[str, Any]) -> None:
+    """Raise MemoryStateError if a tensor of a flat state is offloaded."""
+    for (name, _), tensor in local_parts(state):
+        if _is_away(tensor):
+            raise no_memory(name)
 
 
 def no_memory(name: str) -> MemoryStateError:
@@ -136,6 +164,10 @@ def no_memory(name: str) -> MemoryStateError:
         why="it is offloaded",
         fix="give save its `offloader=`, or save and resume inside `with offloader.loaded():`",
     )
+
+
+def _is_away(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
 def _padded(nbytes: int) -> int:

@@ -9,6 +9,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
     from hwrl.memory import HostCopy
 
-_NBYTES_OF_AN_ELEMENT = 4  # float32
+_NBYTES_OF_A_PARAMETER = 12  # float32, with AdamW's two moments
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every way is measured with: bytes of parameters, what is offloaded, tokens of a step, where to save.
+    """What every way is measured with: bytes of the state, what is offloaded, tokens of a step, where to save.
 
     ``rollout_s`` is how long the trainer idles between a save and the next step, as it does for a rollout.
     """
@@ -33,7 +34,6 @@ class Plan:
     offload: Literal["none", "optimizer", "all"]
     tokens: int
     rollout_s: float
-    rounds: int
     directory: Path
 
 
@@ -50,7 +50,7 @@ class Training:
         self.backend = get_backend()
         self.backend.set_device(0)
         self._tokens = plan.tokens
-        self._model = language_model(plan.nbytes // _NBYTES_OF_AN_ELEMENT, device=self.backend.device())
+        self._model = language_model(plan.nbytes // _NBYTES_OF_A_PARAMETER, device=self.backend.device())
         self._optimizer = torch.optim.AdamW(self._model)
         self.offloader = Offloader(self._model, self._optimizer, backend=self.backend)
         for _ in range(2):  # the first allocates
@@ -341,14 +341,20 @@ class _Rounds:
         with self._training.offloader.lending():
             self._way.save(self._saves)
         blocked_s = time.perf_counter() - begin
-        time.sleep(self._plan.rollout_s)
-        next_step_s = self._training.step(self._way.before_change)
-        self._way.wait()
-        return {"blocked_s": blocked_s, "next_step_s": next_step_s, "complete_s": time.perf_counter() - begin}
+        with ThreadPoolExecutor(1) as watcher:
+            complete_s = watcher.submit(self._await_completion, begin)
+            time.sleep(self._plan.rollout_s)
+            next_step_s = self._training.step(self._way.before_change)
+            return {"blocked_s": blocked_s, "next_step_s": next_step_s, "complete_s": complete_s.result()}
 
-    def measure(self) -> list[dict[str, float]]:
-        """Take turns: the raw copy, a step by itself, a save with the step that follows it."""
-        return [{"raw_s": self._training.copy_raw(), **self.step(), **self.save()} for _ in range(self._plan.rounds)]
+    def measure(self) -> dict[str, float]:
+        """Take the raw copy, a step by itself, and a save with the step that follows it."""
+        return {"raw_s": self._training.copy_raw(), **self.step(), **self.save()}
+
+    def _await_completion(self, begin: float) -> float:
+        assert self._way is not None, "it saves"
+        self._way.wait()
+        return time.perf_counter() - begin
 
     def close(self) -> None:
         """Close the way."""

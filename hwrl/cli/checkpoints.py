@@ -1,4 +1,4 @@
-"""``hwrl checkpoints``: list, verify, export and prune the checkpoints of a run, beside the run if need be."""
+"""``hwrl checkpoints``: list, verify, export, join and prune the checkpoints of a run, beside the run if need be."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from hwrl.checkpoint import CheckpointInfo, Skipped
 
-HELP = "list, verify, export or prune the checkpoints of a run"
+HELP = "list, verify, export, join or prune the checkpoints of a run"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
-    actions = parser.add_subparsers(required=True, metavar="{ls,verify,export,prune}")
+    actions = parser.add_subparsers(required=True, metavar="{ls,verify,export,join,prune}")
     _add(actions, "ls", _list, "show the checkpoints in DIR, and who writes there")
     verify = _add(actions, "verify", _verify, "read every file and compare its hash; status 1 if one differs")
     verify.add_argument("--step", type=int, help="this one only")
@@ -31,6 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--model", type=Path, required=True, help="the model directory that training began from")
     export.add_argument("--step", type=int, help="default: the newest")
     export.add_argument("--dtype", default="float32", help="default: float32, as parameters are trained")
+    join = _add(actions, "join", _join, "put together what nodes saved on disks of their own")
+    join.add_argument("more", type=Path, nargs="+", metavar="DIR", help="the same directory of the other nodes")
+    join.add_argument("--out", type=Path, required=True, help="the directory to write global_step_N/ into")
+    join.add_argument("--step", type=int, help="default: the newest that is whole")
     prune = _add(actions, "prune", _prune, "remove all complete checkpoints but the newest; not while a trainer runs")
     prune.add_argument("--keep", type=int, required=True, help="how many stay, at least 1")
 
@@ -74,7 +78,7 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     lines = [f"{args.dir}: {owner or 'nobody writes here now'}; the tracker says {tracker}"]
     lines += [
         f"  step {info.step:<8} {info.nbytes / 1e6:12,.1f} MB  {info.manifest.world_size} rank(s)  "
-        f"weight version {info.weight_version:<6} {_saved_at(info)}"
+        f"weight version {info.weight_version:<6} {_saved_at(info)}{_part(info)}"
         for info in complete
     ]
     lines += [f"  {one.path.name} is not complete: {one.reason}" for one in skipped]
@@ -95,7 +99,10 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
             if info.path.exists():  # else the trainer removed it before we came to it
                 broken[info.path.name] = exc.why
     whole = [info.step for info in complete if info.path.exists() and info.path.name not in broken]
-    lines = [f"step {step} is whole" for step in whole] + [f"{name}: {why}" for name, why in broken.items()]
+    parts = {info.step: _part(info) for info in complete}
+    lines = [f"step {step} is whole{parts[step]}" for step in whole] + [
+        f"{name}: {why}" for name, why in broken.items()
+    ]
     return {"whole": whole, "broken": broken}, lines or ["there are no checkpoints"], not broken
 
 
@@ -113,6 +120,12 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
             fix="give the run's directory checkpoints/, or wait for its first save",
         )
     info = complete[-1]
+    if info.manifest.nodes > 1:
+        raise DataError(
+            f"step {info.step} in {args.dir} is no whole model",
+            why=f"it is the part of node {info.manifest.node} of {info.manifest.nodes}",
+            fix="put the parts of all nodes together with `hwrl checkpoints join`, and export the result",
+        )
     with in_use(info):
         verify_files(info, info.manifest.files)
         weights = read_tensors(info, prefix="model.")
@@ -144,6 +157,15 @@ def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor]) -> 
         draft.rename(args.out)
 
 
+def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
+    from hwrl.checkpoint.join import join_parts
+
+    directories = [args.dir, *args.more]
+    step = join_parts(directories, args.out, step=args.step)
+    report = {"step": step, "out": str(args.out)}
+    return report, [f"joined step {step} from {len(directories)} directories in {args.out}"], True
+
+
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint import DurableFS
     from hwrl.checkpoint.home import CheckpointHome
@@ -153,6 +175,8 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     home = CheckpointHome(args.dir, DurableFS())
     try:
         before = {info.step: info.nbytes for info in home.complete()}
+        if before and not any(info.manifest.nodes > 1 for info in home.complete()):
+            home.set_tracker(max(before))  # of a part, only its trainer knows
         home.retain(args.keep)
         kept = {info.step for info in home.complete()}
     finally:
@@ -190,10 +214,17 @@ def _describe(info: CheckpointInfo) -> dict[str, Any]:
         "path": str(info.path),
         "nbytes": info.nbytes,
         "world_size": manifest.world_size,
+        "node": manifest.node,
+        "nodes": manifest.nodes,
         "weight_version": manifest.weight_version,
         "saved": _saved_at(info),
         "versions": dict(manifest.versions),
     }
+
+
+def _part(info: CheckpointInfo) -> str:
+    manifest = info.manifest
+    return f"  only the part of node {manifest.node} of {manifest.nodes}" if manifest.nodes > 1 else ""
 
 
 def _saved_at(info: CheckpointInfo) -> str:

@@ -12,14 +12,20 @@ import torch
 class HostCopy:
     """The host's copy of one offloaded tensor, lent by :meth:`Offloader.lend`.
 
-    ``tensor`` has the dtype, shape and strides of the offloaded one. Its memory is the offloader's own: only read it.
-    Until :meth:`give_back`, or until this object goes, an offload that would overwrite it waits.
+    Its memory is the offloader's own: only read it. Until :meth:`give_back`, or until this object goes, an offload that
+    would overwrite it waits. The copy lies at byte ``begin`` of ``slab``; ``start`` is where its loan is counted.
     """
 
-    def __init__(self, tensor: torch.Tensor, loans: Loans, start: int) -> None:
-        self.tensor = tensor
+    def __init__(self, slab: torch.Tensor, begin: int, like: torch.Tensor, loans: Loans, start: int) -> None:
+        self._slab, self._begin, self._like = slab, begin, like
+        self.nbytes = like.nbytes
         loans.begin(start)
         self._end = weakref.finalize(self, loans.end, start)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The copy, with the dtype, shape and strides of the offloaded tensor."""
+        return part_of(self._slab, self._begin, self._like)
 
     def give_back(self) -> None:
         """Let the memory be overwritten. May be called again, from any thread."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hwrl.backend import Backend
 from hwrl.errors import MemoryStateError
 from hwrl.memory.fingerprint import bytes_of, fingerprints
-from hwrl.memory.lending import HostCopy, Loans, part_of
+from hwrl.memory.lending import HostCopy, Loans
 from hwrl.memory.pool import PinnedPool
 from hwrl.registry import get_backend
 
@@ -176,7 +176,8 @@ class Offloader:
 
         The copy is good until it is given back, however often the parts are loaded and offloaded in the meantime.
         """
-        return self._params.lend(_local(tensor)) or self._optimizer.lend(_local(tensor))
+        local = _local(tensor)
+        return self._params.lend(local) or self._optimizer.lend(local)
 
     def close(self) -> None:
         """Bring everything back and free the host memory, what is lent when it is given back. May be called again."""
@@ -292,7 +293,7 @@ class _Part:
             return None
         assert self._slab is not None, "offloaded"
         begin = start + int(tensor.storage_offset()) * tensor.element_size()
-        return HostCopy(part_of(self._slab, begin, tensor), self._loans, start)
+        return HostCopy(self._slab, begin, tensor, self._loans, start)
 
     def _allocate(self, batch: list[tuple[torch.UntypedStorage, _Slot]]) -> None:
         try:

@@ -40,11 +40,11 @@ def run_cycles(home: Path, *, cycles: int, seed: int) -> Tally:
     chance, steps, kills = random.Random(seed), cycles * STEPS_PER_CYCLE, 0
     for cycle in range(cycles):
         fault = Fault(chance.choice(KINDS[:2]), chance.randrange(150)) if chance.random() < 0.5 else None
-        turn = chance.randrange(20, 200)
-        status = _in_child(lambda: _train(home, steps, seed=cycle, fault=fault, die_at=turn))  # noqa: B023 - now
+        turn, disk = chance.randrange(20, 200), WatchedDisk(home)
+        status = _in_child(lambda: _train(home, steps, disk, seed=cycle, fault=fault, die_at=turn))  # noqa: B023 - now
         assert status in (0, -signal.SIGKILL), status
         kills += status != 0
-    assert _in_child(lambda: _train(home, steps, seed=cycles, fault=None, die_at=None)) == 0
+    assert _in_child(lambda: _train(home, steps, WatchedDisk(home), seed=cycles, fault=None, die_at=None)) == 0
     counts = torch.zeros(steps * BATCH)
     with CheckpointManager(home, backend=CpuBackend(INFO)) as manager:
         resumed = manager.resume({"trained": counts})
@@ -63,11 +63,10 @@ def _in_child(run: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _train(home: Path, steps: int, *, seed: int, fault: Fault | None, die_at: int | None) -> None:
+def _train(home: Path, steps: int, disk: WatchedDisk, *, seed: int, fault: Fault | None, die_at: int | None) -> None:
     """Train to the end; or to the death, at the fault or at turn ``die_at``."""
     chance, counts, step = random.Random(seed), torch.zeros(steps * BATCH), 0
     ledger = PromptLedger(groups_per_version=BATCH, max_staleness=STALENESS, total_groups=steps * BATCH)
-    disk = WatchedDisk(home)
     if fault is not None:
         disk.enter()
     with CheckpointManager(home, max_ckpt_to_keep=1, async_save=True, backend=CpuBackend(INFO)) as manager:

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["kill", "torn", "short", "full", "broken"]
-KINDS: tuple[Kind, ...] = ("kill", "torn", "short", "full", "broken")
+Kind = Literal["kill", "torn", "short", "full", "broken", "frozen"]
+KINDS: tuple[Kind, ...] = ("kill", "torn", "short", "full", "broken", "frozen")
 """What may befall a call: the process is killed before it; or after it, after half of it for a write; a write does half
-and says so, as it may; the disk is full from then on (half of a write fits, removing works); or it fails once with EIO.
+and says so, as it may (the next one, if the call is none); the disk is full from then on (half of a write fits,
+removing works); it fails once with EIO; or the process is stopped before it, until somebody has it go on.
 """
+KILLS: tuple[Kind, ...] = ("kill", "torn")
 
 OPERATIONS = (
     "none", "create", "write", "resize", "sync", "mkdir", "rename", "remove", "link", "attributes", "escape",
@@ -40,7 +42,17 @@ class Fault:
     @property
     def kills(self) -> bool:
         """Whether it ends a process."""
-        return self.kind in ("kill", "torn")
+        return self.kind in KILLS
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'-job' if self.whole_job else ''}@{self.at}"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Return the fault whose text this is: ``kill-job@17``."""
+        kind, _, at = text.partition("@")
+        named = KINDS[KINDS.index(kind.removesuffix("-job"))]
+        return cls(named, int(at), whole_job=kind.endswith("-job"))
 
 
 @dataclass(frozen=True)
@@ -82,12 +94,13 @@ class WatchedDisk:
         self.directory = directory
         self._state = _State.from_buffer(mmap.mmap(-1, ctypes.sizeof(_State)))
         self._state.trace_fd = -1
+        self._library = _library()  # built here, once, and not in every child
 
     def enter(self, *, trace: Path | None = None) -> None:
         """Watch this process from now on; with ``trace``, append its calls there."""
         if trace is not None:
             self._state.trace_fd = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        error = _library().interpose(os.fsencode(self.directory), ctypes.byref(self._state))
+        error = self._library.interpose(os.fsencode(self.directory), ctypes.byref(self._state))
         if error:
             raise OSError(error, os.strerror(error))
 

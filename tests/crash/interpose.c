@@ -30,7 +30,7 @@
 
 /* Both as in disk.py. */
 enum operation { NONE, CREATE, WRITE, RESIZE, SYNC, MKDIR, RENAME, REMOVE, LINK, ATTRIBUTES, ESCAPE };
-enum kind { KILL, TORN, SHORT, FULL, BROKEN };
+enum kind { KILL, TORN, SHORT, FULL, BROKEN, FROZEN };
 
 struct state {          /* shared with disk.py and with forked processes */
     _Atomic int64_t calls; /* changes seen while armed */
@@ -192,7 +192,11 @@ static long spoil(long number, const long *a, const struct call *call) {
     switch (state->kind) {
     case KILL: die();
     case TORN: writes ? half(number, a, call) : whole(number, a); die();
-    case SHORT: return writes ? half(number, a, call) : whole(number, a);
+    case SHORT: return half(number, a, call);
+    case FROZEN:
+        passing_call(SYS_tgkill, passing_call(SYS_getpid, 0, 0, 0, 0, 0, 0), passing_call(SYS_gettid, 0, 0, 0, 0, 0, 0),
+                     SIGSTOP, 0, 0, 0);
+        return whole(number, a);
     case FULL: state->full = 1; return writes && call->data_nbytes > 1 ? half(number, a, call) : -ENOSPC;
     default: return -EIO;
     }
@@ -214,7 +218,10 @@ static long run(long number, const long *a) {
         return number == SYS_io_uring_setup ? -ENOSYS : whole(number, a);
     }
     trace(&call, place, to);
-    if (atomic_fetch_add(&state->calls, 1) == state->at) return spoil(number, a, &call);
+    if (atomic_fetch_add(&state->calls, 1) == state->at) {
+        if (state->kind != SHORT || call.operation == WRITE) return spoil(number, a, &call);
+        state->at++;
+    }
     if (state->full && needs_space(call.operation)) return -ENOSPC;
     return whole(number, a);
 }

@@ -1,4 +1,4 @@
-"""What the matrix drives: hwrl's checkpoint manager, on one rank or on several with FSDP2."""
+"""What the matrix drives: hwrl's checkpoint manager, with a trainer on one rank or on several."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # fully_shard imports it when it is first called: once here, and not in every life
-from torch import nn
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.comm import Comm, Group, connect_store
+from hwrl.checkpoint.pieces import local_parts
+from hwrl.comm import Comm, connect_store
 from hwrl.errors import HwrlError
-from hwrl_cpu import INFO, CpuBackend
 from tests.crash.matrix import Session, Subject
+from tests.crash.trainers import BACKEND, MakeTrainer, Trainer, whole
 
-BACKEND = CpuBackend(INFO)
 TRACKER = "latest_checkpointed_iteration.txt"
-ROWS = 5  # odd: the ranks' shards differ in size
 
 
 class Managed(Subject):
-    """A :class:`CheckpointManager` and a model that ``fully_shard`` split over ``ranks``; whole on one rank.
-
-    ``store`` is the address where the ranks meet.
-    """
+    """A :class:`CheckpointManager` and what ``make`` makes on ``ranks`` ranks, which meet at the address ``store``."""
 
     errors = (HwrlError,)
 
-    def __init__(self, *, async_save: bool, keep: int, ranks: int = 1, store: str = "") -> None:
+    def __init__(
+        self,
+        make: MakeTrainer = whole,
+        *,
+        name: str = "whole",
+        async_save: bool,
+        keep: int,
+        ranks: int = 1,
+        store: str = "",
+    ) -> None:
+        self.name = f"{name}-{'async' if async_save else 'sync'}-keep{keep}"
         self.async_save, self.keep, self.ranks = async_save, keep, ranks
-        self._store = store
+        self._make, self._store = make, store
 
     @contextlib.contextmanager
     def open(self, home: Path, *, rank: int, life: str, timeout_s: float) -> Iterator[Session]:
@@ -46,6 +47,7 @@ class Managed(Subject):
             if self.ranks > 1:
                 store = PrefixStore(life, connect_store(self._store))
                 group = stack.enter_context(Comm(BACKEND).init_default(store=store, rank=rank, size=self.ranks))
+            trainer = stack.enter_context(self._make(group))
             manager = CheckpointManager(
                 home,
                 max_ckpt_to_keep=self.keep,
@@ -54,7 +56,10 @@ class Managed(Subject):
                 backend=BACKEND,
                 timeout_s=timeout_s,
             )
-            yield _ManagedSession(stack.enter_context(manager), group)
+            yield _ManagedSession(stack.enter_context(manager), trainer)
+
+    def denies(self, step: int, exc: Exception) -> bool:
+        return f"step {step} was not saved" in str(exc)
 
     def steps(self, home: Path) -> list[int]:
         complete, skipped = find_checkpoints(home)
@@ -69,11 +74,8 @@ class Managed(Subject):
 
 
 class _ManagedSession(Session):
-    def __init__(self, manager: CheckpointManager, group: Group | None) -> None:
-        self._manager = manager
-        self._model = nn.Linear(3, ROWS)
-        if group is not None:
-            fully_shard(self._model, mesh=init_device_mesh("cpu", (group.size,)))
+    def __init__(self, manager: CheckpointManager, trainer: Trainer) -> None:
+        self._manager, self._trainer = manager, trainer
 
     def save(self, step: int) -> None:
         self._manager.save(
@@ -91,19 +93,22 @@ class _ManagedSession(Session):
         resumed = self._manager.resume(state)
         if resumed is None:
             return None
-        says = {resumed.step, resumed.info.weight_version, resumed.extra["step"], state["step"]}
+        self._trainer.load_state_dict(state)
+        says = {resumed.step, resumed.info.weight_version, resumed.extra["step"], state["updates"]}
         says |= {extra["step"] for extra in resumed.rank_extras}
         says |= {int((resumed.info.path / "hf" / "step.txt").read_text())}
-        says |= {int(value) for tensor in state["model"].values() for value in _local(tensor).unique().tolist()}
+        says |= {int(value) for tensor in _memory(self._trainer.state_dict()) for value in tensor.unique().tolist()}
         assert says == {resumed.step} and not resumed.skipped, (says, resumed.skipped)
         return resumed.step
 
     def _state(self, step: int) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": get_model_state_dict(self._model), "step": step}
-        for tensor in state["model"].values():
-            _local(tensor).fill_(float(step))
+        """Have the trainer say ``step`` all over; return its state."""
+        state = self._trainer.state_dict() | {"updates": step}
+        for tensor in _memory(state):
+            tensor.fill_(step)
         return state
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _memory(state: dict[str, Any]) -> list[torch.Tensor]:
+    """Return this rank's part of every tensor."""
+    return [tensor for _, tensor in local_parts(flatten_state_dict(state)[0])]

@@ -14,17 +14,17 @@ import signal
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.crash.disk import KINDS, Fault, Kind, WatchedDisk, read_trace
+from tests.crash.disk import KILLS, KINDS, Fault, Kind, WatchedDisk, read_trace
 
 LIFE_LIMIT_S = 120.0
-TIMEOUT_S, NOTICE_S = 3.0, 5.0
+TIMEOUT_S, NOTICE_S = 2.0, 5.0
 """When survivors may miss a rank, and how long after that they may take to say so."""
 
 
@@ -46,9 +46,11 @@ class Session(ABC):
 class Subject(ABC):
     """A way to keep checkpoints, as the matrix drives it: ``ranks`` processes make the same calls of their sessions.
 
-    ``keep`` steps are kept; ``errors`` are what a call may raise when the disk fails or a rank is gone.
+    ``name`` is its own, without colons. ``keep`` steps are kept; ``errors`` are what a call may raise when the disk
+    fails or a rank is gone.
     """
 
+    name: str
     ranks = 1
     keep = 1
     errors: tuple[type[Exception], ...] = (OSError,)
@@ -58,6 +60,10 @@ class Subject(ABC):
         """Begin a life on ``home``. Its ranks, and no others, share the name ``life``; they miss each other after
         ``timeout_s``.
         """
+
+    def denies(self, step: int, exc: Exception) -> bool:
+        """Return whether ``exc``, raised when ``step`` was saved, says for sure that it was not."""
+        return False
 
     @abstractmethod
     def steps(self, home: Path) -> list[int]:
@@ -70,61 +76,92 @@ class Subject(ABC):
 
 @dataclass(frozen=True)
 class Point:
-    """``first`` befalls rank ``victim`` of subject number ``subject``; ``second``, if any, rank 0 in the next life."""
+    """``first`` befalls rank ``victim`` of the subject of that name; ``second``, if any, rank 0 in the next life."""
 
-    subject: int
+    subject: str
     victim: int
     first: Fault
     second: Fault | None = None
 
+    def __str__(self) -> str:
+        faults = [self.first, *([self.second] if self.second else [])]
+        return ":".join([self.subject, str(self.victim), *map(str, faults)])
+
+    @classmethod
+    def parse(cls, text: str) -> Point:
+        """Return the point whose text this is: ``fsdp2-2-async-keep1:0:kill-job@17:full@5``."""
+        subject, victim, *faults = text.split(":")
+        return cls(subject, int(victim), *map(Fault.parse, faults))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a point: how many of its faults were met, and what is broken."""
+
+    met: int
+    broken: list[str]
+
 
 class Matrix:
-    """Runs points, in ``work``: an empty directory, best in memory, since what a kill loses depends on no disk."""
+    """Runs points, in ``work``: an empty directory, best in memory, since what a kill loses depends on no disk.
+
+    Processes that are forked from the one that made it may run points at the same time.
+    """
 
     def __init__(self, subjects: Sequence[Subject], work: Path) -> None:
-        self._subjects, self._work = subjects, work.resolve()
+        self._subjects, self._work = {subject.name: subject for subject in subjects}, work.resolve()
         self._lives = 0
-        self._templates = [self._template(number) for number in range(len(subjects))]
+        self._templates = {subject.name: self._template(subject) for subject in subjects}
+        self._operations = {
+            (subject.name, victim): self._find_operations(subject, victim)
+            for subject in subjects
+            for victim in range(subject.ranks)
+        }
 
     # -- which points -------------------------------------------------------------------------------------------
 
     def every_point(self, *, kinds: Sequence[Kind] = KINDS) -> Iterator[Point]:
         """Yield each kind of fault at each change that each rank makes in a life that saves one step."""
-        for number, subject in enumerate(self._subjects):
-            for victim in range(subject.ranks):
-                for at, operation in enumerate(self.operations(number, victim=victim)):
-                    for kind in kinds:
-                        if kind == "short" and operation != "write":
-                            continue
-                        yield Point(number, victim, Fault(kind, at))
-                        if Fault(kind, at).kills and subject.ranks > 1:
-                            yield Point(number, victim, Fault(kind, at, whole_job=True))
+        for (name, victim), operations in self._operations.items():
+            for at, operation in enumerate(operations):
+                for kind in kinds:
+                    alone = self._subjects[name].ranks == 1
+                    if (kind == "short" and operation != "write") or (kind == "frozen" and alone):
+                        continue
+                    yield Point(name, victim, Fault(kind, at))
+                    if kind in KILLS and not alone:
+                        yield Point(name, victim, Fault(kind, at, whole_job=True))
 
     def random_points(self, points: Sequence[Point], *, seed: int) -> Iterator[Point]:
         """Yield points for ever: one of ``points``, and a second fault in the life that recovers from it."""
         chance = random.Random(seed)
         while True:
-            second = Fault(chance.choice(KINDS), chance.randrange(60), whole_job=True)
-            yield replace(chance.choice(points), second=second)
+            point = chance.choice(points)
+            kind, at = (
+                chance.choice([kind for kind in KINDS if kind != "frozen"]),
+                chance.randrange(len(self._operations[point.subject, 0])),
+            )
+            yield replace(point, second=Fault(kind, at, whole_job=kind in KILLS))
 
-    def operations(self, number: int, *, victim: int = 0) -> list[str]:
+    def _find_operations(self, subject: Subject, victim: int) -> list[str]:
         """Return the kinds of changes that ``victim`` makes in a life without faults, in order."""
-        home, trace = self._fresh(number), self._work / "trace"
+        home, trace = self._fresh(subject), self._work / "trace"
         trace.unlink(missing_ok=True)
         disk = WatchedDisk(home)
-        life = _Life(self._subjects[number], home, self._name(), steps=[10], victim=victim, disk=disk, trace=trace)
-        complaints = life.run()
+        complaints = _Life(subject, home, self._name(), steps=[10], victim=victim, disk=disk, trace=trace).run()
         assert not complaints, complaints
         assert disk.escapes == 0, "the directory is changed in a way that the matrix cannot meet"
         return [operation.name for operation in read_trace(trace)]
 
     # -- one point ----------------------------------------------------------------------------------------------
 
-    def run(self, point: Point) -> list[str]:
-        """Return what is broken at ``point``: nothing, if all promises are kept."""
-        subject, home = self._subjects[point.subject], self._fresh(point.subject)
+    def run(self, point: Point) -> Result:
+        """Let the faults of ``point`` happen, and look at all promises."""
+        subject = self._subjects[point.subject]
+        home = self._fresh(subject)
         acknowledged = attempted = set(range(1, subject.keep + 1))  # what the template holds
         faults = [point.first, *([point.second] if point.second else []), None]
+        met = 0
         for number, fault in enumerate(faults, start=1):
             disk, victim = WatchedDisk(home), point.victim if number == 1 else 0
             life = _Life(
@@ -132,6 +169,7 @@ class Matrix:
                 home,
                 self._name(),
                 steps=[10 * number],
+                acknowledged=acknowledged,
                 resumes=number > 1,
                 victim=victim,
                 disk=disk,
@@ -141,24 +179,25 @@ class Matrix:
             attempted = attempted | {10 * number, 10 * number + 1}
             complaints += _check_resumed(life, acknowledged, attempted)
             acknowledged = acknowledged | life.saved
-            complaints += _check_disk(subject, home, acknowledged)
+            complaints += _check_disk(subject, home, acknowledged, life.denied)
+            met += disk.fired
             if fault is point.first and not disk.fired:
                 complaints.append("the fault was not met")
             if complaints:
-                return [f"life {number}: {complaint}" for complaint in complaints]
-        return [f"left over: {name}" for name in subject.leftovers(home)]
+                return Result(met, [f"life {number}: {complaint}" for complaint in complaints])
+        return Result(met, [f"left over: {name}" for name in subject.leftovers(home)])
 
-    def _template(self, number: int) -> Path:
-        subject, home = self._subjects[number], self._work / f"template{number}"
+    def _template(self, subject: Subject) -> Path:
+        home = self._work / f"template-{subject.name}"
         home.mkdir()
         complaints = _Life(subject, home, self._name(), steps=list(range(1, subject.keep + 1))).run()
         assert not complaints, complaints
         return home
 
-    def _fresh(self, number: int) -> Path:
-        home = self._work / "home"
+    def _fresh(self, subject: Subject) -> Path:
+        home = self._work / f"home-{os.getpid()}"
         shutil.rmtree(home, ignore_errors=True)
-        shutil.copytree(self._templates[number], home, symlinks=True)
+        shutil.copytree(self._templates[subject.name], home, symlinks=True)
         return home
 
     def _name(self) -> str:
@@ -176,6 +215,7 @@ class _Life:
         name: str,
         *,
         steps: list[int],
+        acknowledged: Collection[int] = (),
         resumes: bool = False,
         victim: int = 0,
         disk: WatchedDisk | None = None,
@@ -183,10 +223,11 @@ class _Life:
         trace: Path | None = None,
     ) -> None:
         self._subject, self._home, self._name = subject, home, name
-        self._steps, self._resumes = steps, resumes
+        self._steps, self._acknowledged, self._resumes = steps, acknowledged, resumes
         self._victim, self._disk, self._fault, self._trace = victim, disk, fault, trace
         self.resumed: list[int | None] = []
         self.saved: set[int] = set()
+        self.denied: set[int] = set()
 
     def run(self) -> list[str]:
         """Live; return complaints."""
@@ -199,17 +240,39 @@ class _Life:
             os.setpgid(child, children.get(0, child))
             theirs.close()
             children[rank], pipes[mine] = child, rank
-        reports, in_time = _collect(pipes)
+        reports, in_time = self._collect(pipes, children)
         if not in_time:
             os.killpg(children[0], signal.SIGKILL)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children.values()]
         orphans = _end_group(children[0])
         return self._judge(reports, statuses) + ["it hung"] * (not in_time) + ["it left a process"] * orphans
 
+    def _collect(
+        self, pipes: dict[Connection, int], children: dict[int, int]
+    ) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
+        """Return what each rank reports, and whether all ended in time. One that is frozen goes on when missed."""
+        reports: list[tuple[int, dict[str, Any]]] = []
+        deadline_s = time.monotonic() + LIFE_LIMIT_S
+        while pipes:
+            ready = wait(list(pipes), max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                return reports, False
+            for pipe in ready:
+                assert isinstance(pipe, Connection), "nothing else was waited for"
+                rank, report = pipes[pipe], _receive(pipe)
+                if report is None:
+                    del pipes[pipe]
+                else:
+                    reports.append((rank, report))
+                if self._freezes() and rank != self._victim and (report is None or "failed" in report):
+                    os.kill(children[self._victim], signal.SIGCONT)
+        return reports, True
+
     def _judge(self, reports: list[tuple[int, dict[str, Any]]], statuses: list[int]) -> list[str]:
         complaints = [f"rank {rank}: {report['complaint']}" for rank, report in reports if "complaint" in report]
         self.resumed = [report["resumed"] for _, report in reports if "resumed" in report]
         self.saved = {int(report["saved"]) for _, report in reports if "saved" in report}
+        self.denied = {step for _, report in reports for step in report.get("denied", ())}
         for rank, status in enumerate(statuses):
             expected = (0, -signal.SIGKILL) if self._may_die(rank) else (0,)
             if status not in expected:
@@ -220,8 +283,11 @@ class _Life:
         fault = self._fault
         return fault is not None and fault.kills and (rank == self._victim or fault.whole_job)
 
+    def _freezes(self) -> bool:
+        return self._fault is not None and self._fault.kind == "frozen"
+
     def _loses_a_rank(self) -> bool:
-        return self._fault is not None and self._fault.kills and not self._fault.whole_job
+        return self._freezes() or (self._fault is not None and self._fault.kills and not self._fault.whole_job)
 
     # -- in the children ----------------------------------------------------------------------------------------
 
@@ -235,18 +301,18 @@ class _Life:
             with self._open(rank, "first") as session:
                 if self._resumes:
                     reports.send({"resumed": session.resume()})
-                self._save(session, self._steps, reports)
+                self._save(rank, session, self._steps, reports)
         except self._subject.errors as exc:
             self._note(exc, reports)
             if self._mended():
                 with self._open(rank, "second") as session:
-                    self._save(session, [self._steps[-1] + 1], reports)
+                    self._save(rank, session, [self._steps[-1] + 1], reports)
 
     def _open(self, rank: int, attempt: str) -> AbstractContextManager[Session]:
         timeout_s = TIMEOUT_S if self._loses_a_rank() else LIFE_LIMIT_S
         return self._subject.open(self._home, rank=rank, life=f"{self._name}/{attempt}", timeout_s=timeout_s)
 
-    def _save(self, session: Session, steps: list[int], reports: Connection) -> None:
+    def _save(self, rank: int, session: Session, steps: list[int], reports: Connection) -> None:
         for step in steps:
             self._began_s = time.monotonic()
             try:
@@ -254,13 +320,19 @@ class _Life:
                 reports.send({"saved": step})
             except self._subject.errors as exc:
                 self._note(exc, reports)
+                denied = {step} if self._subject.denies(step, exc) else set()
+                reports.send({"denied": denied})
                 if self._mended():
+                    if rank == self._victim:
+                        for complaint in _check_disk(self._subject, self._home, self._acknowledged, denied):
+                            reports.send({"complaint": f"before the next save, {complaint}"})
                     session.save(step + 1)
                     reports.send({"saved": step + 1})
         if self._fault is None and session.resume() != steps[-1]:
             reports.send({"complaint": "the step that was just saved is not found"})
 
     def _note(self, exc: Exception, reports: Connection) -> None:
+        reports.send({"failed": str(exc)})
         late_s = time.monotonic() - self._began_s - TIMEOUT_S
         if self._fault is None:
             reports.send({"complaint": f"it failed without a fault: {exc}"})
@@ -287,22 +359,14 @@ def _be_rank(life: _Life, rank: int, *, leader: int, reports: Connection) -> Non
         os._exit(status)
 
 
-def _collect(pipes: dict[Connection, int]) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
-    """Return what each rank reports, and whether all of them ended in time."""
-    reports: list[tuple[int, dict[str, Any]]] = []
-    deadline_s = time.monotonic() + LIFE_LIMIT_S
-    while pipes:
-        ready = wait(list(pipes), max(0.0, deadline_s - time.monotonic()))
-        if not ready:
-            return reports, False
-        for pipe in ready:
-            assert isinstance(pipe, Connection), "nothing else was waited for"
-            try:
-                reports.append((pipes[pipe], pipe.recv()))
-            except (EOFError, OSError):  # it ended, perhaps in the middle of a report
-                del pipes[pipe]
-                pipe.close()
-    return reports, True
+def _receive(pipe: Connection) -> dict[str, Any] | None:
+    """Return the next report; None, and close ``pipe``, if its process ended, perhaps in the middle of one."""
+    try:
+        report: dict[str, Any] = pipe.recv()
+    except (EOFError, OSError):
+        pipe.close()
+        return None
+    return report
 
 
 def _end_group(leader: int) -> bool:
@@ -322,10 +386,13 @@ def _check_resumed(life: _Life, acknowledged: set[int], attempted: set[int]) -> 
     return []
 
 
-def _check_disk(subject: Subject, home: Path, acknowledged: set[int]) -> list[str]:
+def _check_disk(subject: Subject, home: Path, acknowledged: Collection[int], denied: Collection[int]) -> list[str]:
     try:
         complete = set(subject.steps(home))
     except Exception as exc:  # noqa: BLE001 - whatever a reader runs into is the finding
         return [f"a reader is misled: {type(exc).__name__}: {exc}"]
-    lost = set(sorted(complete | acknowledged)[-subject.keep :]) - complete
-    return [f"lost: {sorted(lost)}; there is {sorted(complete)}"] if lost else []
+    lost = set(sorted(complete.union(acknowledged))[-subject.keep :]) - complete
+    complaints = [f"lost: {sorted(lost)}; there is {sorted(complete)}"] if lost else []
+    if complete.intersection(denied):
+        complaints.append(f"it was said that {sorted(denied)} was not saved; there is {sorted(complete)}")
+    return complaints

@@ -25,7 +25,7 @@ class Reference(Subject):
     errors = (OSError, RuntimeError)
 
     def __init__(self, kind: type[ReferenceSession]) -> None:
-        self._kind = kind
+        self._kind, self.name = kind, kind.__name__
 
     @contextlib.contextmanager
     def open(self, home: Path, *, rank: int, life: str, timeout_s: float) -> Iterator[Session]:
@@ -44,17 +44,19 @@ class ReferenceSession(Session):
         self.home = home
 
 
-class DeletesFirst(ReferenceSession):
-    """verl's order with one step kept: each part of the old step goes before that part of the new one is written; data
-    position and tracker come last. Nothing is synced."""
+class DeletesEarly(ReferenceSession):
+    """verl's order with one step kept: each part of the old step goes as soon as that part of the new one is written;
+    data position and tracker come last. Nothing is synced."""
 
     def save(self, step: int) -> None:
         new = self.home / f"global_step_{step}"
         for part in ("actor", "critic"):
-            for old in self.home.glob(f"global_step_*/{part}"):
-                shutil.rmtree(old)
+            old = list(self.home.glob(f"global_step_*/{part}"))
             (new / part).mkdir(parents=True)
-            torch.save({"weight": torch.full((64,), float(step))}, new / part / "model.pt")
+            for name in ("model", "optim", "extra"):
+                torch.save({"weight": torch.full((64,), float(step))}, new / part / f"{name}.pt")
+            for path in old:
+                shutil.rmtree(path)
         torch.save({"position": step}, new / "data.pt")
         (self.home / TRACKER).write_text(str(step))
 
@@ -65,7 +67,8 @@ class DeletesFirst(ReferenceSession):
         old = self.home / f"global_step_{step}"
         says = {torch.load(old / "data.pt")["position"]}
         for part in ("actor", "critic"):
-            says |= set(torch.load(old / part / "model.pt")["weight"].tolist())
+            for name in ("model", "optim", "extra"):
+                says |= set(torch.load(old / part / f"{name}.pt")["weight"].tolist())
         assert says == {step}, says
         return step
 

@@ -7,69 +7,88 @@ import itertools
 import logging
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 from hwrl.store import serve_store, store_address
 from hwrl.testing.processes import run_processes
 from tests.crash.cycles import Tally, run_cycles
 from tests.crash.managed import Managed
-from tests.crash.matrix import Matrix, Point, Subject
+from tests.crash.matrix import Matrix, Point, Result, Subject
+from tests.crash.trainers import MakeTrainer, Megatron, fsdp2, write_model
 
 MEMORY = Path("/dev/shm")
 CYCLES = 100
+REPORT_EVERY_S = 10.0
+LIMIT_S = 86400.0
 
 
 @dataclass
 class Outcome:
-    """How many points were met, by what befell them, and what was broken."""
+    """How many points were met, by subject and by what befell them, and what was broken."""
 
     points: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
 
-    def add(self, other: Outcome) -> None:
-        """Count ``other``'s points with ours."""
-        self.points += other.points
-        self.broken += other.broken
+    def add(self, point: Point, result: Result) -> None:
+        """Count ``point``; print what is broken."""
+        second = point.second.kind if result.met > 1 and point.second else "nothing"
+        self.points[point.subject] += 1
+        self.faults[point.first.kind + (f", then {second}" if point.second else "")] += 1
+        for complaint in result.broken:
+            self.broken.append(f"{point}: {complaint}")
+            print(self.broken[-1], flush=True)
 
 
-def sweep(points: int, *, seed: int, timeout_s: float = 3600.0) -> Outcome:
-    """Meet ``points`` points: single faults, each at most once, and pairs of faults in two lives."""
-    outcome, store = Outcome(), serve_store()
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as work:
-        cores = os.cpu_count() or 1
-        arguments = (Path(work), store_address(store), points, seed, cores)
-        for share in run_processes(_share, cores, *arguments, timeout_s=timeout_s):
-            outcome.add(share)
-    return outcome
+# -- which points ----------------------------------------------------------------------------------------------------
 
 
-def managed_subjects(store: str) -> list[Subject]:
-    """Return what is swept: sync and async, one and three steps kept, one and two ranks."""
-    alone = [Managed(async_save=mode, keep=keep) for mode in (False, True) for keep in (1, 3)]
-    pairs = [Managed(async_save=mode, keep=keep, ranks=2, store=store) for mode, keep in ((False, 3), (True, 1))]
-    return [*alone, *pairs]
+def managed_subjects(store: str, model: Path) -> list[Subject]:
+    """Return what is swept: FSDP2 and Megatron on one and on two ranks, sync and async, one and three steps kept."""
+    subjects: list[Subject] = []
+    for mode, keep in itertools.product((False, True), (1, 3)):
+        split = ("tp2", 2) if keep == 1 else ("dp2", 1)  # two Megatron ranks share the layers, or the optimizer's state
+        makes: list[tuple[str, MakeTrainer, int]] = [
+            ("fsdp2-1", fsdp2, 1),
+            ("fsdp2-2", fsdp2, 2),
+            ("megatron-1", Megatron(model), 1),
+            (f"megatron-{split[0]}", Megatron(model, tensor_parallel=split[1]), 2),
+        ]
+        for name, make, ranks in makes:
+            subjects.append(Managed(make, name=name, async_save=mode, keep=keep, ranks=ranks, store=store))
+    return subjects
 
 
-def _cycle(rank: int, home: Path, seed: int) -> Tally:
-    prepare_process()
-    return run_cycles(home, cycles=CYCLES, seed=seed)
+def points_of(matrix: Matrix, *, seed: int) -> Iterator[Point]:
+    """Yield each single fault once, and after every two of them a pair of faults in two lives; then pairs for ever.
+
+    The order is random, but for this: the first few single faults have each kind of fault befall each subject.
+    """
+    every = list(matrix.every_point())
+    print(f"{len(every)} single faults", flush=True)
+    random.Random(seed).shuffle(every)
+    alike: dict[object, list[Point]] = defaultdict(list)
+    for point in every:
+        alike[point.subject, point.first.kind, point.first.whole_job].append(point)
+    pairs = matrix.random_points(every, seed=seed)
+    singles = (point for row in itertools.zip_longest(*alike.values()) for point in row if point is not None)
+    for number, single in enumerate(singles):
+        yield single
+        if number % 2:
+            yield next(pairs)
+    yield from pairs
 
 
-def run_points(matrix: Matrix, points: list[Point]) -> Outcome:
-    """Run ``points`` one after the other."""
-    outcome = Outcome()
-    for point in points:
-        outcome.points[_name(point)] += 1
-        for complaint in matrix.run(point):
-            outcome.broken.append(f"{point}: {complaint}")
-            print(outcome.broken[-1], flush=True)
-    return outcome
+# -- running them ----------------------------------------------------------------------------------------------------
 
 
 def prepare_process() -> None:
@@ -79,19 +98,108 @@ def prepare_process() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's store prints a C++ stack for every rank that dies
 
 
-def _share(rank: int, work: Path, store: str, count: int, seed: int, shares: int) -> Outcome:
+def run_points(matrix: Matrix, points: Sequence[Point], *, workers: int) -> Outcome:
+    """Run ``points`` on ``workers`` forked processes; after Ctrl-C, no more than those that have begun."""
+    outcome, left, report = Outcome(), iter(points), _Report(len(points))
+    interrupted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number))
+    idle = [_Worker(matrix) for _ in range(min(workers, len(points)))]
+    busy: dict[Connection, tuple[_Worker, Point]] = {}
+    while True:
+        while idle and not interrupted and (point := next(left, None)) is not None:
+            worker = idle.pop()
+            worker.pipe.send(point)
+            busy[worker.pipe] = worker, point
+        if not busy:
+            break
+        for pipe in wait(list(busy), REPORT_EVERY_S):
+            assert isinstance(pipe, Connection), "nothing else was waited for"
+            worker, point = busy.pop(pipe)
+            outcome.add(point, pipe.recv())
+            idle.append(worker)
+        report.tell(outcome)
+    for worker in idle:
+        worker.end()
+    signal.signal(signal.SIGINT, before)
+    return outcome
+
+
+class _Worker:
+    """A process forked from this one, which runs points until :meth:`end`."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.pipe, theirs = Pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                self.pipe.close()
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a point that has begun is completed
+                for point in iter(theirs.recv, None):
+                    theirs.send(matrix.run(point))
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def end(self) -> None:
+        self.pipe.send(None)
+        os.waitpid(self._pid, 0)
+
+
+class _Report:
+    """Says every few seconds how far it has come."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._began_s, self._told_s = count, time.monotonic(), time.monotonic()
+
+    def tell(self, outcome: Outcome) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s < REPORT_EVERY_S:
+            return
+        self._told_s = now_s
+        done = outcome.points.total()
+        rate = done / (now_s - self._began_s)
+        left_s = (self._count - done) / rate
+        broken = f"{len(outcome.broken)} broken"
+        print(f"{done} of {self._count} points, {rate:.1f} a second, {broken}, {left_s:.0f} s left", flush=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``count`` points of those that ``seed`` gives, from number ``start`` on; or ``only`` one."""
+
+    count: int
+    seed: int = 0
+    start: int = 0
+    only: str | None = None
+
+    def choose(self, matrix: Matrix) -> list[Point]:
+        """Return the points."""
+        if self.only is not None:
+            return [Point.parse(self.only)]
+        return list(itertools.islice(points_of(matrix, seed=self.seed), self.start, self.start + self.count))
+
+
+def sweep(plan: Plan, *, timeout_s: float = LIMIT_S) -> Outcome:
+    """Run the points of ``plan`` on all cores."""
+    store = serve_store()
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as work:
+        outcome: Outcome = run_processes(_sweep, 1, Path(work), store_address(store), plan, timeout_s=timeout_s)[0]
+    return outcome
+
+
+def _sweep(rank: int, work: Path, store: str, plan: Plan) -> Outcome:
     prepare_process()
-    (work / str(rank)).mkdir()
-    matrix = Matrix(managed_subjects(store), work / str(rank))
-    points = list(matrix.every_point())
-    random.Random(seed).shuffle(points)
-    pairs = matrix.random_points(points, seed=seed)
-    wanted = itertools.chain.from_iterable(zip(points, pairs, strict=False))  # as many of both, then pairs
-    return run_points(matrix, list(itertools.islice(itertools.chain(wanted, pairs), rank, count, shares)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    subjects = managed_subjects(store, write_model(work / "model"))
+    print(f"finding out what {len(subjects)} subjects write", flush=True)
+    matrix = Matrix(subjects, work)
+    workers = 2 * (os.cpu_count() or 1)  # every few wait, for a lost rank's deadline
+    return run_points(matrix, plan.choose(matrix), workers=workers)
 
 
-def _name(point: Point) -> str:
-    return point.first.kind + (f", then {point.second.kind}" if point.second else "")
+def _cycle(rank: int, home: Path, seed: int) -> Tally:
+    prepare_process()
+    return run_cycles(home, cycles=CYCLES, seed=seed)
 
 
 def main() -> int:
@@ -99,14 +207,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="leave out so many points of the seed")
+    parser.add_argument("--only", metavar="POINT", help="run one point, by the text that a report begins with")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that runs the points hears it, and ends with a report
     begin_s = time.monotonic()
-    outcome = sweep(args.points, seed=args.seed)
-    for name, count in sorted(outcome.points.items()):
-        print(f"{count:6}  {name}")
+    outcome = sweep(Plan(args.points, seed=args.seed, start=args.start, only=args.only))
+    for counted in (outcome.points, outcome.faults):
+        for name, count in sorted(counted.items()):
+            print(f"{count:6}  {name}")
     print(f"{outcome.points.total():6}  points in {time.monotonic() - begin_s:.0f} s, {len(outcome.broken)} broken")
+    if args.only is not None or outcome.points.total() < args.points:  # one point was asked for, or it was stopped
+        return 0 if args.only is not None and not outcome.broken else 1
     with tempfile.TemporaryDirectory() as home:
-        tally = run_processes(_cycle, 1, Path(home), args.seed, timeout_s=3600)[0]
+        tally = run_processes(_cycle, 1, Path(home), args.seed, timeout_s=LIMIT_S)[0]
     print(
         f"{tally.kills:6}  kills of a training run: of {tally.trained} prompts, {len(tally.skipped)} skipped,", end=" "
     )

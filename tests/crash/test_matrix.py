@@ -8,9 +8,9 @@ import pytest
 
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Kind, why_unavailable
-from tests.crash.matrix import Matrix
-from tests.crash.references import DeletesFirst, Reference, ReferenceSession, WritesInPlace
-from tests.crash.sweep import Outcome, prepare_process, run_points, sweep
+from tests.crash.matrix import Matrix, Point
+from tests.crash.references import DeletesEarly, Reference, ReferenceSession, WritesInPlace
+from tests.crash.sweep import Outcome, Plan, prepare_process, run_points, sweep
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
@@ -18,17 +18,25 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 def _sweep_reference(rank: int, work: Path, kind: type[ReferenceSession], faults: list[Kind]) -> Outcome:
     prepare_process()
     matrix = Matrix([Reference(kind)], work)
-    return run_points(matrix, list(matrix.every_point(kinds=faults)))
+    outcome = run_points(matrix, list(matrix.every_point(kinds=faults)), workers=2)
+    again = Point.parse(outcome.broken[0].partition(": ")[0])
+    assert run_points(matrix, [again], workers=1).broken, (
+        "the point that a report names is not broken when it is repeated"
+    )
+    return outcome
 
 
-@pytest.mark.parametrize(("order", "at_least"), [(DeletesFirst, 8), (WritesInPlace, 10)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("order", "at_least"), [(DeletesEarly, 16), (WritesInPlace, 13)])
 def test_the_matrix_finds_orders_that_lose_or_mix(tmp_path: Path, order: type[ReferenceSession], at_least: int) -> None:
-    outcome = run_processes(_sweep_reference, 1, tmp_path, order, ["kill"])[0]
-    assert len(outcome.broken) >= at_least
+    kinds: list[Kind] = ["kill", "full", "broken"]
+    outcome = run_processes(_sweep_reference, 1, tmp_path, order, kinds, timeout_s=290)[0]
+    for kind in kinds:
+        assert sum(f":{kind}@" in complaint for complaint in outcome.broken) >= at_least
 
 
 @pytest.mark.timeout(600)  # 40 s on two idle cores
 def test_no_single_fault_breaks_a_promise(tmp_path: Path) -> None:
-    outcome = sweep(160, seed=0, timeout_s=590)
+    outcome = sweep(Plan(160), timeout_s=590)
     assert not outcome.broken, "\n".join(outcome.broken)
     assert outcome.points.total() == 160

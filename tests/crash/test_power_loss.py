@@ -21,7 +21,7 @@ from tests.crash.disk import Fault, WatchedDisk, read_trace, why_unavailable
 from tests.crash.managed import Managed
 from tests.crash.matrix import Subject
 from tests.crash.power import Power, survivals
-from tests.crash.references import DeletesFirst, Reference, ReferenceSession
+from tests.crash.references import DeletesEarly, Reference, ReferenceSession
 from tests.crash.sweep import prepare_process
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -122,7 +122,7 @@ def test_no_legal_disk_lacks_an_acknowledged_step(tmp_path: Path, keep: int) -> 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("order", [DeletesFirst, RenamesUnsynced, TorchAlone])
+@pytest.mark.parametrize("order", [DeletesEarly, RenamesUnsynced, TorchAlone])
 def test_orders_that_sync_too_little_are_found_out(tmp_path: Path, order: type[ReferenceSession]) -> None:
     _, lost = run_processes(_cut_everywhere, 1, tmp_path, Reference(order), timeout_s=590)[0]
     assert lost

@@ -198,7 +198,7 @@ def test_ranks_at_different_steps_and_a_missing_rank_are_named(tmp_path: Path) -
     here, there = run_processes(_disagree, 2, store_address(store), tmp_path)
     assert "the ranks are at steps [0, 1]" in here[0]
     assert "the ranks are at steps [0, 1]" in there[0]
-    assert "no answer from rank 1 of 2" in here[1]
+    assert "no answer from rank 1" in here[1]
     assert find_checkpoints(tmp_path) == ([], [])
 
 

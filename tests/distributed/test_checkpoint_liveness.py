@@ -11,7 +11,7 @@ import torch
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.errors import CheckpointError, CheckpointSaveError
+from hwrl.errors import CheckpointSaveError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend
 
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_is_named_in_time_and_the_others_save_without_it(
             assert outcome.error is None, outcome.error
             after_s, text = outcome.value
             assert after_s < TIMEOUT_S + NOTICE_S
-            assert f"no answer from rank {victim} of {RANKS}" in text
+            assert f"no answer from rank {victim}" in text
     info = find_checkpoints(tmp_path)[0]
     assert [(one.step, one.manifest.world_size) for one in info] == [(3, RANKS - 1)]
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -106,7 +106,7 @@ def test_a_rank_that_freezes_hears_that_the_save_failed_and_takes_part_in_the_ne
     store = serve_store()
     for after_s, text in run_processes(_freeze_one, 2, store_address(store), tmp_path, victim, timeout_s=150):
         assert after_s < TIMEOUT_S + NOTICE_S
-        assert f"no answer from rank {victim} of 2" in text
+        assert f"no answer from rank {victim}" in text
     assert [info.step for info in find_checkpoints(tmp_path)[0]] == [3]
     assert not list(tmp_path.glob(".tmp*"))
 
@@ -126,16 +126,3 @@ def test_a_rank_that_writes_for_longer_than_the_timeout_is_waited_for(tmp_path: 
     store = serve_store()
     run_processes(_wait_for_the_slow, 2, store_address(store), tmp_path, timeout_s=150)
     assert [info.step for info in find_checkpoints(tmp_path)[0]] == [1]
-
-
-def _open_apart(rank: int, address: str, directory: Path) -> str:
-    group = Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=2, name="both")
-    with pytest.raises(CheckpointError) as caught:
-        _manager(group, directory / f"disk of node {rank}", None, False)
-    return str(caught.value)
-
-
-def test_ranks_with_disks_of_their_own_are_refused_instead_of_saving_halves(tmp_path: Path) -> None:
-    store = serve_store()
-    for text in run_processes(_open_apart, 2, store_address(store), tmp_path, timeout_s=150):
-        assert "disk of node 1 on" in text and "is not the directory that the first rank has" in text

@@ -12,7 +12,7 @@ def test_the_benchmark_measures_a_save_and_says_what_cannot_be_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "bench.json"
-    command = ["bench", "checkpoint", "--gib", "0.002", "--rounds", "2", "--tokens", "2", "--offload", "optimizer"]
+    command = ["bench", "checkpoint", "--gib", "0.006", "--rounds", "2", "--tokens", "2", "--offload", "optimizer"]
     ways = ["--ways", "hwrl", "dcp thread", "megatron fork", "--dir", str(tmp_path), "--json", str(target)]
     assert main([*command, *ways]) == 0
     result = json.loads(target.read_text())
@@ -27,5 +27,5 @@ def test_the_benchmark_measures_a_save_and_says_what_cannot_be_measured(
 
 
 def test_a_way_that_takes_too_long_is_a_line_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "checkpoint", "--gib", "0.002", "--ways", "hwrl", "--timeout", "0.1"]) == 1
+    assert main(["bench", "checkpoint", "--gib", "0.006", "--ways", "hwrl", "--timeout", "0.1"]) == 1
     assert "hwrl: not measured: it took longer than 0.1 s" in capsys.readouterr().out
