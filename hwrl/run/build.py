@@ -218,7 +218,7 @@ class TrainerParts:
             if self._sender is None:
                 weights.follow()
                 return {}
-            report = self._sender.publish(version, weights)
+            report = self._sender.publish(version, weights.model)
         return {
             "sync/nbytes": float(report.nbytes),
             "sync/receivers": float(report.receivers),
