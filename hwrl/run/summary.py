@@ -17,6 +17,9 @@ CONFIG = "config.yaml"
 FIXED_KEYS = (
     "seed",
     "model.path",
+    "model.lora_rank",
+    "model.lora_alpha",
+    "model.target_modules",
     "data.train",
     "rollout.n",
     "train.batch_groups",

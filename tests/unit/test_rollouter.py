@@ -85,6 +85,7 @@ class Inlet:
     def __init__(self, engine: RolloutEngine | None = None) -> None:
         self.engine = engine or CountingEngine()
         self.offered: list[int] = []
+        self.events: list[str] = []
 
     def poll(self) -> bool:
         return bool(self.offered)
@@ -92,6 +93,15 @@ class Inlet:
     def update(self) -> bool:
         self.engine.load_weights([], version=self.offered.pop(0))
         return True
+
+    def rest(self) -> None:
+        self.events.append("rest")
+
+    def ask(self) -> None:
+        self.events.append("ask")
+
+    def totals(self) -> dict[str, float]:
+        return {}
 
 
 class Lengths:
