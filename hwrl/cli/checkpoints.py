@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         actions,
         "export",
         _export,
-        "write a checkpoint's model for transformers' from_pretrained, its adapter for PEFT's",
+        "write a checkpoint's model, or adapter, for from_pretrained",
     )
     export.add_argument("out", type=Path, metavar="OUT", help="the directory to write, which must not exist")
     export.add_argument("--model", type=Path, required=True, help="the model directory that training began from")

@@ -140,8 +140,8 @@ class Rollouter:
     def stats(self) -> dict[str, float]:
         """Return running totals: tokens, groups, what came and was freed, errors, and the seconds of each activity."""
         seconds = {f"{activity}_s": value for activity, value in self._clock.seconds().items()}
-        slept = {"sleeps": float(self._sleeper.sleeps), "freed_nbytes": float(self._sleeper.freed_nbytes)}
-        return {**self._totals, **self._weights.totals(), **slept, **seconds, "version": float(self.engine.version)}
+        totals = {**self._totals, **self._weights.totals(), **self._sleeper.totals()}
+        return {**totals, **seconds, "version": float(self.engine.version)}
 
     def run(self, stop: threading.Event) -> None:
         """Turn until ``stop`` is set; then drop what is unfinished, whose leases the ledger gives to others."""
@@ -195,8 +195,9 @@ class Rollouter:
     def _rest(self) -> None:
         """Let the engine sleep if nothing is to be done, and nothing was for a while."""
         idle = self._has_served and not (self.engine.pending() or self._held or self._evaluation)
-        with self._clock.during("sleep"):
-            if self._sleeper.rest(idle=idle):
+        if self._sleeper.is_due(idle=idle):
+            with self._clock.during("sleep"):
+                self._sleeper.sleep()
                 self._weights.rest()
 
     def _begin_work(self) -> None:
@@ -206,8 +207,9 @@ class Rollouter:
             return
         self._ask_for_prompts()
         if self._held or self._evaluation is not None:
-            with self._clock.during("sleep"):
-                self._sleeper.wake()
+            if self._sleeper.asleep:
+                with self._clock.during("sleep"):
+                    self._sleeper.wake()
             if self.engine.version < 0 and not self._asked_for_weights:
                 self._weights.ask()
                 self._asked_for_weights = True

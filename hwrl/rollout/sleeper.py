@@ -7,35 +7,41 @@ import time
 from hwrl.rollout.engine import MEMORY_TAGS, RolloutEngine
 
 AFTER_S = 0.2
-"""How long an engine has nothing to do before it sleeps: falling asleep and waking take as long."""
+"""How long an engine has nothing to do before it sleeps: falling asleep and waking take about as long."""
 
 
 class Sleeper:
-    """Lets ``engine`` sleep at ``level`` while it is idle; with None, never. One thread, the engine's.
-
-    ``sleeps`` and ``freed_nbytes`` are running totals.
-    """
+    """Lets ``engine`` sleep at ``level`` when it has been idle for AFTER_S; with None, never. One thread, the engine's."""
 
     def __init__(self, engine: RolloutEngine, *, level: int | None) -> None:
         self._engine, self._level = engine, level
         self._idle_since_s: float | None = None
+        self._sleeps = self._freed_nbytes = 0
         self.asleep = False
-        self.sleeps = self.freed_nbytes = 0
 
-    def rest(self, *, idle: bool) -> bool:
-        """Note whether the engine has nothing to do; return whether it falls asleep over it. Blocks while it does."""
-        now_s = time.monotonic()
-        if not idle or self._idle_since_s is None:
-            self._idle_since_s = now_s if idle else None
-        if self._level is None or self.asleep or not idle or now_s - (self._idle_since_s or now_s) < AFTER_S:
+    def is_due(self, *, idle: bool) -> bool:
+        """Note whether the engine has nothing to do now; return whether it has been so for long enough."""
+        if self._level is None or self.asleep or not idle:
+            self._idle_since_s = None
             return False
-        self.freed_nbytes += self._engine.sleep(level=self._level)
-        self.sleeps += 1
+        self._idle_since_s = self._idle_since_s or time.monotonic()
+        return time.monotonic() - self._idle_since_s >= AFTER_S
+
+    def sleep(self) -> None:
+        """Let the engine sleep. Blocks."""
+        assert self._level is not None, "is_due said so"
+        self._freed_nbytes += self._engine.sleep(level=self._level)
+        self._sleeps += 1
         self.asleep = True
-        return True
 
     def wake(self, *, cache: bool = True) -> None:
         """Wake the engine if it sleeps; without ``cache`` its weights only, and the rest sleeps on. Blocks."""
         if self.asleep:
             self._engine.wake(MEMORY_TAGS if cache else {"weights"})
             self.asleep = not cache
+
+    def totals(self) -> dict[str, float]:
+        """Return running totals; none for an engine that never sleeps."""
+        if self._level is None:
+            return {}
+        return {"sleeps": float(self._sleeps), "freed_nbytes": float(self._freed_nbytes)}
