@@ -11,7 +11,7 @@ AFTER_S = 0.2
 
 
 class Sleeper:
-    """Lets ``engine`` sleep at ``level`` when it has been idle for AFTER_S; with None, never. One thread, the engine's."""
+    """Lets ``engine`` sleep at ``level`` when it has been idle for AFTER_S; with None, never. The engine's thread."""
 
     def __init__(self, engine: RolloutEngine, *, level: int | None) -> None:
         self._engine, self._level = engine, level
@@ -32,6 +32,7 @@ class Sleeper:
         assert self._level is not None, "is_due said so"
         self._freed_nbytes += self._engine.sleep(level=self._level)
         self._sleeps += 1
+        self._idle_since_s = None
         self.asleep = True
 
     def wake(self, *, cache: bool = True) -> None:
