@@ -88,6 +88,7 @@ def test_a_sleeper_keeps_whole_models_or_gets_them_again(start: Callable[..., Ru
     assert "sync/base_sent" not in run.metrics()[-1]
 
 
+@pytest.mark.timeout(400)  # three runs
 def test_a_dead_replica_gets_the_base_again_and_a_dead_run_goes_on_with_its_adapter(
     start: Callable[..., Run], demo: Path, tmp_path: Path
 ) -> None:
