@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class OnePrompt:
         self._given = True
         return answer
 
-    def complete(self, groups: list[PromptGroup], stats: dict[str, float]) -> None:
+    def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
         self.groups += groups
 
     def fail(self, lease: Lease, reason: str) -> None:
