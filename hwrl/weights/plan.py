@@ -70,7 +70,7 @@ class PolicySender:
         if self._identity is None:
             return SyncPlan("full", "the whole model is trained")
         if self._base is None:
-            return SyncPlan("base + adapter", "so it is asked for")
+            return SyncPlan("base + adapter", "always_base is set")
         lacking = self._base.joiners()
         if lacking:
             return SyncPlan("base + adapter", f"not held by {', '.join(lacking)}")

@@ -188,7 +188,6 @@ def test_an_adapter_that_comes_when_its_base_is_just_lost_waits_for_it(
     replica.inlet.poll()
     if transport == "host":
         replica.catch_up()
-        sent()
     else:
         assert trainer.sender.joiners() == ("r0",)
         assert replica.during(lambda: trainer.publish(2)).plan.what == "base + adapter"
