@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hwrl.errors import CommError, ConfigError, DeviceMemoryError, UnsupportedError
+from hwrl.handles import Handle, seal, unseal
 
 if TYPE_CHECKING:
     import torch
@@ -356,25 +357,23 @@ class Backend:
 
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def check_exportable(self, memory: torch.Tensor) -> None:
-        """Raise CommError unless ``memory`` is what :meth:`export_memory` takes."""
-        if memory.device.type != self.info.device_type or not memory.is_contiguous() or memory.numel() == 0:
-            raise CommError(
-                "cannot export this tensor",
-                why=f"it is on {memory.device}, has shape {tuple(memory.shape)} and strides {memory.stride()}",
-                fix=f"export a contiguous tensor that is on a device {self.info.device_type!r} and not empty",
-            )
-
-    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
+    def export_memory(self, memory: torch.Tensor) -> Handle:
         """Return a JSON-able handle with which other processes of this host can open ``memory``.
 
         ``memory`` is contiguous, on this backend's device and not empty; a part of a larger storage will do. It stays
         the caller's: the handle is good for any number of :meth:`open_memory` as long as this process keeps the
         storage alive. Nothing is ordered between the processes: wait for the device before you tell a reader that
         data is there, and let readers answer before you free the storage or write again. Raises UnsupportedError if
-        the backend cannot, or not with memory of this allocator.
+        the backend cannot, or not with memory of this allocator, and CommError for another tensor.
         """
-        raise self._lacks_ipc("export device memory")
+        self.require(Capability.DEVICE_IPC, needed_for="export device memory")
+        if memory.device.type != self.info.device_type or not memory.is_contiguous() or memory.numel() == 0:
+            raise CommError(
+                "cannot export this tensor",
+                why=f"it is on {memory.device}, has shape {tuple(memory.shape)} and strides {memory.stride()}",
+                fix=f"export a contiguous tensor that is on a device {self.info.device_type!r} and not empty",
+            )
+        return seal(self._export_memory(memory))
 
     def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
         """Return the bytes that another process exported, as a 1-d uint8 tensor over the same memory.
@@ -383,11 +382,16 @@ class Backend:
         the last tensor over it is gone. Raises UnsupportedError in the exporting process itself, and CommError for a
         handle that is damaged, stale, from another host, or of a device that this process does not see.
         """
-        raise self._lacks_ipc("open another process's device memory")
+        self.require(Capability.DEVICE_IPC, needed_for="open another process's device memory")
+        return self._open_memory(unseal(handle))
 
-    def _lacks_ipc(self, needed_for: str) -> Exception:
-        self.require(Capability.DEVICE_IPC, needed_for=needed_for)
-        return NotImplementedError(f"{self!r} says that it has device_ipc, and does not implement it")
+    def _export_memory(self, memory: torch.Tensor) -> Handle:
+        """Return what :meth:`_open_memory` will need; backends with ``device_ipc`` implement both."""
+        raise NotImplementedError(f"{self!r} says that it has device_ipc, and does not implement it")
+
+    def _open_memory(self, handle: Handle) -> torch.Tensor:
+        """Return the memory of ``handle``, which is unchanged and another process's."""
+        raise NotImplementedError(f"{self!r} says that it has device_ipc, and does not implement it")
 
     def register_host_memory(self, memory: torch.Tensor) -> None:
         """Page-lock ``memory``, 1-d uint8 on the host, where it lies; it stays the caller's.

@@ -10,11 +10,11 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import hwrl
 from hwrl.backend import Backend, BackendInfo, Capability, MemoryInfo, ProbeContext, ProbeResult, Support
+from hwrl.handles import Handle
 from hwrl_cpu import heap
 from hwrl_cpu.inline import InlineEvent, InlineStream
 
@@ -126,13 +126,12 @@ class CpuBackend(Backend):
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
-    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
+    def _export_memory(self, memory: torch.Tensor) -> Handle:
         from hwrl_cpu import shared
 
-        self.check_exportable(memory)
         return shared.export(memory)
 
-    def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
+    def _open_memory(self, handle: Handle) -> torch.Tensor:
         from hwrl_cpu import shared
 
         return shared.open(handle)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from hwrl.errors import CommError, UnsupportedError
+from hwrl.errors import CommError
+from hwrl.handles import Handle
 
-_FIELDS = ("pid", "fd", "inode", "offset", "nbytes")
 
-
-def export(memory: torch.Tensor) -> dict[str, str | int]:
+def export(memory: torch.Tensor) -> Handle:
     """Return a handle of ``memory``, whose address changes; see :meth:`hwrl.Backend.export_memory`."""
     fd, _ = memory.untyped_storage()._share_fd_cpu_()
     offset = memory.storage_offset() * memory.element_size()
@@ -21,22 +19,10 @@ def export(memory: torch.Tensor) -> dict[str, str | int]:
     return {"pid": os.getpid(), "fd": fd, "inode": inode, "offset": offset, "nbytes": memory.nbytes}
 
 
-def open(handle: Mapping[str, str | int]) -> torch.Tensor:
+def open(handle: Handle) -> torch.Tensor:
     """Return the memory of ``handle``; see :meth:`hwrl.Backend.open_memory`."""
-    wrong = [name for name in _FIELDS if type(handle.get(name)) is not int]
-    if wrong:
-        raise _malformed(handle, ", ".join(wrong))
-    pid, fd, inode, offset, nbytes = (int(handle[name]) for name in _FIELDS)
-    if pid == os.getpid():
-        raise UnsupportedError(
-            "cannot open the memory of this process itself",
-            why="it would be a second mapping, which devices do not have",
-            fix="use the tensor that was exported",
-        )
-    memory = _mapped(pid, fd, inode)
-    if not 0 <= offset < offset + nbytes <= memory.nbytes:
-        raise _malformed(handle, f"bytes {offset:,} to {offset + nbytes:,} of {memory.nbytes:,}")
-    return memory[offset : offset + nbytes]
+    pid, fd, inode, offset, nbytes = (int(handle[name]) for name in ("pid", "fd", "inode", "offset", "nbytes"))
+    return _mapped(pid, fd, inode)[offset : offset + nbytes]
 
 
 def _mapped(pid: int, fd: int, inode: int) -> torch.Tensor:
@@ -53,14 +39,6 @@ def _mapped(pid: int, fd: int, inode: int) -> torch.Tensor:
     finally:
         os.close(mine)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def _malformed(handle: Mapping[str, str | int], wrong: str) -> CommError:
-    return CommError(
-        "this is no handle of memory",
-        why=f"{wrong} cannot be right in {dict(handle)!r:.200}",
-        fix="pass on unchanged what export_memory returned",
-    )
 
 
 def _stale(why: str) -> CommError:

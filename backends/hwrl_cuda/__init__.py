@@ -12,6 +12,7 @@ import hwrl
 from hwrl import environ
 from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, Finding, ProbeContext, ProbeResult, Support
 from hwrl.errors import UnsupportedError
+from hwrl.handles import Handle
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -111,13 +112,12 @@ class CudaBackend(Backend):
             return Support("unsupported", "expandable_segments is on, whose memory the driver does not share")
         return _SUPPORT.get(capability) or super().supports(capability)
 
-    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
+    def _export_memory(self, memory: torch.Tensor) -> Handle:
         from hwrl_cuda import ipc
 
-        self.check_exportable(memory)
         return ipc.export(memory)
 
-    def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
+    def _open_memory(self, handle: Handle) -> torch.Tensor:
         from hwrl_cuda import ipc
 
         return ipc.open(handle)

@@ -11,22 +11,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import threading
-import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hwrl.errors import CommError, UnsupportedError
+from hwrl.handles import Handle
 
 _HANDLE_NBYTES = 64  # CU_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_FIELDS = {"process": str, "device": str, "memory": str, "offset": int, "nbytes": int}
 _contexts = threading.local()
-_LOADED = uuid.uuid4().hex
 
 
 class _IpcHandle(ctypes.Structure):
@@ -46,7 +43,7 @@ class _DriverError(Exception):
     """The driver refused a call; the message is the call and the driver's name of the error."""
 
 
-def export(memory: torch.Tensor) -> dict[str, str | int]:
+def export(memory: torch.Tensor) -> Handle:
     """Return a handle of ``memory``; see :meth:`hwrl.Backend.export_memory`."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
     with _context(memory.device.index):
@@ -60,7 +57,6 @@ def export(memory: torch.Tensor) -> dict[str, str | int]:
                 fix="take expandable_segments and cudaMallocAsync out of PYTORCH_ALLOC_CONF, or do not use IPC",
             ) from exc
     return {
-        "process": _process(),
         "device": _uuid(memory.device.index),
         "memory": bytes(handle.reserved).hex(),
         "offset": memory.data_ptr() - base.value,
@@ -68,9 +64,9 @@ def export(memory: torch.Tensor) -> dict[str, str | int]:
     }
 
 
-def open(handle: Mapping[str, str | int]) -> torch.Tensor:
+def open(handle: Handle) -> torch.Tensor:
     """Return the memory of ``handle``; see :meth:`hwrl.Backend.open_memory`."""
-    raw = _checked(handle)
+    raw = bytes.fromhex(str(handle["memory"]))
     index = _index_of(str(handle["device"]))
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     with _context(index):
@@ -86,7 +82,11 @@ def open(handle: Mapping[str, str | int]) -> torch.Tensor:
     offset, nbytes = int(handle["offset"]), int(handle["nbytes"])
     if offset + nbytes > size.value:
         _close(base.value, index)
-        raise _malformed(handle, f"bytes {offset:,} to {offset + nbytes:,} of {size.value:,}")
+        raise CommError(
+            "cannot open another process's memory",
+            why=f"it was bytes {offset:,} to {offset + nbytes:,} of what is now {size.value:,} bytes",
+            fix="open it while the exporter keeps the tensor",
+        )
     mapping = _Mapping(base.value, index=index, offset=offset, nbytes=nbytes)
     return torch.as_tensor(mapping, device=torch.device("cuda", index))
 
@@ -111,30 +111,6 @@ def _close(base: int, index: int) -> None:
         _call("cuIpcCloseMemHandle", base)
 
 
-def _checked(handle: Mapping[str, str | int]) -> bytes:
-    """Return the driver's part of ``handle``, once all of it can be right."""
-    wrong = [name for name, kind in _FIELDS.items() if type(handle.get(name)) is not kind]
-    with contextlib.suppress(ValueError):
-        raw = b"" if wrong else bytes.fromhex(str(handle["memory"]))
-        if len(raw) == _HANDLE_NBYTES and int(handle["offset"]) >= 0 and int(handle["nbytes"]) > 0:
-            if handle["process"] == _process():
-                raise UnsupportedError(
-                    "cannot open the memory of this process itself",
-                    why="the driver maps memory into other processes only",
-                    fix="use the tensor that was exported",
-                )
-            return raw
-    raise _malformed(handle, ", ".join(wrong) or "memory, offset or nbytes")
-
-
-def _malformed(handle: Mapping[str, str | int], wrong: str) -> CommError:
-    return CommError(
-        "this is no handle of device memory",
-        why=f"{wrong} cannot be right in {dict(handle)!r:.200}",
-        fix="pass on unchanged what export_memory returned",
-    )
-
-
 def _index_of(device: str) -> int:
     visible = [_uuid(index) for index in range(torch.cuda.device_count())]
     if device not in visible:
@@ -148,10 +124,6 @@ def _index_of(device: str) -> int:
 
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _process() -> str:
-    return f"{os.getpid()}-{_LOADED}"  # a number is used again, a forked child has its parent's name
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import hwrl
 from hwrl.backend import Backend, BackendInfo, Capability, Finding, MemoryInfo, ProbeContext, ProbeResult, Support
 from hwrl.errors import BackendUnavailableError
+from hwrl.handles import Handle
 from hwrl_npu import settings
 
 if TYPE_CHECKING:
@@ -109,14 +110,12 @@ class NpuBackend(Backend):
         self.device_module.current_stream()  # torch_npu's mem_get_info wants a device to be set, and sets none
         return super().memory_info()
 
-    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
-        self.require(Capability.DEVICE_IPC, needed_for="export device memory")
-        self.check_exportable(memory)
+    def _export_memory(self, memory: torch.Tensor) -> Handle:
         from hwrl_npu import ipc
 
         return ipc.export(memory, devices=self.devices)
 
-    def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
+    def _open_memory(self, handle: Handle) -> torch.Tensor:
         from hwrl_npu import ipc
 
         return ipc.open(handle, devices=self.devices)

@@ -143,12 +143,11 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
         return info
 
     def export_memory(self, memory: Any) -> Any:
-        if fault("anything is exported"):
-            return {}
-        handle = super().export_memory(memory)
-        if fault("an exported part is the whole"):
-            handle["offset"] = 0
-        return handle
+        return {} if fault("anything is exported") else super().export_memory(memory)
+
+    def _export_memory(self, memory: Any) -> Any:
+        handle = super()._export_memory(memory)
+        return {**handle, "offset": 0} if fault("an exported part is the whole") else handle
 
     def open_memory(self, handle: Any) -> Any:
         try:

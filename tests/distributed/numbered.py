@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 import hwrl
 from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, ProbeContext, ProbeResult, Support
 from hwrl.errors import CommError, UnsupportedError
+from hwrl.handles import Handle
 from hwrl_cpu import CpuBackend
 
 INFO = BackendInfo(name="numbered", device_type="cpu", description="the CPU as NUMBERED_DEVICES devices")
@@ -54,13 +54,13 @@ class NumberedBackend(CpuBackend):
         visible = self.devices.visible(os.environ)
         return int(os.environ["NUMBERED_DEVICES"]) if visible is None else len(visible)
 
-    def export_memory(self, memory: torch.Tensor) -> dict[str, str | int]:
+    def _export_memory(self, memory: torch.Tensor) -> Handle:
         if "NUMBERED_NO_EXPORT" in os.environ:
             raise UnsupportedError("cannot export", why="NUMBERED_NO_EXPORT is set", fix="unset it")
-        return super().export_memory(memory) | {"device": self.devices.to_physical(0, os.environ)}
+        return super()._export_memory(memory) | {"device": self.devices.to_physical(0, os.environ)}
 
-    def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
+    def _open_memory(self, handle: Handle) -> torch.Tensor:
         own = self.devices.visible(os.environ) or ()
         if handle["device"] not in own:
             raise CommError("cannot open", why=f"{handle['device']} is none of {own}", fix="see more devices")
-        return super().open_memory(handle)
+        return super()._open_memory(handle)
