@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hwrl.cli.bench_async import INTERRUPTED, History, train
+from hwrl.errors import ConfigError
 
 HELP = "LoRA: the base sent where it is needed, against the base sent with every version"
 
@@ -34,6 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train both ways in turn, print a table, write the JSON; 130 after Ctrl-C, which leaves no result."""
+    if args.steps <= WARM_UP_STEPS:
+        raise ConfigError(
+            f"--steps {args.steps} measures nothing",
+            why=f"the first {WARM_UP_STEPS} steps do not count",
+            fix="train more steps",
+        )
     histories: dict[str, list[History]] = {"needed": [], "always": []}
     with tempfile.TemporaryDirectory() as scratch:
         config = args.config or _demo(Path(scratch), hidden=args.hidden, layers=args.layers)
