@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +12,28 @@ import numpy as np
 import torch
 
 from hwrl.backend import Backend
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, UnsupportedError
+from hwrl.lora import adapter_name, add_adapter, base_name
+from hwrl.memory import Offloader
 from hwrl.models import build_model, logits_at
+from hwrl.registry import get_backend
 from hwrl.rollout.engine import (
+    MEMORY_TAGS,
     Completion,
     GenerationRequest,
     RolloutEngine,
     RolloutSettings,
+    require_awake,
+    require_base,
     require_fit,
+    require_none_pending,
     require_same_model,
     require_weights,
 )
 from hwrl.rollout.groups import Response
 from hwrl.rollout.slots import SlotCache
+
+_Tensors = Mapping[str, torch.Tensor]
 
 _PREFILL_TOKENS = 1 << 14
 """The padded tokens of new prompts that one forward pass takes; a longer prompt has a pass of its own."""
@@ -42,7 +52,10 @@ class EmbeddedEngine(RolloutEngine):
 
     ``max_length`` bounds prompt plus response, in tokens; memory for all slots is allocated at the first step. The
     model is the engine's: it writes new weights into its parameters and buffers, and generates nothing before the
-    first. A model whose layers would not see all of ``max_length`` tokens is an EngineError.
+    first. A model whose layers would not see all of ``max_length`` tokens is an EngineError. If it has an adapter
+    (:func:`~hwrl.lora.add_adapter`), its weights are a base and an adapter.
+
+    Asleep at level 2 it keeps what no trainer sends, the buffers that are no part of a checkpoint.
 
     What is sampled depends on ``seed``, the request's number and the model alone: not on what runs beside it, and on
     the device only as far as that rounds differently.
@@ -51,6 +64,11 @@ class EmbeddedEngine(RolloutEngine):
     def __init__(self, model: Any, *, eos_ids: Sequence[int], max_running: int, max_length: int, seed: int = 0) -> None:
         _require_full_attention(model.config, max_length=max_length)
         self._model = model.eval()
+        own = model.state_dict()
+        self._adapter = {named: own[name] for name in own if (named := adapter_name(name))}
+        self._base = {base_name(name): own[name] for name in own if not adapter_name(name)}
+        self._asleep: frozenset[str] = frozenset()
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes that each had
         self._device = next(model.parameters()).device
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
@@ -69,8 +87,11 @@ class EmbeddedEngine(RolloutEngine):
     @classmethod
     def from_settings(cls, settings: RolloutSettings, *, backend: Backend) -> EmbeddedEngine:
         """Return an engine with a model of its own on ``backend``'s device."""
+        model = build_model(settings.model_directory, dtype=settings.dtype)
+        if settings.lora is not None:
+            model = add_adapter(model, settings.lora)
         return cls(
-            build_model(settings.model_directory, dtype=settings.dtype).to(backend.device()),
+            model.to(backend.device()),
             eos_ids=settings.eos_ids,
             max_running=settings.max_running,
             max_length=settings.max_length,
@@ -96,6 +117,7 @@ class EmbeddedEngine(RolloutEngine):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
+        require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")
         require_weights(self.version, pending=self.pending())
         started = self._start_waiting()
         running = len(self._slots) - started
@@ -105,13 +127,73 @@ class EmbeddedEngine(RolloutEngine):
             self._prefill(rows)
         return self._collect_finished()
 
-    @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        own = self._model.state_dict()
+        if self._adapter:
+            raise UnsupportedError(
+                "this engine takes no whole model", why="its model has an adapter", fix="load_base, then load_adapter"
+            )
+        given = self._checked(weights, self._base)
+        self._copy(given, self._base)
+        self.version = version
+
+    def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
+        if not self._adapter:
+            super().load_base(weights, base=base)
+        given = self._checked(weights, self._base)
+        self.version, self.base = -1, None  # until all of it is there
+        self._copy(given, self._base)
+        self.base = base
+
+    def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base: int) -> None:
+        if not self._adapter:
+            super().load_adapter(weights, version=version, base=base)
+        require_base(self.base, base)
+        given = self._checked(weights, self._adapter)
+        self._copy(given, self._adapter)
+        self.version = version
+
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: _Tensors) -> _Tensors:
+        require_awake(self._asleep, {"weights"}, needed_for="load weights")
         given = dict(weights)
         require_same_model(own, given)
+        return given
+
+    @torch.inference_mode()
+    def _copy(self, given: _Tensors, own: _Tensors) -> None:
         torch._foreach_copy_([own[name] for name in given], list(given.values()))
-        self.version = version
+
+    # -- sleep --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _offloader(self) -> Offloader:
+        return Offloader(self._model)
+
+    def sleep(self, *, level: int) -> int:
+        require_none_pending(self.pending())
+        if self._asleep:
+            return 0
+        freed_nbytes = self._cache.drop()
+        if level == 1:
+            storages = _storages([*self._model.parameters(), *self._model.buffers()])
+            freed_nbytes += sum(storage.nbytes() for storage in storages)
+            self._offloader.offload()
+        else:
+            self.version, self.base = -1, None
+            self._dropped = [(one, one.nbytes()) for one in _storages([*self._base.values(), *self._adapter.values()])]
+            for storage, nbytes in self._dropped:
+                storage.resize_(0)
+                freed_nbytes += nbytes
+        get_backend().empty_cache()
+        self._asleep = MEMORY_TAGS
+        return freed_nbytes
+
+    def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
+        if "weights" in self._asleep.intersection(tags):
+            self._offloader.load()
+            for storage, nbytes in self._dropped:
+                storage.resize_(nbytes)
+            self._dropped = []
+        self._asleep -= set(tags)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -248,6 +330,11 @@ class EmbeddedEngine(RolloutEngine):
         per_token = (self._tokens, self._logprobs, self._versions)
         for state in (*per_token, self._length, self._limit, self._temperature):
             state[gaps] = state[movers]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return the memory of ``tensors``, each once: tied ones share it."""
+    return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
 
 
 def _require_full_attention(config: Any, *, max_length: int) -> None:

@@ -36,6 +36,12 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
             layer.keys[targets, :, :used_length] = layer.keys[sources, :, :used_length]
             layer.values[targets, :, :used_length] = layer.values[sources, :, :used_length]
 
+    def drop(self) -> int:
+        """Free the memory of all slots, whose content is lost, until the next forward pass; return its bytes."""
+        nbytes: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        self.layers.clear()
+        return nbytes
+
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not followed by the type checker
     is_sliding = False

@@ -168,9 +168,12 @@ class Pipeline:
             self._evaluating = self._fleet.evaluate()
 
     def _collect_evaluation(self, *, block: bool = False) -> dict[str, float] | None:
-        """Add a finished evaluation to the newest line and return that line; None if there is none."""
+        """Add a finished evaluation to the newest line and return that line; None if there is none.
+
+        With ``block`` wait for one that is under way; the trainers must be idle, for the replica may ask for weights.
+        """
         while block and self._evaluating is not None and not self._fleet.watch([self._evaluating]):
-            pass
+            self._fleet.serve_joiners()
         if self._evaluating is None or not ray.wait([self._evaluating], timeout=0)[0]:
             return None
         reference, self._evaluating = self._evaluating, None

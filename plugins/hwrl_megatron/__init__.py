@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import hwrl
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, UnsupportedError
 
 if TYPE_CHECKING:
     from hwrl.backend import Backend
@@ -28,6 +28,12 @@ def hwrl_train_engine(
             "train.engine=megatron cannot be used",
             why="megatron-core is not installed",
             fix="pip install hwrl[megatron]",
+        )
+    if settings.lora is not None:
+        raise UnsupportedError(
+            "train.engine=megatron trains no adapter",
+            why="PEFT, which makes adapters, knows no layers of Megatron-core's",
+            fix="use train.engine=fsdp, or train the whole model with model.lora_rank=0",
         )
     from hwrl.registry import bootstrap
     from hwrl_megatron.options import parse_options

@@ -30,7 +30,7 @@ LAYERS = [  # an arrow may point to the left, or to another part of the same lay
     {"store"},
     {"comm", "memory"},
     {"weights"},
-    {"checkpoint", "rollout", "train", "models"},
+    {"checkpoint", "rollout", "train", "models", "lora"},
     {"run"},
     {"testing"},
     {"cli"},

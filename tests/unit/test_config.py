@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from hwrl.cli import main
 from hwrl.errors import ConfigError, HwrlError
+from hwrl.lora import LoraSettings
 from hwrl.run.config import Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
 from hwrl.run.summary import claim_directory
@@ -87,6 +89,10 @@ def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
         load_config(write(tmp_path, MINIMAL), ["rollout.max_running=4"])
     with pytest.raises(ConfigError, match=r"batch_groups=1 must be at least train\.ranks=2"):
         load_config(write(tmp_path, MINIMAL), ["train.batch_groups=1", "train.ranks=2"])
+    with pytest.raises(ConfigError, match=r"lora_rank=8 needs train\.engine=fsdp; megatron trains whole models"):
+        load_config(write(tmp_path, MINIMAL), ["model.lora_rank=8", "train.engine=megatron"])
+    with pytest.raises(ConfigError, match=r"set free_cache_engine=true, too"):
+        load_config(write(tmp_path, MINIMAL), ["rollout.sleep_level=2"])
 
 
 def test_paths_are_absolute_when_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +102,16 @@ def test_paths_are_absolute_when_loaded(tmp_path: Path, monkeypatch: pytest.Monk
     assert (config.data.train, config.data.eval) == (tmp_path / "train.jsonl", tmp_path / "sub" / "eval.jsonl")
     assert config.reward.function == f"{tmp_path / 'mine.py'}:f"
     assert load_config(write(tmp_path, MINIMAL)).reward.function == "m:f", "a module is no path"
+
+
+def test_an_adapter_needs_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(write(tmp_path, runnable(tmp_path)), ["model.lora_rank=8", "model.target_modules=[q_proj]"])
+    check_inputs(config)
+    assert config.model.lora == LoraSettings(rank=8, alpha=16.0, target_modules=("q_proj",))
+    assert load_config(write(tmp_path, MINIMAL)).model.lora is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'hwrl\[lora\]'"):
+        check_inputs(config)
 
 
 def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path) -> None:

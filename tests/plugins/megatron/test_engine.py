@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import hwrl
 from hwrl.checkpoint import CheckpointManager
-from hwrl.errors import ConfigError, MemoryStateError
+from hwrl.errors import ConfigError, MemoryStateError, UnsupportedError
+from hwrl.lora import LoraSettings
 from hwrl.run.demo import write_demo
 from hwrl.train.batch import Batch
 from hwrl.train.engine import EngineSettings, TrainEngine
@@ -269,6 +270,11 @@ def test_an_option_that_is_wrong_is_said(model_directory: Path, options: dict[st
             settings=settings_for(model_directory), options=options, backend=hwrl.get_backend(), group=None
         )
     assert text in caught.value.fix
+
+
+def test_an_adapter_is_refused(model_directory: Path, megatron: Make) -> None:
+    with pytest.raises(UnsupportedError, match="trains no adapter"):
+        megatron(model_directory, lora=LoraSettings(rank=4, alpha=8.0))
 
 
 def test_without_megatron_core_it_is_said_what_to_install() -> None:

@@ -1,0 +1,117 @@
+"""LoRA adapters on a model, by PEFT: trained alone, named and configured as PEFT's checkpoints are."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hwrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_IN_MODEL = ".default."
+"""PEFT's name of the one adapter, inside the names of its parameters in a model; checkpoints are without."""
+_PREFIX = "base_model.model."
+"""What PEFT's checkpoints begin the name of every tensor with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Which layers have an adapter, and of what form.
+
+    An adapted layer computes W·x + ``alpha`` / ``rank`` · B·A·x, where A and B have ``rank`` rows and columns and are
+    all that is trained. ``target_modules`` as PEFT has it: "all-linear" (every linear layer but the output layer), the
+    ends of layers' names, or one regular expression.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+    def peft_config(self) -> dict[str, Any]:
+        """Return what PEFT keeps in ``adapter_config.json``, for whoever serves the adapter."""
+        targets = self.target_modules
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": targets if isinstance(targets, str) else list(targets),
+            "lora_dropout": 0.0,
+            "bias": "none",
+        }
+
+
+def require_peft() -> None:
+    """Raise ConfigError if PEFT is not installed; imports nothing."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "model.lora_rank cannot be used",
+            why="PEFT, which puts LoRA adapters into a model, is not installed",
+            fix="pip install 'hwrl[lora]'; or train the whole model, with model.lora_rank=0",
+        )
+
+
+def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
+    """Put an adapter into ``model``, in place, and freeze the rest; return the model, which computes as before.
+
+    The adapter's first values depend on ``seed`` and the model's form alone; they have the model's dtype. Raises
+    ConfigError if PEFT is not installed or finds no layer to adapt.
+    """
+    require_peft()
+    import torch
+    from peft import LoraConfig, inject_adapter_in_model
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return inject_adapter_in_model(LoraConfig(**lora.peft_config()), model)
+    except ValueError as exc:
+        raise ConfigError(
+            "the model cannot have this adapter",
+            why=str(exc).splitlines()[0],
+            fix="correct model.target_modules: all-linear, or the ends of the names of layers that the model has",
+        ) from exc
+
+
+def save_adapter(
+    directory: Path, weights: Mapping[str, torch.Tensor], *, config: Mapping[str, Any], model_directory: Path
+) -> None:
+    """Write ``weights`` (PEFT's names) to ``directory`` so that ``PeftModel.from_pretrained`` loads them.
+
+    ``config`` is what :meth:`LoraSettings.peft_config` returned.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    whole = LoraConfig(**config, base_model_name_or_path=str(model_directory), inference_mode=True)
+    whole.save_pretrained(str(directory))
+    save_file({name: weights[name].contiguous() for name in weights}, directory / "adapter_model.safetensors")
+
+
+def adapter_name(name: str) -> str | None:
+    """Return what PEFT's checkpoints call the adapter's parameter ``name`` of a model; None if it is the base's.
+
+    >>> adapter_name("model.layers.0.mlp.up_proj.lora_A.default.weight")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    >>> adapter_name("model.layers.0.mlp.up_proj.base_layer.weight")
+    """
+    return _PREFIX + name.replace(_IN_MODEL, ".", 1) if ".lora_" in name else None
+
+
+def is_adapters(name: str) -> bool:
+    """Return whether ``name`` is one that :func:`adapter_name` gives."""
+    return name.startswith(_PREFIX)
+
+
+def base_name(name: str) -> str:
+    """Return the Hugging Face name of the parameter ``name`` of a model with an adapter.
+
+    >>> base_name("model.layers.0.mlp.up_proj.base_layer.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    return name.replace(".base_layer.", ".", 1)
