@@ -10,6 +10,7 @@ import torch
 
 from hwrl.backend import Backend
 from hwrl.registry import get_backend
+from hwrl_vllm.lora import replace_adapter, with_loaders_names
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class WeightLoading:
     model_config: Any
     vllm_config: Any
 
-    def hwrl_load_lent_weights(self, weights: Mapping[str, Lent]) -> None:
-        """Load what another process lends; see :meth:`hwrl_load_weights`."""
+    def hwrl_load_lent(self, method: str, weights: Mapping[str, Lent], *args: Any) -> None:
+        """Call ``method`` with weights that another process lends, and ``args``."""
         backend = get_backend()
-        self.hwrl_load_weights({name: lent.open(backend) for name, lent in weights.items()})
+        getattr(self, method)({name: lent.open(backend) for name, lent in weights.items()}, *args)
         backend.synchronize()  # before the lender may write there again
 
     def hwrl_load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -55,6 +56,8 @@ class WeightLoading:
         )
 
         model = self.model_runner.get_model()
+        if self.vllm_config.lora_config:
+            weights = with_loaders_names(model, weights)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             try:
@@ -64,6 +67,10 @@ class WeightLoading:
                 raise
             finally:
                 finalize_layerwise_reload(model, self.model_config)
+
+    def hwrl_load_adapter(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        """Load ``weights`` (PEFT's names), a whole adapter of the form that PEFT's ``config`` says."""
+        replace_adapter(self.model_runner.lora_manager, weights, config)
 
 
 def _forget_waiting(model: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from hwrl.lora import LoraSettings, add_adapter, divided
 from hwrl.registry import get_backend
 from hwrl.rollout.engine import GenerationRequest, RolloutEngine, RolloutSettings, Sampling
 from hwrl.rollout.groups import Response
@@ -22,19 +23,32 @@ _request_ids = itertools.count()
 
 
 class Policy:
-    """transformers' model, whose random weights the engine is to serve."""
+    """transformers' model, whose random weights the engine is to serve; with an adapter if there is ``lora``."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, lora: LoraSettings | None = None) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        if lora is not None:
+            self.model = add_adapter(self.model, lora)
         self._random = torch.Generator().manual_seed(0)
 
     def change(self) -> Weights:
         """Take other weights, and return them; far from uniform, so that a wrong one changes the greedy tokens."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+        base, _ = self._change("")
+        return base
+
+    def change_adapter(self) -> Weights:
+        """Take other weights in the adapter alone, and return them."""
+        _, adapter = self._change(".lora_")
+        return adapter
+
+    @torch.no_grad()
+    def _change(self, part: str) -> tuple[Weights, Weights]:
+        for name, parameter in self.model.named_parameters():
+            if part in name:
                 noise = torch.empty_like(parameter).normal_(generator=self._random)
                 parameter.copy_(0.3 * noise + (1 if "norm" in name else 0))
-        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        base, adapter = divided(self.model)
+        return {name: base[name].clone() for name in base}, {name: adapter[name].clone() for name in adapter}
 
     def logits(self, prompt_ids: Any, response: Response) -> torch.Tensor:
         """Return those of the response's places, in one forward pass."""
@@ -54,9 +68,14 @@ class Policy:
             np.testing.assert_allclose(response.logprobs, wanted, atol=1e-4)
 
 
-def engine_of(model_directory: Path, **options: Any) -> VllmEngine:
+def engine_of(model_directory: Path, *, lora: LoraSettings | None = None, **options: Any) -> VllmEngine:
     settings = RolloutSettings(
-        model_directory=model_directory, dtype=torch.float32, eos_ids=[END], max_running=16, max_length=LONGEST
+        model_directory=model_directory,
+        dtype=torch.float32,
+        eos_ids=[END],
+        max_running=16,
+        max_length=LONGEST,
+        lora=lora,
     )
     options = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": BLOCK, **options}
     return VllmEngine(settings, options=options, backend=get_backend())
