@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from hwrl.errors import DataError
 
 _ATTENTION = "sdpa"
 """The attention whose masks may be boolean and four-dimensional, as continuous batching needs them."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
@@ -57,6 +60,20 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
         if not tensor.untyped_storage().resizable():  # mapped from the file, which may change and cannot be offloaded
             tensor.data = tensor.data.clone()
     return model
+
+
+def model_identity(directory: Path) -> int:
+    """Return a number below 2**60 that identifies the model in ``directory``: its configuration and all its weights.
+
+    Reads every weight file, which takes about a second for two gigabytes.
+    """
+    _require_directory(directory)
+    identity = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.name == "config.json" or path.suffix in _WEIGHT_SUFFIXES:
+            with path.open("rb") as file:
+                identity.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return int.from_bytes(identity.digest()[:8], "big") >> 4
 
 
 def logits_at(model: Any, rows: torch.Tensor, columns: torch.Tensor, **inputs: Any) -> torch.Tensor:

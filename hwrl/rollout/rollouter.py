@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import DataError
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine, Sampling
 from hwrl.rollout.groups import PromptGroup, Response
+from hwrl.rollout.inlet import WeightsInlet
 from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward import Reward, judge
 
@@ -33,28 +33,6 @@ class LedgerClient(Protocol):
 
     def fail(self, lease: Lease, reason: str) -> None:
         """Report that a prompt could not be served."""
-        ...
-
-
-class Weights(Protocol):
-    """A received set of weights; the part of :class:`hwrl.weights.Received` that the rollouter uses."""
-
-    version: int
-
-    def items(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return names and tensors, valid until the next receive."""
-        ...
-
-
-class WeightsInlet(Protocol):
-    """Where new weights come from."""
-
-    def poll(self) -> int | None:
-        """Return the version that is offered and not yet received, or None. Does not block."""
-        ...
-
-    def receive(self) -> Weights | None:
-        """Receive what is offered. Blocks until it is whole; None if it could not be had, and the old one goes on."""
         ...
 
 
@@ -174,7 +152,7 @@ class Rollouter:
 
     def turn(self) -> bool:
         """Take weights if they wait, begin prompts if there is room, generate a token; False if nothing was there."""
-        update_waits = self._weights.poll() is not None
+        update_waits = self._weights.poll()
         if update_waits and (self._partial_rollout or not self.engine.pending()):
             self._take_weights()
             update_waits = False
@@ -202,11 +180,8 @@ class Rollouter:
 
     def _take_weights(self) -> None:
         with self._clock.during("update"):
-            weights = self._weights.receive()
-            if weights is None:
-                return
-            self.engine.load_weights(weights.items(), version=weights.version)
-        self._totals["updates"] += 1
+            updated = self._weights.update()
+        self._totals["updates"] += updated
 
     def _begin_prompts(self) -> None:
         if self._asked is None and not self._held:

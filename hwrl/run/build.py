@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,13 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
-from hwrl.errors import CommError, ConfigError, QuarantinedError, TransferFailedError
+from hwrl.errors import ConfigError
 from hwrl.models import load_generation_config, load_tokenizer
 from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.engine import RolloutEngine, RolloutSettings, Sampling
+from hwrl.rollout.inlet import Link, ModelInlet
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
 from hwrl.run.config import EMBEDDED, FSDP, Config
@@ -28,10 +28,8 @@ from hwrl.train.gather import SharedWeights
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.rng import rng_state, set_rng_state
 from hwrl.train.trainer import Algorithm, AsyncTrainer
-from hwrl.weights import Received, WeightReceiver, WeightSender
+from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.sender import Transport
-
-_log = logging.getLogger(__name__)
 
 POLICY = "policy"
 """The name under which the policy's weights travel."""
@@ -54,48 +52,26 @@ def evaluation_prompts(config: Config) -> list[Prompt]:
 def build_rollouter(config: Config, *, replica: str, seed: int, store_address: str, ledger: LedgerClient) -> Rollouter:
     """Return a rollouter that waits for its first weights; it never reads the training model's weights."""
     tokenizer = load_tokenizer(config.model.path)
+    engine = _build_rollout_engine(config, tokenizer, seed=seed)
     return Rollouter(
-        _build_rollout_engine(config, tokenizer, seed=seed),
+        engine,
         ledger=ledger,
         prompts=PromptStream(_prompts(config, config.data.train), seed=config.seed),
         reward=load_reward(config.reward.function),
         decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
         group_size=config.rollout.n,
-        weights=_Inlet(config, store_address=store_address, replica=replica),
+        weights=ModelInlet(engine, _link(config, store_address=store_address, replica=replica)),
         partial_rollout=config.async_training.partial_rollout,
         reward_attempts=config.reward.attempts,
     )
 
 
-class _Inlet:
-    """The receiver as the rollouter wants it: a transfer that failed leaves the old weights, and is tried again."""
-
-    def __init__(self, config: Config, *, store_address: str, replica: str) -> None:
-        timeout_s = _transfer_timeout_s(config)
-        self._receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica, timeout_s=timeout_s)
-        # The sender waits once for the receivers and once for their votes; a receiver must not give up before it does.
-        self._patience_s = 3 * timeout_s
-
-    def poll(self) -> int | None:
-        try:
-            return self._receiver.poll()
-        except QuarantinedError as exc:
-            self._join_again(exc)
-            return None
-
-    def receive(self) -> Received | None:
-        try:
-            return self._receiver.receive(timeout_s=self._patience_s)
-        except QuarantinedError as exc:
-            self._join_again(exc)
-        except (TransferFailedError, CommError) as exc:
-            _log.warning("keeping version %s: %s", self._receiver.version, exc)
-        return None
-
-    def _join_again(self, exc: QuarantinedError) -> None:
-        _log.warning("joining again: %s", exc)
-        self._receiver.join()
+def _link(config: Config, *, store_address: str, replica: str) -> Link:
+    timeout_s = _transfer_timeout_s(config)
+    receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica, timeout_s=timeout_s)
+    # The sender waits once for the receivers and once for their votes; a receiver must not give up before it does.
+    return Link(receiver, patience_s=3 * timeout_s)
 
 
 def _transfer_timeout_s(config: Config) -> float:
@@ -242,7 +218,7 @@ class TrainerParts:
             if self._sender is None:
                 weights.follow()
                 return {}
-            report = self._sender.publish(version, weights)
+            report = self._sender.publish(version, weights.model)
         return {
             "sync/nbytes": float(report.nbytes),
             "sync/receivers": float(report.receivers),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hwrl.lora import LoraSettings
 from hwrl.memory import Moved, Offloader
 from hwrl.train.batch import Batch
 from hwrl.train.losses import PolicyLoss
@@ -23,7 +24,8 @@ class EngineSettings:
     ``total_steps`` shapes the learning-rate schedule: linear warm-up over ``warmup_steps``, then linear decay to
     ``min_learning_rate_ratio``. A step is split into parts of at most ``micro_batch_tokens`` padded tokens.
     ``temperature`` is that of sampling, and so of the policy. Parameters and optimizer state are float32; ``dtype`` is
-    what forward and backward passes compute in, and the dtype of the weights that leave the engine. With
+    what forward and backward passes compute in, and the dtype of the weights that leave the engine. With ``lora``
+    the model is the frozen base of an adapter, which alone is trained; its first values depend on ``seed``. With
     ``param_offload`` and ``optimizer_offload`` parameters and optimizer state live in host memory, but for
     :meth:`TrainEngine.on_device`.
     """
@@ -41,6 +43,8 @@ class EngineSettings:
     dtype: torch.dtype = torch.float32
     param_offload: bool = False
     optimizer_offload: bool = False
+    lora: LoraSettings | None = None
+    seed: int = 0
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 0."""
@@ -56,6 +60,9 @@ class TrainEngine(ABC):
 
     On several ranks every method is collective: all ranks call it, in the same order, each with the rows of its share.
     """
+
+    base: int | None = None
+    """The identity of the frozen base under the adapter that is trained; None if the whole model is trained."""
 
     @property
     def data_parallel_rank(self) -> int:
@@ -90,6 +97,8 @@ class TrainEngine(ABC):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter and persistent buffer whole, under its Hugging Face name, on the first rank.
 
+        With an adapter, those of the base, which never change.
+
         All ranks must exhaust it, since gathering is collective; the others yield nothing. A tensor that was yielded
         is the reader's to drop; it may be the engine's own memory, so that nothing is changed in the engine while the
         reader still needs it.
@@ -99,9 +108,17 @@ class TrainEngine(ABC):
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what :meth:`named_weights` yields, as tensors on the meta device; not collective."""
 
+    def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapter's parameters like :meth:`named_weights`, under the names of PEFT's checkpoints."""
+        yield from ()
+
+    def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what :meth:`named_adapter` yields, as tensors on the meta device; not collective."""
+        yield from ()
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and the place in the schedule, for :class:`~hwrl.checkpoint.CheckpointManager`."""
+        """Return model (with an adapter, that alone), optimizer and the place in the schedule, for :class:`~hwrl.checkpoint.CheckpointManager`."""
 
     @contextmanager
     def saved_state(self) -> Iterator[tuple[dict[str, Any], Offloader | None]]:
@@ -115,7 +132,10 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def export(self, directory: Path) -> None:
-        """Write the model to ``directory`` so that ``from_pretrained`` loads it; the first rank writes."""
+        """Write the model to ``directory`` so that ``from_pretrained`` loads it; the first rank writes.
+
+        An adapter is written alone, for ``PeftModel.from_pretrained``.
+        """
 
     def close(self) -> None:  # noqa: B027 - most engines start nothing
         """End what the engine started beside itself, such as process groups; the engine is not used afterwards."""

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from hwrl.backend import Backend
+from hwrl.lora import LoraSettings, adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Moved, Offloader
-from hwrl.models import load_model, load_tokenizer, logits_at
+from hwrl.models import load_model, load_tokenizer, logits_at, model_identity
 from hwrl.train.engine import EngineSettings
 from hwrl.train.gather import gathered
 from hwrl.train.policy import PolicyEngine
@@ -31,7 +32,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpEngine(PolicyEngine):
-    """Trains the model in ``settings.model_directory`` with AdamW.
+    """Trains the model in ``settings.model_directory``, or an adapter on it, with AdamW.
 
     ``group`` is the default process group of the training ranks (None: one rank; the model is then not wrapped).
     Gradients are reduced in float32. The model is in evaluation mode, in training as well: dropout would be noise in
@@ -42,8 +43,12 @@ class FsdpEngine(PolicyEngine):
         super().__init__(settings, backend=backend, group=group)
         self._dtype = settings.dtype
         model = load_model(settings.model_directory, dtype=torch.float32).eval()
+        if settings.lora is not None:
+            self.base = model_identity(settings.model_directory)
+            model = add_adapter(model, settings.lora, seed=settings.seed)
         self.model = _shard(model, backend, group, settings.dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **self._hyperparameters())
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, **self._hyperparameters())
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
 
@@ -89,16 +94,35 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-        yield from gathered(parameters, self._group, dtype=self._dtype)
+        yield from gathered(self._base_parameters(), self._group, dtype=self._dtype)
         if self._group is None or self._group.rank == 0:
             yield from self._buffers()
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, torch.empty(parameter.shape, dtype=self._dtype, device="meta")
+        yield from self._described(self._base_parameters())
         for name, buffer in self._buffers():
             yield name, buffer.to("meta")
+
+    @torch.no_grad()
+    def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from gathered(self._adapter_parameters(), self._group, dtype=self._dtype)
+
+    def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._described(self._adapter_parameters())
+
+    def _base_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if adapter_name(name) is None:
+                yield base_name(name), parameter.detach()
+
+    def _adapter_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if (named := adapter_name(name)) is not None:
+                yield named, parameter.detach()
+
+    def _described(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named:
+            yield name, torch.empty(tensor.shape, dtype=self._dtype, device="meta")
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers that a checkpoint holds; every rank has them whole."""
@@ -124,19 +148,36 @@ class FsdpEngine(PolicyEngine):
         _, optimizer = self._model_and_optimizer()
         for name, moments in state["optimizer"].items():
             optimizer["state"][name].update(moments, step=torch.tensor(float(self.updates)))
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=optimizer,
+            options=StateDictOptions(ignore_frozen_params=True, strict=self.base is None),
+        )
         for group in self.optimizer.param_groups:
             group.update(self._hyperparameters())
 
     def _model_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
         before_first_step = not self.optimizer.state
-        found = get_state_dict(self.model, self.optimizer)
+        found = get_state_dict(self.model, self.optimizer, options=StateDictOptions(ignore_frozen_params=True))
         if before_first_step:  # torch took an empty one, to have a state
             for state in self.optimizer.state.values():
                 state["step"].fill_(self.updates)
         return found
 
     def export(self, directory: Path) -> None:
+        if self.settings.lora is None:
+            self._export_model(directory)
+        else:
+            self._export_adapter(directory, self.settings.lora)
+
+    def _export_adapter(self, directory: Path, lora: LoraSettings) -> None:
+        weights = {name: tensor.cpu() for name, tensor in self.named_adapter()}
+        if self._group is None or self._group.rank == 0:
+            save_adapter(directory, weights, lora=lora, model_directory=self.settings.model_directory)
+
+    def _export_model(self, directory: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights: dict[str, Any] = get_model_state_dict(self.model, options=options)
         if self._group is not None and self._group.rank != 0:

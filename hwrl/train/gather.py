@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,6 +17,7 @@ from hwrl.train.engine import TrainEngine
 
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
+_END = -1
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -105,34 +107,46 @@ def _gather(name: str, tensor: torch.Tensor | Part, group: Group | None, dtype: 
     return _Gathering(name, nbytes, whole, landed[1:], received)
 
 
+@dataclass(frozen=True)
+class Readable:
+    """Named tensors as :meth:`~hwrl.weights.WeightSender.publish` reads them: as often as it must.
+
+    ``metadata`` yields names with tensors on the meta device, ``read`` the tensors themselves.
+    """
+
+    metadata: Callable[[], Iterator[NamedTensor]]
+    read: Callable[[], Iterator[NamedTensor]]
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        return self.read()
+
+    def __add__(self, other: Readable) -> Readable:
+        """Return the tensors of both, one behind the other."""
+        return Readable(lambda: _chained(self.metadata, other.metadata), lambda: _chained(self.read, other.read))
+
+
+def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
+    for read in reads:
+        yield from read()
+
+
 class SharedWeights:
-    """An engine's weights as :meth:`~hwrl.weights.WeightSender.publish` reads them: as often as it must.
+    """An engine's weights, to be sent: ``model``, the whole model or the base of an adapter, and the ``adapter``.
 
     On several ranks reading is collective. The first rank iterates inside the context, and the others :meth:`follow`
     until it leaves.
     """
 
     def __init__(self, engine: TrainEngine, group: Group | None) -> None:
-        self._engine, self._group = engine, group
-
-    def metadata(self) -> Iterator[NamedTensor]:
-        """Yield names with tensors on the meta device; reads nothing from the other ranks."""
-        return self._engine.weights_metadata()
-
-    def __iter__(self) -> Iterator[NamedTensor]:
-        self._say(going_on=True)
-        weights = self._engine.named_weights()
-        try:
-            for pair in weights:  # noqa: UP028 - delegating would close what is yet to be drained
-                yield pair
-        finally:
-            for _ in weights:  # the reader gave up, and the other ranks gather to the end
-                pass
+        self._group = group
+        self._reads = (engine.named_weights, engine.named_adapter)
+        self.model = Readable(engine.weights_metadata, functools.partial(self._read, 0))
+        self.adapter = Readable(engine.adapter_metadata, functools.partial(self._read, 1))
 
     def follow(self) -> None:
         """Take part in what the first rank reads, until it leaves the context. Blocks."""
-        while self._say(going_on=False):
-            for _ in self._engine.named_weights():
+        while (part := self._say(_END)) != _END:
+            for _ in self._reads[part]():
                 pass
 
     def __enter__(self) -> SharedWeights:
@@ -142,12 +156,22 @@ class SharedWeights:
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._group is None or self._group.rank == 0:
-            self._say(going_on=False)
+            self._say(_END)
 
-    def _say(self, *, going_on: bool) -> bool:
-        """Tell all ranks what the first rank says."""
+    def _read(self, part: int) -> Iterator[NamedTensor]:
+        self._say(part)
+        weights = self._reads[part]()
+        try:
+            for pair in weights:  # noqa: UP028 - delegating would close what is yet to be drained
+                yield pair
+        finally:
+            for _ in weights:  # the reader gave up, and the other ranks gather to the end
+                pass
+
+    def _say(self, part: int) -> int:
+        """Tell all ranks which part the first rank reads next, _END if none; return what it said."""
         if self._group is None:
-            return going_on
-        word = torch.tensor([going_on], dtype=torch.int32, device=self._group.backend.device())
+            return part
+        word = torch.tensor([part], dtype=torch.int32, device=self._group.backend.device())
         self._group.broadcast(word, src=0)
-        return bool(word.item())
+        return int(word.item())

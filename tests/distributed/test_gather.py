@@ -35,12 +35,13 @@ def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Ten
             if rank:
                 weights.follow()
                 return {}
-            given_up = iter(weights)
+            everything = weights.model + weights.adapter
+            given_up = iter(everything)
             assert len(list(itertools.islice(given_up, 3))) == 3
             given_up.close()  # type: ignore[attr-defined]  # it is a generator
-            first, second = dict(weights), dict(weights)
+            first, second = dict(everything), dict(everything)
             assert first.keys() == second.keys()
-            described = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.metadata()}
+            described = {name: (tensor.shape, tensor.dtype) for name, tensor in everything.metadata()}
             assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in first.items()}
             return {name: tensor.cpu() for name, tensor in second.items()}
 

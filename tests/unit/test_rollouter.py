@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -82,18 +82,16 @@ class Desk:
 class Inlet:
     """Offers the versions that a test puts there."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: RolloutEngine | None = None) -> None:
+        self.engine = engine or CountingEngine()
         self.offered: list[int] = []
 
-    def poll(self) -> int | None:
-        return self.offered[0] if self.offered else None
+    def poll(self) -> bool:
+        return bool(self.offered)
 
-    def receive(self) -> Inlet | None:
-        self.version = self.offered.pop(0)
-        return self
-
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter([])
+    def update(self) -> bool:
+        self.engine.load_weights([], version=self.offered.pop(0))
+        return True
 
 
 class Lengths:
@@ -112,15 +110,16 @@ def rollouter_of(
     engine: RolloutEngine | None = None,
     prompts: Lengths | None = None,
 ) -> Rollouter:
+    inlet = inlet or Inlet(engine)
     return Rollouter(
-        engine or CountingEngine(),
+        inlet.engine,
         ledger=desk,
         prompts=prompts or Lengths(),
         reward=reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1)),
         decode=lambda token_ids: " ".join(map(str, token_ids)),
         sampling=Sampling(10),
         group_size=2,
-        weights=inlet or Inlet(),
+        weights=inlet,
         partial_rollout=partial,
         reward_threads=1,  # in the order in which the responses finished
     )
@@ -170,9 +169,9 @@ def test_without_partial_rollout_running_prompts_finish_first_and_no_new_one_beg
 
 
 def test_nothing_begins_before_the_first_weights() -> None:
-    desk, inlet, engine = Desk([0]), Inlet(), CountingEngine()
-    engine.version = -1
-    rollouter = rollouter_of(desk, inlet=inlet, engine=engine)
+    desk, inlet = Desk([0]), Inlet()
+    inlet.engine.version = -1
+    rollouter = rollouter_of(desk, inlet=inlet)
     answer = rollouter.evaluate([Lengths()[0]])
     turns(rollouter, 3)
     assert desk.numbers == [0] and not answer.done()
