@@ -70,6 +70,8 @@ class VllmEngine(RolloutEngine):
         self._requests: dict[str, _Growing] = {}
         self._updates = 0
         self._asleep: set[str] = set()
+        if self._has_sleep_mode():
+            self._vllm.collective_rpc("hwrl_prepare_sleep")
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -97,7 +99,7 @@ class VllmEngine(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         self._require_awake({"weights"}, needed_for="load weights")
-        given = dict(weights)
+        given = {name: tensor.contiguous() for name, tensor in weights}
         require_same_model(self._expected, given)
         self.version = -1  # until all of the model is new
         try:
@@ -146,8 +148,11 @@ class VllmEngine(RolloutEngine):
             self._vllm.wake_up(asleep)
             self._asleep.difference_update(asleep)
 
+    def _has_sleep_mode(self) -> bool:
+        return bool(self._vllm.vllm_config.model_config.enable_sleep_mode)
+
     def _require_sleep_mode(self) -> None:
-        if not self._vllm.vllm_config.model_config.enable_sleep_mode:
+        if not self._has_sleep_mode():
             raise UnsupportedError(
                 "this engine cannot sleep",
                 why="it was not started in vLLM's sleep mode, which vLLM does not have on every device",
@@ -165,8 +170,7 @@ class VllmEngine(RolloutEngine):
         if self._workers == 1:  # it is in this process
             self._vllm.collective_rpc("hwrl_load_weights", args=(weights,))
             return
-        whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-        lent = {name: Lent.of(tensor, self._backend) for name, tensor in whole.items()}
+        lent = {name: Lent.of(tensor, self._backend) for name, tensor in weights.items()}
         self._backend.synchronize()
         self._vllm.collective_rpc("hwrl_load_lent_weights", args=(lent,))
 
