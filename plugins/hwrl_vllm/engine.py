@@ -77,6 +77,8 @@ class VllmEngine(RolloutEngine):
         self._requests: dict[str, _Growing] = {}
         self._updates = 0
         self._asleep: frozenset[str] = frozenset()
+        if self._has_sleep_mode():
+            self._vllm.collective_rpc("hwrl_prepare_sleep")
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -146,8 +148,11 @@ class VllmEngine(RolloutEngine):
             self._vllm.wake_up(sorted(asleep))
             self._asleep -= asleep
 
+    def _has_sleep_mode(self) -> bool:
+        return bool(self._vllm.vllm_config.model_config.enable_sleep_mode)
+
     def _require_sleep_mode(self) -> None:
-        if not self._vllm.vllm_config.model_config.enable_sleep_mode:
+        if not self._has_sleep_mode():
             raise UnsupportedError(
                 "this engine cannot sleep",
                 why="it was not started in vLLM's sleep mode, which vLLM does not have on every device",
@@ -156,7 +161,7 @@ class VllmEngine(RolloutEngine):
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: Weights) -> Weights:
         require_awake(self._asleep, {"weights"}, needed_for="load weights")
-        given = dict(weights)
+        given = {name: tensor.contiguous() for name, tensor in weights}
         require_same_model(own, given)
         return given
 
@@ -176,8 +181,7 @@ class VllmEngine(RolloutEngine):
         if self._workers == 1:  # it is in this process
             self._vllm.collective_rpc(method, args=(weights, *args))
             return
-        whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-        lent = {name: Lent.of(tensor, self._backend) for name, tensor in whole.items()}
+        lent = {name: Lent.of(tensor, self._backend) for name, tensor in weights.items()}
         self._backend.synchronize()
         self._vllm.collective_rpc("hwrl_load_lent", args=(method, lent, *args))
 
