@@ -6,11 +6,12 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _IN_MODEL = ".default."
 """PEFT's name of the one adapter, inside the names of its parameters in a model; checkpoints are without."""
@@ -62,6 +63,7 @@ def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
     ConfigError if PEFT is not installed or finds no layer to adapt.
     """
     require_peft()
+    import torch
     from peft import LoraConfig, inject_adapter_in_model
 
     try:
@@ -77,14 +79,17 @@ def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
 
 
 def save_adapter(
-    directory: Path, weights: Mapping[str, torch.Tensor], *, lora: LoraSettings, model_directory: Path
+    directory: Path, weights: Mapping[str, torch.Tensor], *, config: Mapping[str, Any], model_directory: Path
 ) -> None:
-    """Write ``weights`` (PEFT's names) to ``directory`` so that ``PeftModel.from_pretrained`` loads them."""
+    """Write ``weights`` (PEFT's names) to ``directory`` so that ``PeftModel.from_pretrained`` loads them.
+
+    ``config`` is what :meth:`LoraSettings.peft_config` returned.
+    """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    config = LoraConfig(**lora.peft_config(), base_model_name_or_path=str(model_directory), inference_mode=True)
-    config.save_pretrained(str(directory))
+    whole = LoraConfig(**config, base_model_name_or_path=str(model_directory), inference_mode=True)
+    whole.save_pretrained(str(directory))
     save_file({name: weights[name].contiguous() for name in weights}, directory / "adapter_model.safetensors")
 
 
@@ -103,6 +108,11 @@ def adapter_name(name: str) -> str | None:
     >>> adapter_name("model.layers.0.mlp.up_proj.base_layer.weight")
     """
     return _PREFIX + name.replace(_IN_MODEL, ".", 1) if ".lora_" in name else None
+
+
+def is_adapters(name: str) -> bool:
+    """Return whether ``name`` is one that :func:`adapter_name` gives."""
+    return name.startswith(_PREFIX)
 
 
 def base_name(name: str) -> str:

@@ -15,7 +15,7 @@ COMMANDS = ("train", "doctor", "bench", "checkpoints", "conformance")
 
 _EXTRA_OF = dict.fromkeys(
     ["matplotlib", "pyarrow", "pydantic", "ray", "rich", "safetensors", "tensorboard", "transformers", "yaml"], "train"
-) | {"pytest": "testing"}
+) | {"peft": "lora", "pytest": "testing"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

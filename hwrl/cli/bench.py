@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure weight transfer, memory offload, checkpoints, asynchronous training or the cost of a call"
+HELP = "measure weight transfer, memory offload, checkpoints, asynchronous training, LoRA or the cost of a call"
 
-BENCHMARKS = ("weights", "offload", "checkpoint", "async", "overhead")
+BENCHMARKS = ("weights", "offload", "checkpoint", "async", "lora", "overhead")
 """Each is the module ``hwrl.cli.bench_<name>`` with HELP, configure(parser) and run(args), like a subcommand."""
 
 

@@ -50,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
         for number in range(args.rounds):
             for kind, staleness in kinds.items():
                 print(f"round {number + 1} of {args.rounds}: {kind}", file=sys.stderr, flush=True)
-                history = _train(config, steps=args.steps, staleness=staleness, name=f"{kind}-{number}")
+                words = [f"train.steps={args.steps}", f"async_training.staleness_threshold={staleness}"]
+                history = train(
+                    config, [*words, "rollout.max_running=512"], directory=Path(scratch, f"{kind}-{number}")
+                )
                 if history is None:
                     return INTERRUPTED
                 histories[kind].append(history)
@@ -61,23 +64,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _train(config_path: Path, *, steps: int, staleness: int, name: str) -> History | None:
-    """Return the run's metrics, or None if Ctrl-C ended it early."""
+def train(config_path: Path, words: Sequence[str], *, directory: Path) -> History | None:
+    """Train in ``directory``, and nothing besides; return the run's metrics, or None if Ctrl-C ended it early."""
     from hwrl.run.config import load_config
     from hwrl.run.pipeline import run_training
     from hwrl.run.report import PlainView, read_metrics
 
-    directory = config_path.parent / name
-    words = [
-        f"train.steps={steps}",
-        f"async_training.staleness_threshold={staleness}",
-        f"dir={directory}",
-        "rollout.max_running=512",
-        "checkpoint.save_every_steps=0",
-        "eval.every_steps=0",
-        "goals={}",
-    ]
-    summary = run_training(load_config(config_path, words), PlainView(steps, stream=sys.stderr, interval_s=10.0))
+    only_training = ["checkpoint.save_every_steps=0", "eval.every_steps=0", "goals={}"]
+    config = load_config(config_path, [*words, *only_training, f"dir={directory}"])
+    summary = run_training(config, PlainView(config.train.steps, stream=sys.stderr, interval_s=10.0))
     return read_metrics(directory) if summary.finished else None
 
 

@@ -26,7 +26,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add(actions, "ls", _list, "show the checkpoints in DIR, and who writes there")
     verify = _add(actions, "verify", _verify, "read every file and compare its hash; status 1 if one differs")
     verify.add_argument("--step", type=int, help="this one only")
-    export = _add(actions, "export", _export, "write a checkpoint's model for transformers' from_pretrained")
+    export = _add(
+        actions,
+        "export",
+        _export,
+        "write a checkpoint's model, or adapter, for from_pretrained",
+    )
     export.add_argument("out", type=Path, metavar="OUT", help="the directory to write, which must not exist")
     export.add_argument("--model", type=Path, required=True, help="the model directory that training began from")
     export.add_argument("--step", type=int, help="default: the newest")
@@ -102,6 +107,7 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint.layout import read_tensors
     from hwrl.checkpoint.manifest import in_use, verify_files
+    from hwrl.checkpoint.save import EXTRA_NAME
 
     if args.out.exists():
         raise ConfigError(f"{args.out} exists", why="nothing is overwritten", fix="choose another directory")
@@ -116,12 +122,34 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     with in_use(info):
         verify_files(info, info.manifest.files)
         weights = read_tensors(info, prefix="model.")
-    _write_model(args, weights)
-    report = {"step": info.step, "out": str(args.out)}
-    return report, [f"wrote the model of step {info.step} to {args.out}"], True
+        adapter = json.loads((info.path / EXTRA_NAME).read_bytes())["all"].get("adapter")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as directory:
+        draft = Path(directory) / args.out.name
+        if adapter is None:
+            _write_model(args, weights, draft)
+        else:
+            _write_adapter(args, weights, draft, base=adapter["base"], config=adapter["config"])
+        draft.rename(args.out)
+    what = "model" if adapter is None else "adapter"
+    report = {"step": info.step, "out": str(args.out), "wrote": what}
+    return report, [f"wrote the {what} of step {info.step} to {args.out}"], True
 
 
-def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor]) -> None:
+def _write_adapter(
+    args: argparse.Namespace, weights: dict[str, torch.Tensor], directory: Path, *, base: int, config: dict[str, Any]
+) -> None:
+    from hwrl.lora import adapter_name, save_adapter
+    from hwrl.models import model_identity
+
+    if model_identity(args.model) != base:
+        raise _not_the_model(args, why="the adapter was trained on other weights")
+    dtype = _dtype(args.dtype)
+    adapter = {named: weights[name].to(dtype) for name in weights if (named := adapter_name(name))}
+    save_adapter(directory, adapter, config=config, model_directory=args.model.absolute())
+
+
+def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor], directory: Path) -> None:
     from hwrl.models import build_model, load_tokenizer
 
     model = build_model(args.model, dtype=_dtype(args.dtype))
@@ -130,18 +158,18 @@ def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor]) -> 
         name for name in own.keys() | weights.keys() if name not in own or own[name].shape != _shape(weights, name)
     )
     if wrong:
-        raise DataError(
-            f"the checkpoint's model is not the one in {args.model}",
-            why=f"{len(wrong)} names or shapes differ, among them {wrong[0]!r}",
-            fix="give --model the directory that training began from",
-        )
+        raise _not_the_model(args, why=f"{len(wrong)} names or shapes differ, among them {wrong[0]!r}")
     model.load_state_dict(weights)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.out.parent) as directory:
-        draft = Path(directory) / args.out.name
-        model.save_pretrained(draft)
-        load_tokenizer(args.model).save_pretrained(draft)
-        draft.rename(args.out)
+    model.save_pretrained(directory)
+    load_tokenizer(args.model).save_pretrained(directory)
+
+
+def _not_the_model(args: argparse.Namespace, *, why: str) -> DataError:
+    return DataError(
+        f"the checkpoint's model is not the one in {args.model}",
+        why=why,
+        fix="give --model the directory that training began from",
+    )
 
 
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import torch
+
 from hwrl.errors import CommError, QuarantinedError, TransferFailedError
+from hwrl.lora import is_adapters
 from hwrl.rollout.engine import RolloutEngine
 from hwrl.weights import Received, WeightReceiver
+from hwrl.weights.plan import POLICY, POLICY_BASE
 
 _log = logging.getLogger(__name__)
 
@@ -20,23 +25,40 @@ class WeightsInlet(Protocol):
         ...
 
     def update(self) -> bool:
-        """Load what is offered. Blocks until it is whole; False if it could not be had, and the old version goes on."""
+        """Receive what is offered and load it; return whether the engine has new weights to generate with.
+
+        Blocks until what is offered is whole. If it cannot be had, the engine goes on with what it has.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Free device memory: the engine sleeps. What it has dropped may come with the next version."""
+        ...
+
+    def ask(self) -> None:
+        """Ask to be sent now what the engine needs to generate."""
+        ...
+
+    def totals(self) -> dict[str, float]:
+        """Return the running totals of what came."""
         ...
 
 
 class Link:
     """A receiver for which a failed transfer is no error: it keeps what it has, and the transfer is tried again.
 
-    A receive waits ``patience_s`` for a version to become whole. The link ends the receiver.
+    A receive waits ``patience_s`` for a version to become whole.
     """
 
     def __init__(self, receiver: WeightReceiver, *, patience_s: float) -> None:
-        self._receiver, self._patience_s = receiver, patience_s
+        self.receiver, self._patience_s = receiver, patience_s
+        self.nbytes = 0
+        """What was received so far."""
 
     def poll(self) -> bool:
         """Return whether a version is offered that was not received."""
         try:
-            return self._receiver.poll() is not None
+            return self.receiver.poll() is not None
         except QuarantinedError as exc:
             self._join_again(exc)
             return False
@@ -44,16 +66,18 @@ class Link:
     def receive(self) -> Received | None:
         """Return what is offered, None if the transfer failed. Blocks."""
         try:
-            return self._receiver.receive(timeout_s=self._patience_s)
+            received = self.receiver.receive(timeout_s=self._patience_s)
+            self.nbytes += received.nbytes
+            return received
         except QuarantinedError as exc:
             self._join_again(exc)
         except (TransferFailedError, CommError) as exc:
-            _log.warning("keeping version %s: %s", self._receiver.version, exc)
+            _log.warning("keeping version %s: %s", self.receiver.version, exc)
         return None
 
     def _join_again(self, exc: QuarantinedError) -> None:
         _log.warning("joining again: %s", exc)
-        self._receiver.join()
+        self.receiver.join()
 
 
 class ModelInlet:
@@ -70,4 +94,91 @@ class ModelInlet:
         if received is None:
             return False
         self._engine.load_weights(received.items(), version=received.version)
+        return True
+
+    def rest(self) -> None:
+        self._link.receiver.release()
+
+    def ask(self) -> None:
+        self._link.receiver.join()
+
+    def totals(self) -> dict[str, float]:
+        return {"received_nbytes": float(self._link.nbytes)}
+
+
+class AdapterInlet:
+    """Brings adapters into ``engine``, and beneath them their base whenever the engine does not hold it.
+
+    ``connect`` joins a link, POLICY or POLICY_BASE. The latter is joined exactly as long as the base is missing, which
+    is how the sender knows; its memory is freed when the base is in the engine. An adapter that comes before its base
+    is kept until then.
+    """
+
+    def __init__(self, engine: RolloutEngine, connect: Callable[[str], Link]) -> None:
+        self._engine, self._connect = engine, connect
+        self._base: Link | None = connect(POLICY_BASE)  # before the other: who has joined that is known to lack this
+        self._policy = connect(POLICY)
+        self._held: Received | None = None
+        self._base_loads = self._base_nbytes = 0
+
+    def poll(self) -> bool:
+        if self._base is None and self._lacks_base():
+            self.ask()
+        return (self._base is not None and self._base.poll()) or self._policy.poll()
+
+    def update(self) -> bool:
+        if self._base is not None and self._base.poll():
+            base = self._base.receive()
+            if base is None:
+                return False
+            self._load_base(base, identity=base.version)
+            self._base_nbytes += base.nbytes
+        elif self._policy.poll():
+            adapter = self._policy.receive()
+            if adapter is None:
+                return False
+            self._held = adapter
+        return self._load_held()
+
+    def rest(self) -> None:
+        if self._base is None and self._lacks_base():
+            self._base = self._connect(POLICY_BASE)
+            self._base.receiver.skip()
+
+    def ask(self) -> None:
+        if self._base is not None:
+            self._base.receiver.join()
+        elif self._lacks_base():
+            self._base = self._connect(POLICY_BASE)
+        self._policy.receiver.join()
+
+    def totals(self) -> dict[str, float]:
+        received = self._policy.nbytes + self._base_nbytes
+        return {"received_nbytes": float(received), "base_loads": float(self._base_loads)}
+
+    def _lacks_base(self) -> bool:
+        """Return whether the engine holds no base, or another than the newest adapter's."""
+        wanted = self._engine.base if self._held is None else self._held.metadata["base"]
+        return self._engine.base is None or self._engine.base != wanted
+
+    def _load_base(self, weights: Mapping[str, torch.Tensor], *, identity: int) -> None:
+        self._engine.load_base(weights.items(), base=identity)
+        self._base_loads += 1
+        if self._base is not None:
+            self._base.receiver.close()
+            self._base = None
+
+    def _load_held(self) -> bool:
+        """Load the newest adapter, and a base that came with it; False if there is none, or none for this base."""
+        held = self._held
+        if held is None:
+            return False
+        base = int(held.metadata["base"])
+        beneath = {name: held[name] for name in held if not is_adapters(name)}
+        if beneath:
+            self._load_base(beneath, identity=base)
+        if self._engine.base != base:
+            return False
+        adapter = {name: held[name] for name in held if name not in beneath}
+        self._engine.load_adapter(adapter.items(), version=held.version, base=base)
         return True

@@ -18,6 +18,7 @@ from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.rollout.inlet import WeightsInlet
 from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward import Reward, judge
+from hwrl.rollout.sleeper import Sleeper
 
 
 class LedgerClient(Protocol):
@@ -79,7 +80,8 @@ class Rollouter:
     waits, and the update is taken when the running ones are finished. A prompt begins when the engine has the weights
     that its lease asks for, not before. ``decode`` turns token ids into the text that ``reward`` judges, in one of
     ``reward_threads`` threads, so that generation and weight updates never wait for it; a reward function that raises
-    is tried ``reward_attempts`` times, then the prompt has failed.
+    is tried ``reward_attempts`` times, then the prompt has failed. With ``sleep_level`` the engine sleeps while it has
+    nothing to do, and wakes when weights or prompts come.
 
     One thread calls ``turn``, ``run`` and ``stats``; ``evaluate`` may be called from others.
     """
@@ -96,6 +98,7 @@ class Rollouter:
         group_size: int,
         weights: WeightsInlet,
         partial_rollout: bool = True,
+        sleep_level: int | None = None,
         reward_attempts: int = 3,
         reward_threads: int = 4,
     ) -> None:
@@ -103,6 +106,8 @@ class Rollouter:
         self._ledger, self._prompts, self._reward, self._decode = ledger, prompts, reward, decode
         self._sampling, self._group_size = sampling, group_size
         self._weights, self._partial_rollout = weights, partial_rollout
+        self._sleeper = Sleeper(engine, level=sleep_level)
+        self._has_served = self._asked_for_weights = False
         self._reward_attempts = reward_attempts
         self._clock = ActivityClock("idle")
         self._totals = {"tokens": 0.0, "groups": 0.0, "updates": 0.0, "reward_errors": 0.0}
@@ -133,9 +138,10 @@ class Rollouter:
         return future
 
     def stats(self) -> dict[str, float]:
-        """Return running totals: tokens, groups, updates, errors, and the seconds of each activity."""
+        """Return running totals: tokens, groups, what came and was freed, errors, and the seconds of each activity."""
         seconds = {f"{activity}_s": value for activity, value in self._clock.seconds().items()}
-        return {**self._totals, **seconds, "version": float(self.engine.version)}
+        totals = {**self._totals, **self._weights.totals(), **self._sleeper.totals()}
+        return {**totals, **seconds, "version": float(self.engine.version)}
 
     def run(self, stop: threading.Event) -> None:
         """Turn until ``stop`` is set; then drop what is unfinished, whose leases the ledger gives to others."""
@@ -156,12 +162,12 @@ class Rollouter:
         if update_waits and (self._partial_rollout or not self.engine.pending()):
             self._take_weights()
             update_waits = False
-        if not update_waits and self.engine.version >= 0:
-            self._begin_evaluation()
-            self._begin_prompts()
+        if not update_waits:
+            self._begin_work()
         generated = self._generate()
         self._collect_judged()
         self._hand_in()
+        self._rest()
         return generated
 
     def _generate(self) -> bool:
@@ -180,16 +186,46 @@ class Rollouter:
 
     def _take_weights(self) -> None:
         with self._clock.during("update"):
+            self._sleeper.wake(cache=False)
             updated = self._weights.update()
+            self._sleeper.wake()
         self._totals["updates"] += updated
+        self._asked_for_weights &= not updated
 
-    def _begin_prompts(self) -> None:
+    def _rest(self) -> None:
+        """Let the engine sleep if nothing is to be done, and nothing was for a while."""
+        idle = self._has_served and not (self.engine.pending() or self._held or self._evaluation)
+        if self._sleeper.is_due(idle=idle):
+            with self._clock.during("sleep"):
+                self._sleeper.sleep()
+                self._weights.rest()
+
+    def _begin_work(self) -> None:
+        """Begin what waits, as far as the engine has the weights for it; wake it, and ask for those, if it has not."""
+        self._has_served |= self.engine.version >= 0
+        if not self._has_served:
+            return
+        self._ask_for_prompts()
+        if self._held or self._evaluation is not None:
+            if self._sleeper.asleep:
+                with self._clock.during("sleep"):
+                    self._sleeper.wake()
+            if self.engine.version < 0 and not self._asked_for_weights:
+                self._weights.ask()
+                self._asked_for_weights = True
+        if self.engine.version >= 0:
+            self._begin_evaluation()
+            self._begin_prompts()
+
+    def _ask_for_prompts(self) -> None:
         if self._asked is None and not self._held:
             room = self.engine.capacity() // self._group_size
             if room > 0:
                 self._asked = self._ledger.lease(room)
         if self._asked is not None and self._asked.done():
             self._held, self._asked = self._asked.result(), None
+
+    def _begin_prompts(self) -> None:
         begun = [lease for lease in self._held if lease.version <= self.engine.version]
         self._held = [lease for lease in self._held if lease.version > self.engine.version]
         for lease in begun:

@@ -17,7 +17,7 @@ from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.engine import RolloutEngine, RolloutSettings, Sampling
-from hwrl.rollout.inlet import Link, ModelInlet
+from hwrl.rollout.inlet import AdapterInlet, Link, ModelInlet, WeightsInlet
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
 from hwrl.run.config import EMBEDDED, FSDP, Config
@@ -28,11 +28,12 @@ from hwrl.train.gather import SharedWeights
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.rng import rng_state, set_rng_state
 from hwrl.train.trainer import Algorithm, AsyncTrainer
-from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSender
+from hwrl.weights.plan import POLICY, POLICY_BASE
 from hwrl.weights.sender import Transport
 
-POLICY = "policy"
-"""The name under which the policy's weights travel."""
+_SENT = ("sync/base_sent", "sync/base_nbytes", "sync/adapter_nbytes")
+"""Figures of a run with an adapter: everything that was sent since the last line."""
 
 
 def prepare_process(*, threads: int) -> None:
@@ -61,17 +62,22 @@ def build_rollouter(config: Config, *, replica: str, seed: int, store_address: s
         decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
         group_size=config.rollout.n,
-        weights=ModelInlet(engine, _link(config, store_address=store_address, replica=replica)),
+        weights=_build_inlet(config, engine, store_address=store_address, replica=replica),
         partial_rollout=config.async_training.partial_rollout,
+        sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
         reward_attempts=config.reward.attempts,
     )
 
 
-def _link(config: Config, *, store_address: str, replica: str) -> Link:
-    timeout_s = _transfer_timeout_s(config)
-    receiver = WeightReceiver(connect_store(store_address), name=POLICY, replica=replica, timeout_s=timeout_s)
-    # The sender waits once for the receivers and once for their votes; a receiver must not give up before it does.
-    return Link(receiver, patience_s=3 * timeout_s)
+def _build_inlet(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightsInlet:
+    store, timeout_s = connect_store(store_address), _transfer_timeout_s(config)
+
+    def connect(name: str) -> Link:
+        receiver = WeightReceiver(store, name=name, replica=replica, timeout_s=timeout_s)
+        # The sender waits once for the receivers and once for their votes; a receiver must not give up before it does.
+        return Link(receiver, patience_s=3 * timeout_s)
+
+    return ModelInlet(engine, connect(POLICY)) if config.model.lora is None else AdapterInlet(engine, connect)
 
 
 def _transfer_timeout_s(config: Config) -> float:
@@ -97,6 +103,8 @@ def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> Rollo
         max_running=config.rollout.max_running,
         max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         seed=seed,
+        lora=config.model.lora,
+        may_sleep=config.rollout.free_cache_engine,
     )
     if config.rollout.engine == EMBEDDED:
         return EmbeddedEngine.from_settings(settings, backend=get_backend())
@@ -134,7 +142,8 @@ class TrainerParts:
             place = PrefixStore(f"train/{incarnation}", store)
             self._group = Comm(backend).init_default(store=place, rank=rank, size=ranks)
         self._engine = _build_train_engine(config, group=self._group)
-        self._sender = _build_sender(config, store, transport) if rank == 0 else None
+        self._sender = _build_sender(config, store, transport, base=self._engine.base) if rank == 0 else None
+        self._unreported: dict[str, float] = {}
         self._trainer = AsyncTrainer(
             self._engine,
             algorithm=_algorithm(config),
@@ -158,6 +167,7 @@ class TrainerParts:
             if resumed is None:
                 return None
             self._check_data(resumed.extra["data"])
+            self._check_base(resumed.extra["adapter"])
             self._engine.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
         if self._rank < len(resumed.rank_extras):  # a rank that is new keeps the state that it started with
@@ -172,9 +182,24 @@ class TrainerParts:
                 fix="put the old file back, or begin a new run in another dir=…",
             )
 
-    def publish(self) -> dict[str, float]:
-        """Publish the current weights."""
-        return self._trainer.publish()
+    def _check_base(self, saved: dict[str, Any] | None) -> None:
+        before = None if saved is None else saved["base"]
+        if before != self._engine.base:
+            raise ConfigError(
+                f"the checkpoint's adapter does not belong to the model in {self._config.model.path}",
+                why="its base was another: the configuration or the weights there have changed",
+                fix="put the old model back, or begin a new run in another dir=…",
+            )
+
+    def _adapter(self) -> dict[str, Any] | None:
+        """Return what identifies the adapter in a checkpoint; None if the whole model is trained."""
+        lora = self._config.model.lora
+        return None if lora is None else {"base": self._engine.base, "config": lora.peft_config()}
+
+    def publish(self) -> None:
+        """Publish the current weights, out of turn; the next step reports what that sent."""
+        figures = self._trainer.publish()
+        self._unreported = {name: self._unreported.get(name, 0.0) + figures[name] for name in _SENT if name in figures}
 
     def joiners(self) -> tuple[str, ...]:
         """Return the replicas that have joined and lack the newest weights."""
@@ -182,7 +207,9 @@ class TrainerParts:
 
     def step(self, groups: Any) -> dict[str, float]:
         """Train one step."""
-        return self._trainer.step(groups)
+        figures = self._trainer.step(groups)
+        unreported, self._unreported = self._unreported, {}
+        return {**figures, **{name: figures.get(name, 0.0) + value for name, value in unreported.items()}}
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
         """Save this moment; return what it cost."""
@@ -191,7 +218,12 @@ class TrainerParts:
                 self._trainer.steps_done,
                 state,
                 offloader=offloader,
-                extra={"trainer": self._trainer.state_dict(), "ledger": ledger, "data": self._data_hash},
+                extra={
+                    "trainer": self._trainer.state_dict(),
+                    "ledger": ledger,
+                    "data": self._data_hash,
+                    "adapter": self._adapter(),
+                },
                 rank_extra={"rng": rng_state(get_backend())},
                 weight_version=self._trainer.version,
             )
@@ -218,13 +250,24 @@ class TrainerParts:
             if self._sender is None:
                 weights.follow()
                 return {}
-            report = self._sender.publish(version, weights.model)
-        return {
-            "sync/nbytes": float(report.nbytes),
-            "sync/receivers": float(report.receivers),
-            "sync/quarantined": float(len(report.quarantined)),
-            **{f"sync/{stage}_s": value for stage, value in report.seconds.items()},
-        }
+            report = self._sender.publish(version, model=weights.model, adapter=weights.adapter)
+        return _sync_figures(report)
+
+
+def _sync_figures(report: SyncReport) -> dict[str, float]:
+    """Return what a publication cost; the base's stages count with the version's."""
+    parts = [report.policy] if report.base is None else [report.policy, report.base]
+    stages = {stage for part in parts for stage in part.seconds}
+    figures = {
+        "sync/nbytes": float(sum(part.nbytes for part in parts)),
+        "sync/receivers": float(report.policy.receivers),
+        "sync/quarantined": float(sum(len(part.quarantined) for part in parts)),
+        **{f"sync/{stage}_s": sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
+    }
+    if report.plan.what == "full":
+        return figures
+    sent = (report.plan.sends_base, report.base_nbytes, report.adapter_nbytes)
+    return {**figures, **dict(zip(_SENT, map(float, sent), strict=True))}
 
 
 def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
@@ -236,6 +279,8 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         dtype=_dtype(config),
         param_offload=config.train.param_offload,
         optimizer_offload=config.train.optimizer_offload,
+        lora=config.model.lora,
+        seed=config.seed,
         **config.optimizer.model_dump(),
     )
     if config.train.engine == FSDP:
@@ -246,15 +291,20 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
     return engine
 
 
-def _build_sender(config: Config, store: Any, transport: Transport) -> WeightSender:
+def _build_sender(config: Config, store: Any, transport: Transport, *, base: int | None) -> PolicySender:
     slab_mib = config.weights.update_weights_bucket_megabytes
-    return WeightSender(
-        store,
-        name=POLICY,
-        transport=transport,
-        slab_nbytes=None if slab_mib is None else slab_mib << 20,
-        timeout_s=_transfer_timeout_s(config),
-    )
+
+    def connect(name: str) -> WeightSender:
+        return WeightSender(
+            store,
+            name=name,
+            transport=transport,
+            slab_nbytes=None if slab_mib is None else slab_mib << 20,
+            versions=1 if name == POLICY_BASE else 3,
+            timeout_s=_transfer_timeout_s(config),
+        )
+
+    return PolicySender(connect, base=base, always_base=config.weights.send_base == "always")
 
 
 def _algorithm(config: Config) -> Algorithm:

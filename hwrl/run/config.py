@@ -11,6 +11,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hwrl.errors import ConfigError, manual
+from hwrl.lora import LoraSettings
 from hwrl.train.choices import AdvantageName, LossName
 
 FSDP = "fsdp"
@@ -39,6 +40,19 @@ class ModelConfig(Section):
     """A directory that ``AutoModelForCausalLM`` and ``AutoTokenizer`` can load."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of computing, rollout and export; parameters and moments in training are always float32."""
+    lora_rank: NotNegative = 0
+    """Train a LoRA adapter of this rank, and leave the model as it is; 0: train the whole model."""
+    lora_alpha: PositiveReal = 16.0
+    """The adapter's part in a layer is multiplied by ``lora_alpha / lora_rank``."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Layers with an adapter, as PEFT has it: ``all-linear``, ends of their names, or a regular expression."""
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapter that is trained; None if it is the whole model."""
+        if not self.lora_rank:
+            return None
+        return LoraSettings(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
 
 
 class DataConfig(Section):
@@ -92,11 +106,21 @@ class RolloutConfig(Section):
     """How many replicas may die in a run; each is replaced."""
     threads: Positive = 1
     """Host threads of a replica."""
+    free_cache_engine: bool = False
+    """A replica that has nothing to do gives its device memory back until there is work again."""
+    sleep_level: Literal[1, 2] = 1
+    """1 keeps the weights in host memory meanwhile; 2 drops them, so that they must be sent again."""
 
     @model_validator(mode="after")
     def _options_are_a_plugins(self) -> RolloutConfig:
         if self.engine == EMBEDDED and self.engine_options:
             raise ValueError(f"engine_options are for a plugin's engine, and engine={EMBEDDED} has none")
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_sleeper_has_a_level(self) -> RolloutConfig:
+        if self.sleep_level == 2 and not self.free_cache_engine:
+            raise ValueError("sleep_level=2 is for replicas that sleep; set free_cache_engine=true, too")
         return self
 
     @model_validator(mode="after")
@@ -195,6 +219,8 @@ class WeightsConfig(Section):
 
     bypass_cpu: bool = True
     """No copy on the host, where the device can; else a versioned store in host memory: the trainer does not wait."""
+    send_base: Literal["needed", "always"] = "needed"
+    """With an adapter: send the base to a replica that does not hold it, or, for comparison, with every version."""
     update_weights_bucket_megabytes: Positive | None = None
     """Size of a slab of the broadcast buffer, MiB; without it, what suits the device."""
     timeout_s: PositiveReal = 60.0
@@ -249,6 +275,15 @@ class Config(Section):
         if self.train.batch_groups < self.train.ranks:
             raise ValueError(
                 f"train.batch_groups={self.train.batch_groups} must be at least train.ranks={self.train.ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_engine_trains_adapters(self) -> Config:
+        if self.model.lora_rank and self.train.engine != FSDP:
+            raise ValueError(
+                f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
+                "models, with model.lora_rank=0"
             )
         return self
 

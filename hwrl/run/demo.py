@@ -33,17 +33,26 @@ def sort_reward(prompt: str, response: str, answer: str) -> dict[str, float]:
     return {"reward": right / (len(answer) + 1), "exact": float(response == answer)}
 
 
-def write_demo(directory: Path, *, seed: int, digits: Sequence[int] = (4,), prompts: int = 8192) -> Path:
+def write_demo(
+    directory: Path,
+    *,
+    seed: int,
+    digits: Sequence[int] = (4,),
+    prompts: int = 8192,
+    hidden: int = 64,
+    layers: int = 2,
+) -> Path:
     """Write data, model and configuration to ``directory``; return the configuration's path.
 
     ``digits`` are the lengths that prompts have, each equally often; training and evaluation prompts are disjoint.
+    The model has ``layers`` layers, ``hidden`` wide, a multiple of 32.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     rows = list(_distinct_rows(rng, digits=digits, count=prompts + 512))
     _write_lines(directory / "train.jsonl", rows[512:])
     _write_lines(directory / "eval.jsonl", rows[:512])
-    _write_model(directory / "model", seed=seed)
+    _write_model(directory / "model", seed=seed, hidden=hidden, layers=layers)
     config = _config(directory, seed=seed, longest=max(digits))
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
@@ -63,8 +72,8 @@ def _write_lines(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _write_model(directory: Path, *, seed: int) -> None:
-    """Write a randomly initialised Qwen3 of 100,800 parameters and its character tokenizer."""
+def _write_model(directory: Path, *, seed: int, hidden: int, layers: int) -> None:
+    """Write a randomly initialised Qwen3 (of 100,800 parameters with 2 layers of 64) and its character tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -73,11 +82,11 @@ def _write_model(directory: Path, *, seed: int) -> None:
         model = Qwen3ForCausalLM(
             Qwen3Config(
                 vocab_size=len(ALPHABET),
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
+                hidden_size=hidden,
+                intermediate_size=2 * hidden,
+                num_hidden_layers=layers,
+                num_attention_heads=hidden // 16,
+                num_key_value_heads=hidden // 32,
                 head_dim=32,
                 tie_word_embeddings=False,
                 pad_token_id=ALPHABET.index("<pad>"),

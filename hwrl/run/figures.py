@@ -6,7 +6,8 @@ import time
 
 from hwrl.run.actors import Taken
 
-BUSY = ("generate_s", "update_s")
+BUSY = ("generate_s", "update_s", "sleep_s")
+CAME_AND_WENT = ("received_nbytes", "base_loads", "sleeps", "freed_nbytes")
 
 
 class FigureWindow:
@@ -36,7 +37,7 @@ class FigureWindow:
             "rollout/idle_ratio": self._rollout_idle_ratio,
             "rollout/reward_errors": rollout.get("reward_errors", 0.0),
             "rollout/replicas": float(len(taken.replicas)),
-            **{f"rollout/{name}": rollout[name] for name in BUSY if name in rollout},
+            **{f"rollout/{name}": rollout[name] for name in (*BUSY, *CAME_AND_WENT) if name in rollout},
         }
 
     def _replica_sums(self, taken: Taken) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hwrl.errors import ConfigError
+from hwrl.lora import require_peft
 from hwrl.plugins import load_hook
 from hwrl.rollout.data import check_prompt_file
 from hwrl.rollout.reward import load_reward
@@ -22,6 +23,8 @@ def check_inputs(config: Config) -> None:
     if config.data.eval is not None:
         check_prompt_file(config.data.eval, key="data.eval")
     load_reward(config.reward.function)
+    if config.model.lora_rank:
+        require_peft()
     if config.train.engine != FSDP:
         load_train_engine(config)
     if config.rollout.engine != EMBEDDED:

@@ -181,7 +181,11 @@ def _shown(line: Figures, total: int) -> list[tuple[str, str]]:
         ("time", f"{line['time_s']:.0f} s"),
         ("reward", f"{line['reward/mean']:.3f}"),
         ("staleness", f"{line['staleness/mean']:.2f} (max {line['staleness/max']:.0f})"),
-        ("weights", f"v{line['weights/version']:.0f}, sync {line.get('timing_s/sync', 0.0) * 1000:.0f} ms"),
+        (
+            "weights",
+            f"v{line['weights/version']:.0f}, sync {line.get('timing_s/sync', 0.0) * 1000:.0f} ms"
+            + (", with the base" if line.get("sync/base_sent") else ""),
+        ),
         (
             "train",
             f"{line.get('trainer/tokens_per_s', 0.0):,.0f} tok/s, idle {line.get('trainer/idle_ratio', 0.0):.0%}",

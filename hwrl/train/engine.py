@@ -118,7 +118,10 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return model (with an adapter, that alone), optimizer and the place in the schedule, for :class:`~hwrl.checkpoint.CheckpointManager`."""
+        """Return model, optimizer and the place in the schedule, for :class:`~hwrl.checkpoint.CheckpointManager`.
+
+        With an adapter, the adapter alone.
+        """
 
     @contextmanager
     def saved_state(self) -> Iterator[tuple[dict[str, Any], Offloader | None]]:

@@ -175,7 +175,7 @@ class FsdpEngine(PolicyEngine):
     def _export_adapter(self, directory: Path, lora: LoraSettings) -> None:
         weights = {name: tensor.cpu() for name, tensor in self.named_adapter()}
         if self._group is None or self._group.rank == 0:
-            save_adapter(directory, weights, lora=lora, model_directory=self.settings.model_directory)
+            save_adapter(directory, weights, config=lora.peft_config(), model_directory=self.settings.model_directory)
 
     def _export_model(self, directory: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

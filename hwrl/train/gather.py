@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
 from hwrl.train.engine import TrainEngine
+from hwrl.weights import Readable
 
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
@@ -105,29 +106,6 @@ def _gather(name: str, tensor: torch.Tensor | Part, group: Group | None, dtype: 
         if rank and arriving.numel()
     ]
     return _Gathering(name, nbytes, whole, landed[1:], received)
-
-
-@dataclass(frozen=True)
-class Readable:
-    """Named tensors as :meth:`~hwrl.weights.WeightSender.publish` reads them: as often as it must.
-
-    ``metadata`` yields names with tensors on the meta device, ``read`` the tensors themselves.
-    """
-
-    metadata: Callable[[], Iterator[NamedTensor]]
-    read: Callable[[], Iterator[NamedTensor]]
-
-    def __iter__(self) -> Iterator[NamedTensor]:
-        return self.read()
-
-    def __add__(self, other: Readable) -> Readable:
-        """Return the tensors of both, one behind the other."""
-        return Readable(lambda: _chained(self.metadata, other.metadata), lambda: _chained(self.read, other.read))
-
-
-def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
-    for read in reads:
-        yield from read()
 
 
 class SharedWeights:

@@ -111,7 +111,7 @@ class HostSender:
     def _claim(self, number: int, clock: StageClock) -> tuple[int, _Place]:
         """Make a place that nobody reads, and that does not hold the newest version, offer ``number``'s."""
         with clock("register"):
-            for slot in _FIRST_SLOTS:
+            for slot in _FIRST_SLOTS[: len(self._places)]:
                 self._place(slot)
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -310,9 +310,11 @@ class HostReceiver:
         if offer.directory != self._directory:
             self.close()
             self._directory = offer.directory
-        for slot in {*_FIRST_SLOTS, offer.slot} - self._places.keys():
+        directory = Path(offer.directory)
+        made = {slot for slot in _FIRST_SLOTS if (directory / str(slot)).exists()}
+        for slot in (made | {offer.slot}) - self._places.keys():
             try:
-                file = os.open(Path(offer.directory) / str(slot), os.O_RDWR)
+                file = os.open(directory / str(slot), os.O_RDWR)
             except OSError as exc:
                 raise TransferFailedError(
                     f"version {offer.version} is not on this host",

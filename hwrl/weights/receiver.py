@@ -77,7 +77,7 @@ class WeightReceiver:
         self.replica, self._timeout_s = replica, timeout_s
         self.version: int | None = None
         """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
-        self._done = 0  # offers up to this number are taken, withdrawn or failed
+        self._done: int  # offers up to this number are taken, withdrawn, failed or passed over
         self._into, self._slabs = into, slabs
         self._rooms: _Rooms | None = None
         self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs, timeout_s=timeout_s)
@@ -92,9 +92,18 @@ class WeightReceiver:
         self.close()
 
     def join(self) -> None:
-        """Ask to be sent versions, again after QuarantinedError."""
+        """Ask to be sent versions, the newest included: again after QuarantinedError, or when what came is lost."""
         self._device.close()
+        self._done = 0
         self._member = self._board.join(self.replica)
+
+    def skip(self) -> None:
+        """Pass over what is offered now: :meth:`poll` and :meth:`receive` know of later offers only."""
+        self._done = self._board.newest()
+
+    def release(self) -> None:
+        """Free the memory of what was received, which must not be used any more; the next version allocates it anew."""
+        self._rooms = None
 
     def poll(self) -> int | None:
         """Return the version that is offered and that this receiver has not got, or None; never blocks.

@@ -32,9 +32,9 @@ class WeightSender:
     even if its versions are lower. ``transport`` "device" broadcasts to all receivers at once and waits for them.
     "ipc" lets receivers on this host read the tensors where they lie, and waits for them too; the backend must be able
     to open device memory of another process. "host" copies into memory-mapped files on this host (``versions`` of them
-    at most, under ``directory``, by default in memory) from which receivers pull later. ``slabs`` of ``slab_nbytes``
-    (None: what suits the device) are under way at once. ``timeout_s`` bounds each wait for receivers. A context
-    manager.
+    at most, 1 if only one is ever sent; under ``directory``, by default in memory) from which receivers pull later.
+    ``slabs`` of ``slab_nbytes`` (None: what suits the device) are under way at once. ``timeout_s`` bounds each wait
+    for receivers. A context manager.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ def _check_options(*, transport: str, slab_nbytes: int | None, slabs: int, versi
             why=f"slabs are cut at multiples of {ALIGNMENT_NBYTES} bytes",
             fix=f"use a positive multiple of {ALIGNMENT_NBYTES}, or None for what suits the device",
         )
-    if slabs < 1 or versions < 2:
+    if slabs < 1 or versions < 1:
         raise ConfigError(
             f"slabs={slabs}, versions={versions} cannot work",
-            why="a transfer needs a slab, and a version to read while another is written",
-            fix="use slabs=1 or more, versions=2 or more",
+            why="a transfer needs a slab, and a place for a version",
+            fix="use slabs=1 or more, versions=2 or more, or versions=1 for one that is never replaced",
         )

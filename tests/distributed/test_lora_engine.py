@@ -43,7 +43,7 @@ def train(rank: int, model_directory: Path, address: str, ranks: int) -> dict[st
     engine = engine_on(model_directory, group, lora=LORA, param_offload=True, optimizer_offload=True)
     with engine.on_device(optimizer=True):
         figures = take_steps(engine, 0, 3)
-        result = {
+        result: dict[str, Any] = {
             "figures": figures,
             "base": {name: tensor.clone() for name, tensor in engine.named_weights()},
             "adapter": {name: tensor.clone() for name, tensor in engine.named_adapter()},

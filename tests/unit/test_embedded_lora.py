@@ -43,7 +43,7 @@ def reference(base: Weights, adapter: Weights, directory: Any) -> Any:
     """Return PEFT's own model of the exported adapter on the base."""
     from peft import PeftModel
 
-    save_adapter(directory, adapter, lora=LORA, model_directory=directory)
+    save_adapter(directory, adapter, config=LORA.peft_config(), model_directory=directory)
     model = tiny_model(98)
     model.load_state_dict(base)
     return PeftModel.from_pretrained(model, str(directory))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from hwrl.errors import DataError
+from hwrl.rollout import sleeper
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine, Sampling
+from hwrl.rollout.engine import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, Sampling
 from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward import Reward
@@ -85,6 +86,7 @@ class Inlet:
     def __init__(self, engine: RolloutEngine | None = None) -> None:
         self.engine = engine or CountingEngine()
         self.offered: list[int] = []
+        self.events: list[str] = []
 
     def poll(self) -> bool:
         return bool(self.offered)
@@ -92,6 +94,15 @@ class Inlet:
     def update(self) -> bool:
         self.engine.load_weights([], version=self.offered.pop(0))
         return True
+
+    def rest(self) -> None:
+        self.events.append("rest")
+
+    def ask(self) -> None:
+        self.events.append("ask")
+
+    def totals(self) -> dict[str, float]:
+        return {}
 
 
 class Lengths:
@@ -109,6 +120,7 @@ def rollouter_of(
     partial: bool = True,
     engine: RolloutEngine | None = None,
     prompts: Lengths | None = None,
+    sleep_level: int | None = None,
 ) -> Rollouter:
     inlet = inlet or Inlet(engine)
     return Rollouter(
@@ -121,6 +133,7 @@ def rollouter_of(
         group_size=2,
         weights=inlet,
         partial_rollout=partial,
+        sleep_level=sleep_level,
         reward_threads=1,  # in the order in which the responses finished
     )
 
@@ -277,3 +290,78 @@ def test_a_prompts_own_limit_lowers_the_runs() -> None:
 
     rollouter_of(Desk([0, 1]), engine=Watching(), prompts=Limited()).turn()
     assert limits == [10, 10, 3, 3]
+
+
+class DrowsyEngine(CountingEngine):
+    """Notes when it sleeps and wakes; at level 2 it forgets its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.naps: list[str] = []
+
+    def sleep(self, *, level: int) -> int:
+        assert not self.pending()
+        self.naps.append(f"sleep {level}")
+        self.version = -1 if level == 2 else self.version
+        return 1000
+
+    def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
+        self.naps.append(f"wake {' '.join(sorted(tags))}")
+
+    def step(self) -> list[Completion]:
+        assert not self.naps or "kv_cache" in self.naps[-1], "it is awake"
+        return super().step()
+
+
+class Throttled(Desk):
+    """Answers no question for prompts until it is told to."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__(numbers)
+        self.asked: list[Future[list[Lease]]] = []
+
+    def lease(self, count: int) -> Future[list[Lease]]:
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def give(self) -> None:
+        self.asked[-1].set_result([Lease(100 + number, number, 0) for number in self.numbers])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_idle_engine_sleeps_until_there_is_work_and_gets_what_it_has_dropped(level: int) -> None:
+    engine, desk = DrowsyEngine(), Throttled([1])
+    inlet = Inlet(engine)
+    rollouter = rollouter_of(desk, inlet=inlet, sleep_level=level)
+    turn_until(rollouter, lambda: bool(engine.naps))
+    turns(rollouter, 5)
+    assert engine.naps == [f"sleep {level}"], "once is enough"
+    assert inlet.events == ["rest"]
+    assert rollouter.stats()["freed_nbytes"] == 1000
+    desk.give()
+    turns(rollouter, 3)
+    assert engine.naps[1:] == ["wake kv_cache weights"]
+    if level == 2:
+        assert inlet.events == ["rest", "ask"] and not engine.pending()
+        inlet.offered = [0]
+    turn_until(rollouter, lambda: len(desk.groups) == 1)
+
+
+def test_a_sleeping_engine_takes_new_weights_before_it_has_a_cache() -> None:
+    engine, desk = DrowsyEngine(), Throttled([])
+    inlet = Inlet(engine)
+    rollouter = rollouter_of(desk, inlet=inlet, sleep_level=2)
+    turn_until(rollouter, lambda: bool(engine.naps))
+    inlet.offered = [3]
+    turns(rollouter, 1)
+    assert engine.naps[1:] == ["wake weights", "wake kv_cache weights"]
+    assert engine.version == 3
+
+
+def test_an_engine_without_a_level_never_sleeps() -> None:
+    engine, desk = DrowsyEngine(), Throttled([])
+    rollouter = rollouter_of(desk, engine=engine)
+    waited_until_s = time.monotonic() + 3 * sleeper.AFTER_S
+    turn_until(rollouter, lambda: time.monotonic() > waited_until_s)
+    assert not engine.naps
+    assert "sleeps" not in rollouter.stats()

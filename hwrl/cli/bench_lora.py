@@ -1,0 +1,97 @@
+"""``hwrl bench lora``: what it saves that an adapter's base is not sent to replicas that hold it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hwrl.cli.bench_async import INTERRUPTED, History, train
+
+HELP = "LoRA: the base sent where it is needed, against the base sent with every version"
+
+WARM_UP_STEPS = 3
+"""The first steps are not counted: they wait for the first prompts, and the base must travel anyway."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("words", nargs="*", metavar="key=value", help="configuration to add, to both kinds of runs")
+    parser.add_argument(
+        "--config", type=Path, help="configuration of the runs (default: the demo, with a larger model)"
+    )
+    parser.add_argument("--hidden", type=int, default=512, help="width of the demo's model (default 512)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the demo's model (default 8)")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter (default 16)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each kind, alternating (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train both ways in turn, print a table, write the JSON; 130 after Ctrl-C, which leaves no result."""
+    histories: dict[str, list[History]] = {"needed": [], "always": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        config = args.config or _demo(Path(scratch), hidden=args.hidden, layers=args.layers)
+        for number in range(args.rounds):
+            for kind, found in histories.items():
+                print(f"round {number + 1} of {args.rounds}: base sent {kind}", file=sys.stderr, flush=True)
+                directory = Path(scratch) / f"{kind}-{number}"
+                words = [*args.words, f"model.lora_rank={args.rank}", f"weights.send_base={kind}"]
+                history = train(config, [*words, f"train.steps={args.steps}"], directory=directory)
+                if history is None:
+                    return INTERRUPTED
+                found.append(history)
+    result = compare(histories)
+    print(_table(result))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _demo(directory: Path, *, hidden: int, layers: int) -> Path:
+    """Write the demo with a larger model."""
+    from hwrl.run.demo import write_demo
+
+    return write_demo(directory, seed=1, hidden=hidden, layers=layers)
+
+
+def compare(histories: dict[str, list[History]]) -> dict[str, Any]:
+    """Return medians over the rounds for each kind, and the share of a step's time that sending less saves."""
+    from hwrl.cli.provenance import provenance
+
+    rounds = {kind: [_row(history) for history in runs] for kind, runs in histories.items()}
+    kinds = {
+        kind: {name: statistics.median(row[name] for row in rows) for name in rows[0]} for kind, rows in rounds.items()
+    }
+    return {
+        "benchmark": "lora",
+        "kinds": kinds,
+        "saved_share_of_step": 1 - kinds["needed"]["step_s"] / kinds["always"]["step_s"],
+        "rounds": rounds,
+        **provenance("torch", "ray", "transformers", "peft"),
+    }
+
+
+def _row(history: History) -> dict[str, float]:
+    """Return one run's means over the steps after the first ones."""
+    steps = history[WARM_UP_STEPS:]
+    return {
+        "step_s": (steps[-1]["time_s"] - history[WARM_UP_STEPS - 1]["time_s"]) / len(steps),
+        "sync_s": statistics.mean(line["timing_s/sync"] for line in steps),
+        "update_s": statistics.mean(line["rollout/update_s"] for line in steps),
+        "base_nbytes": statistics.mean(line["sync/base_nbytes"] for line in steps),
+        "adapter_nbytes": statistics.mean(line["sync/adapter_nbytes"] for line in steps),
+    }
+
+
+def _table(result: dict[str, Any]) -> str:
+    needed, always = result["kinds"]["needed"], result["kinds"]["always"]
+    lines = [f"{'of a step':<20}{'base as needed':>18}{'base always':>18}"]
+    lines += [f"{name:<20}{needed[name]:>18,.6g}{always[name]:>18,.6g}" for name in needed]
+    lines.append(f"a step takes {result['saved_share_of_step']:.1%} less when the base is sent as needed")
+    return "\n".join(lines)

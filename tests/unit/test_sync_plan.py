@@ -1,0 +1,222 @@
+"""Base and adapter on their links, to a real engine: what travels follows from what the engine holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import Store
+
+from hwrl.lora import add_adapter
+from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout.inlet import AdapterInlet, Link
+from hwrl.weights import PolicySender, Readable, SyncReport, WeightReceiver
+from hwrl_cpu import INFO, CpuBackend
+from tests.unit.test_embedded_engine import END, requests_of, tiny_model
+from tests.unit.test_embedded_lora import LORA, Weights, expected, reference, tokens_of, trained
+from tests.unit.weight_link import beside, sender_of, store
+
+__all__ = ["store"]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
+
+BASE, OTHER = 0xBA5E, 0x07E4
+REQUESTS = requests_of(6, temperature=0.0)
+
+
+def readable(weights: Weights) -> Readable:
+    return Readable(lambda: iter([(n, t.to("meta")) for n, t in weights.items()]), lambda: iter(weights.items()))
+
+
+def nbytes_of(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+class Replica:
+    """An engine with its inlet; with ``watch`` it takes what comes, in a thread of its own."""
+
+    def __init__(self, store: Store) -> None:
+        def connect(name: str) -> Link:
+            receiver = WeightReceiver(store, name=name, replica="r0", backend=CpuBackend(INFO), timeout_s=10.0)
+            return Link(receiver, patience_s=10.0)
+
+        model = add_adapter(tiny_model(99), LORA)
+        self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)
+        self.inlet = AdapterInlet(self.engine, connect)
+
+    def during(self, publish: Callable[[], SyncReport]) -> SyncReport:
+        """Publish, taking what comes meanwhile and then what is left."""
+        published = threading.Event()
+
+        def work() -> SyncReport:
+            try:
+                return publish()
+            finally:
+                published.set()
+
+        result = beside(work)
+        while not published.is_set() or self.inlet.poll():
+            if self.inlet.poll():
+                self.inlet.update()
+        report: SyncReport = result()
+        return report
+
+
+class Trainer:
+    """A sender with weights of its own for each version."""
+
+    def __init__(self, store: Store, transport: str, *, base: int = BASE, seed: int = 1, always: bool = False) -> None:
+        self.base, self._seed = trained(seed)[0], seed
+        self.sender = PolicySender(
+            lambda name: sender_of(store, name=name, transport=transport), base=base, always_base=always
+        )
+
+    def adapter(self, version: int) -> Weights:
+        return {name: tensor * (1 + version / 4) for name, tensor in trained(self._seed)[1].items()}
+
+    def publish(self, version: int) -> SyncReport:
+        return self.sender.publish(version, model=readable(self.base), adapter=readable(self.adapter(version)))
+
+
+@pytest.fixture(params=["device", "host"])
+def transport(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def trainer(store: Store, transport: str) -> Iterator[Trainer]:
+    trainer = Trainer(store, transport)
+    yield trainer
+    trainer.sender.close()
+
+
+@pytest.fixture
+def assert_serves(tmp_path: Path) -> Callable[..., None]:
+    """Check a replica's version, and its tokens against PEFT's model of that version's weights."""
+
+    def check(replica: Replica, trainer: Trainer, version: int) -> None:
+        assert replica.engine.version == version
+        model = reference(trainer.base, trainer.adapter(version), tmp_path)
+        assert tokens_of(replica.engine, REQUESTS) == [expected(model, request) for request in REQUESTS]
+
+    return check
+
+
+def test_the_base_travels_once_and_then_the_adapter_alone(
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    first = replica.during(lambda: trainer.publish(1))
+    assert first.plan.what == "base + adapter"
+    assert first.base_nbytes == nbytes_of(trainer.base)
+    assert_serves(replica, trainer, 1)
+    for version in (2, 3):
+        report = replica.during(lambda version=version: trainer.publish(version))  # type: ignore[misc]  # a lambda
+        assert report.plan.what == "adapter"
+        assert (report.base_nbytes, report.adapter_nbytes) == (0, nbytes_of(trainer.adapter(1)))
+        assert_serves(replica, trainer, version)
+    everything = nbytes_of(trainer.base) + 3 * nbytes_of(trainer.adapter(1))
+    assert replica.inlet.totals() == {"received_nbytes": everything, "base_loads": 1}
+
+
+def test_a_base_that_was_slept_away_travels_with_the_next_version(
+    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    replica.during(lambda: trainer.publish(1))
+    replica.engine.sleep(level=2)
+    replica.inlet.rest()
+    assert not replica.inlet.poll(), "what is there already is no reason to wake up"
+    assert not trainer.sender.joiners(), "a sleeper has time until the next version"
+    replica.engine.wake()
+    report = replica.during(lambda: trainer.publish(2))
+    if transport == "host":
+        assert report.plan.what == "adapter" and replica.engine.version == -1
+        replica.inlet.ask()
+        replica.during(lambda: report)
+    else:
+        assert (report.plan.what, report.plan.why) == ("base + adapter", "not held by r0")
+    assert_serves(replica, trainer, 2)
+    assert replica.inlet.totals()["base_loads"] == 2
+
+
+def test_a_sleeper_keeps_the_base_at_level_1(
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    replica.during(lambda: trainer.publish(1))
+    replica.engine.sleep(level=1)
+    replica.inlet.rest()
+    replica.engine.wake()
+    assert replica.during(lambda: trainer.publish(2)).plan.what == "adapter"
+    assert_serves(replica, trainer, 2)
+
+
+def test_a_restarted_replica_gets_the_base_again(
+    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    Replica(store).during(lambda: trainer.publish(1))
+    replica = Replica(store)
+    if transport == "host":
+        replica.during(lambda: SyncReport(trainer.sender.plan(), None))  # type: ignore[arg-type]  # nothing is sent
+    else:
+        assert trainer.sender.joiners() == ("r0",)
+        assert replica.during(lambda: trainer.publish(1)).plan.what == "base + adapter"
+    assert_serves(replica, trainer, 1)
+
+
+def test_an_adapter_that_comes_when_its_base_is_just_lost_waits_for_it(
+    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    replica.during(lambda: trainer.publish(1))
+    sent = beside(lambda: trainer.publish(2))
+    while not replica.inlet.poll():
+        pass
+    replica.engine.sleep(level=2)  # behind the inlet's back, and after the decision
+    replica.engine.wake()
+    assert not replica.inlet.update() and replica.engine.version == -1
+    assert sent().plan.what == "adapter"
+    replica.inlet.poll()
+    if transport == "host":
+        replica.during(lambda: sent())  # type: ignore[no-any-return]  # the report again
+    else:
+        assert trainer.sender.joiners() == ("r0",)
+        assert replica.during(lambda: trainer.publish(2)).plan.what == "base + adapter"
+    assert_serves(replica, trainer, 2)
+
+
+def test_an_adapter_of_another_base_is_not_served_before_that_base_has_come(
+    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    replica.during(lambda: trainer.publish(5))
+    other = Trainer(store, transport, base=OTHER, seed=2)
+    sent = beside(lambda: other.publish(1))
+    while not replica.inlet.poll():
+        pass
+    if transport != "host":
+        assert not replica.inlet.update()
+        assert sent().plan.what == "adapter"
+        assert_serves(replica, trainer, 5)
+        replica.inlet.poll()
+        replica.during(lambda: other.publish(1))
+    else:
+        replica.during(lambda: sent())  # type: ignore[no-any-return]  # the report
+    assert replica.engine.base == OTHER
+    assert_serves(replica, other, 1)
+    other.sender.close()
+
+
+def test_the_base_travels_with_every_version_if_that_is_asked_for(
+    store: Store, transport: str, assert_serves: Callable[..., None]
+) -> None:
+    trainer, replica = Trainer(store, transport, always=True), Replica(store)
+    for version in (1, 2):
+        report = replica.during(lambda version=version: trainer.publish(version))  # type: ignore[misc]  # a lambda
+        assert (report.plan.what, report.base_nbytes) == ("base + adapter", nbytes_of(trainer.base))
+        assert report.adapter_nbytes == nbytes_of(trainer.adapter(1))
+        assert_serves(replica, trainer, version)
+    trainer.sender.close()
