@@ -18,12 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwrl.cli.bench_peers import Seat, one_line
+from hwrl.cli.bench_peers import Seat
 from hwrl.cli.provenance import provenance
 
 if TYPE_CHECKING:
-    import torch
-
     from hwrl.rollout.groups import Response
     from hwrl_vllm.bench_ways import Way
 
@@ -50,7 +48,6 @@ MODELS: dict[str, dict[str, int]] = {
 """Shapes of Qwen3 with tied embeddings: 4b has 398 tensors, 8.04 GB as bfloat16."""
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS, _LONGEST = 8, 48, 16, 128
 _STEP_S = 300.0
-_LAST_ROUND = "update"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,8 +131,7 @@ class Side:
 
         self.nbytes, self.wire_s = wire_s(self.seat, self.plan)
         self.set_up()
-        self.ways = make_ways(self.seat, self.plan.apart, getattr(self, "engine", None))
-        self.why_not: dict[str, str] = {}
+        self.ways = make_ways(self.seat, getattr(self, "engine", None), apart=self.plan.apart)
 
     def set_up(self) -> None:
         """Build the model, or the engine."""
@@ -274,7 +270,11 @@ class Rollout(Side):
             max_running=64,
             max_length=_LONGEST,
         )
-        options = {"enforce_eager": True, "enable_prefix_caching": False, **own_transfer(self.plan.apart)}
+        options = {
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            **own_transfer(self.seat.backend, apart=self.plan.apart),
+        }
         options |= {"enable_sleep_mode": True} if "sleep" in self.plan.parts else {}
         self.engine = VllmEngine(settings, options=options | self.plan.options, backend=self.seat.backend)
 
@@ -320,7 +320,7 @@ class Rollout(Side):
 def _use_vllms_sleep(worker: Any) -> None:
     from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-    worker._sleep_mode_backend = CuMemBackend()
+    worker.worker._sleep_mode_backend = CuMemBackend()  # a wrapper holds it
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:

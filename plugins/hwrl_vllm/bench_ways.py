@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwrl.backend import Capability
+from hwrl.backend import Backend, Capability
 from hwrl.cli.bench_peers import Seat
 from hwrl.comm import Comm
 from hwrl.weights import WeightReceiver, WeightSender
@@ -37,7 +37,7 @@ class Way(ABC):
 class Hwrl(Way):
     """hwrl's weight link into hwrl's engine."""
 
-    def __init__(self, seat: Seat, apart: bool, engine: VllmEngine | None) -> None:
+    def __init__(self, seat: Seat, engine: VllmEngine | None, *, apart: bool) -> None:
         self._engine = engine
         if engine is not None:
             self._receiver = WeightReceiver(seat.store, replica="r0")
@@ -152,17 +152,17 @@ class OwnNccl(Own):
         self._await()
 
 
-def own_transfer(apart: bool) -> dict[str, Any]:
+def own_transfer(backend: Backend, *, apart: bool) -> dict[str, Any]:
     """Return the engine arguments for vLLM's own ways; none where they do not work."""
-    if torch.accelerator.is_available():
+    if backend.comm_library() == "nccl":
         return {"weight_transfer_config": {"backend": "nccl" if apart else "ipc"}}
     return {}
 
 
-def make_ways(seat: Seat, apart: bool, engine: VllmEngine | None) -> dict[str, Way]:
+def make_ways(seat: Seat, engine: VllmEngine | None, *, apart: bool) -> dict[str, Way]:
     """Return the ways that work here; blocks until the other process does so, too."""
-    ways: dict[str, Way] = {"hwrl": Hwrl(seat, apart, engine)}
-    if own_transfer(apart):
+    ways: dict[str, Way] = {"hwrl": Hwrl(seat, engine, apart=apart)}
+    if own_transfer(seat.backend, apart=apart):
         own = OwnNccl if apart else OwnIpc
         ways["vLLM's own, packed"] = own(seat, engine, packed=True)
         if not apart:
@@ -173,26 +173,32 @@ def make_ways(seat: Seat, apart: bool, engine: VllmEngine | None) -> dict[str, W
 def wire_s(seat: Seat, plan: Plan) -> tuple[int, float]:
     """Return the model's bytes, and the least time of five in which they move from one device to the other, flat.
 
-    On one device that is a copy there.
+    On one device that is a copy there, by the trainer.
     """
     from hwrl.models import build_model
 
     with torch.device("meta"):
         model = build_model(plan.model_directory, dtype=torch.bfloat16)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    backend = seat.backend
-    flat = torch.zeros(nbytes, dtype=torch.uint8, device=backend.device())
-    if plan.apart or not backend.device_count():
-        group = Comm(backend).standalone_group(seat.store, rank=seat.rank, size=2, name="wire", timeout_s=120.0)
-        seconds = [_seconds(seat, lambda: group.broadcast(flat, src=0)) for _ in range(5)]
-        group.close()
-    else:
-        spare = torch.empty_like(flat)
-        seconds = [_seconds(seat, lambda: spare.copy_(flat)) for _ in range(5)]
-        del spare
+    flat = torch.zeros(nbytes, dtype=torch.uint8, device=seat.backend.device())
+    seconds = _broadcasts(seat, flat) if plan.apart or not seat.backend.device_count() else _copies(seat, flat)
     del flat
-    backend.empty_cache()
+    seat.backend.empty_cache()
     return nbytes, min(seconds)
+
+
+def _broadcasts(seat: Seat, flat: torch.Tensor) -> list[float]:
+    group = Comm(seat.backend).standalone_group(seat.store, rank=seat.rank, size=2, name="wire", timeout_s=120.0)
+    seconds = [_seconds(seat, lambda: group.broadcast(flat, src=0)) for _ in range(5)]
+    group.close()
+    return seconds
+
+
+def _copies(seat: Seat, flat: torch.Tensor) -> list[float]:
+    if seat.rank:
+        return [0.0]
+    spare = torch.empty_like(flat)
+    return [_seconds(seat, lambda: spare.copy_(flat)) for _ in range(5)]
 
 
 def _seconds(seat: Seat, move: Any) -> float:

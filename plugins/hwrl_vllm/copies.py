@@ -50,8 +50,8 @@ class _Write:
 class CopyPlan:
     """Pairs of places in a model and what they get: parts of given tensors, and constants."""
 
-    copies: Sequence[tuple[torch.Tensor, _Part]]
-    constants: Sequence[tuple[torch.Tensor, float]]
+    copies: list[tuple[torch.Tensor, _Part]]
+    constants: list[tuple[torch.Tensor, float]]
 
     def suits(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Return whether ``weights`` have every tensor that is copied; which of two tied ones is given may vary."""
@@ -74,11 +74,12 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._weights = weights
         self._given: dict[StorageWeakRef, list[tuple[int, str]]] = defaultdict(list)
         for name, tensor in weights.items():
-            self._given[_storage(tensor)].append((tensor.storage_offset() * tensor.itemsize, name))
+            if tensor.numel():
+                self._given[_storage(tensor)].append((_offset(tensor) * tensor.itemsize, name))
         for begins in self._given.values():
             begins.sort()
         self._writes: dict[StorageWeakRef, list[_Write]] = defaultdict(list)
@@ -129,11 +130,10 @@ class Recorder(TorchDispatchMode):
         elif _storage(source) in self._given:
             self._add(to, self._part(source))
         elif source.is_contiguous() and source.nbytes == _nbytes(source) and source.dtype == to.dtype:
-            moved = [
-                replace(write, begin=write.begin + to.storage_offset(), end=write.end + to.storage_offset())
+            self._writes[_storage(to)] += [
+                replace(write, begin=write.begin + _offset(to), end=write.end + _offset(to))
                 for write in self._writes[_storage(source)]
             ]
-            self._writes[_storage(to)] += moved
         else:
             self._only_copies = False
 
@@ -146,22 +146,24 @@ class Recorder(TorchDispatchMode):
         if source is None:
             self._only_copies = False
         else:
-            begin = int(to.storage_offset())
+            begin = _offset(to)
             self._writes[_storage(to)].append(_Write(begin, begin + to.numel(), source))
 
     def _part(self, view: torch.Tensor) -> _Part | None:
         """Return which part of which given tensor ``view`` is; None if it is seen as another dtype."""
         begins = self._given[_storage(view)]
-        begin = view.storage_offset() * view.itemsize
+        begin = _offset(view) * view.itemsize
         _, name = begins[bisect.bisect_right(begins, begin, key=lambda item: item[0]) - 1]
         tensor = self._weights[name]
         if view.dtype != tensor.dtype:
             return None
-        return _Part(name, tuple(view.shape), view.stride(), int(view.storage_offset() - tensor.storage_offset()))
+        return _Part(name, tuple(view.shape), view.stride(), _offset(view) - _offset(tensor))
 
     def _is_of_weights(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and not value.is_meta and (
-            _storage(value) in self._given or bool(self._writes.get(_storage(value)))
+        return (
+            isinstance(value, torch.Tensor)
+            and not value.is_meta
+            and (_storage(value) in self._given or bool(self._writes.get(_storage(value))))
         )
 
 
@@ -169,12 +171,16 @@ def _tile(writes: Sequence[_Write], parameter: torch.Tensor) -> bool:
     """Return whether ``writes``, in order, cover all of the parameter and its storage, each element once."""
     begins, ends = [write.begin for write in writes], [write.end for write in writes]
     whole = parameter.numel() and _nbytes(parameter) == parameter.nbytes
-    return bool(whole) and begins + [parameter.numel()] == [0, *ends]
+    return bool(whole) and [*begins, parameter.numel()] == [0, *ends]
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
     """Return what names the tensor's storage, and no other's, while it is kept."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -52,6 +52,7 @@ def engine_arguments(
         "seed": settings.seed,
         "max_num_seqs": settings.max_running,
         "max_model_len": settings.max_length,
+        "enable_sleep_mode": settings.may_sleep,
         **(lora_arguments(settings.lora.rank) if settings.lora else {}),
         **device,
         **options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from vllm.device_allocator import get_mem_allocator_instance
@@ -17,7 +18,7 @@ NAME = "hwrl"
 _WEIGHTS = "weights"
 
 
-class PooledSleep(CuMemBackend):
+class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not followed
     """vLLM's sleep mode, but for the weights at level 1, which a :class:`~hwrl.memory.PinnedPool` keeps.
 
     vLLM page-locks in the first sleep, which takes seconds; here a thread does it while the engine starts. And weights
@@ -76,7 +77,9 @@ class PooledSleep(CuMemBackend):
                 yield address, memory.set_(storage)
 
 
-def register() -> None:
-    """Make the backend known to vLLM in this process, once."""
+def pooled_sleep(model_config: Any) -> Any:
+    """Return the backend, made by vLLM's registry, for a worker with ``model_config``."""
     if NAME not in SleepModeBackendFactory._registry:
         SleepModeBackendFactory.register_backend(NAME, __name__, PooledSleep.__name__)
+    model_config.sleep_mode_backend = NAME
+    return SleepModeBackendFactory.create_backend(model_config)

@@ -70,11 +70,9 @@ class WeightLoading:
     def hwrl_prepare_sleep(self) -> None:
         """Let hwrl's memory keep the weights while the engine sleeps, if this version of vLLM lets others do that."""
         if hasattr(self, "_sleep_mode_backend"):
-            from hwrl_vllm import sleep
+            from hwrl_vllm.sleep import pooled_sleep
 
-            sleep.register()
-            self.model_config.sleep_mode_backend = sleep.NAME
-            self._sleep_mode_backend = sleep.SleepModeBackendFactory.create_backend(self.model_config)
+            self._sleep_mode_backend = pooled_sleep(self.model_config)
 
     def _hwrl_reload(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Run the model's loaders, and what prepares a layer's weights for its kernels."""
