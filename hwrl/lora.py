@@ -93,6 +93,13 @@ def save_adapter(
     save_file({name: weights[name].contiguous() for name in weights}, directory / "adapter_model.safetensors")
 
 
+def divided(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what a checkpoint holds of ``model``: its base under Hugging Face names, its adapter under PEFT's."""
+    own = model.state_dict()
+    base = {base_name(name): tensor for name, tensor in own.items() if not adapter_name(name)}
+    return base, {named: tensor for name, tensor in own.items() if (named := adapter_name(name))}
+
+
 def adapter_name(name: str) -> str | None:
     """Return what PEFT's checkpoints call the adapter's parameter ``name`` of a model; None if it is the base's.
 

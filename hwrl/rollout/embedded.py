@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from hwrl.backend import Backend
-from hwrl.errors import EngineError, UnsupportedError
-from hwrl.lora import adapter_name, add_adapter, base_name
+from hwrl.errors import EngineError
+from hwrl.lora import add_adapter, divided
 from hwrl.memory import Offloader
 from hwrl.models import build_model, logits_at
 from hwrl.registry import get_backend
@@ -26,6 +26,7 @@ from hwrl.rollout.engine import (
     require_awake,
     require_base,
     require_fit,
+    require_no_adapter,
     require_none_pending,
     require_same_model,
     require_weights,
@@ -64,9 +65,7 @@ class EmbeddedEngine(RolloutEngine):
     def __init__(self, model: Any, *, eos_ids: Sequence[int], max_running: int, max_length: int, seed: int = 0) -> None:
         _require_full_attention(model.config, max_length=max_length)
         self._model = model.eval()
-        own = model.state_dict()
-        self._adapter = {named: own[name] for name in own if (named := adapter_name(name))}
-        self._base = {base_name(name): own[name] for name in own if not adapter_name(name)}
+        self._base, self._adapter = divided(model)
         self._asleep: frozenset[str] = frozenset()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes that each had
         self._device = next(model.parameters()).device
@@ -128,10 +127,7 @@ class EmbeddedEngine(RolloutEngine):
         return self._collect_finished()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        if self._adapter:
-            raise UnsupportedError(
-                "this engine takes no whole model", why="its model has an adapter", fix="load_base, then load_adapter"
-            )
+        require_no_adapter(self._adapter)
         given = self._checked(weights, self._base)
         self._copy(given, self._base)
         self.version = version

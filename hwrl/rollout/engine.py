@@ -197,6 +197,16 @@ def require_base(own: int | None, wanted: int) -> None:
         )
 
 
+def require_no_adapter(adapter: object) -> None:
+    """Raise UnsupportedError if an engine that has an ``adapter`` is to load a whole model."""
+    if adapter:
+        raise UnsupportedError(
+            "this engine takes no whole model",
+            why="its model has an adapter",
+            fix="load_base, then load_adapter",
+        )
+
+
 def require_same_model(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
     """Raise EngineError unless ``given`` holds every tensor of the state dict ``own``, tied ones once, and no other."""
     tied = {_place(tensor) for name, tensor in own.items() if name in given}

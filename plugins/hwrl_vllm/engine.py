@@ -12,23 +12,29 @@ import torch
 
 from hwrl.backend import Backend, Capability
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
+from hwrl.lora import add_adapter, divided
 from hwrl.models import build_model
 from hwrl.registry import engine_args
 from hwrl.rollout.engine import (
+    MEMORY_TAGS,
     Completion,
     GenerationRequest,
     RolloutEngine,
     RolloutSettings,
+    require_awake,
+    require_base,
     require_fit,
+    require_no_adapter,
+    require_none_pending,
     require_same_model,
     require_weights,
 )
 from hwrl.rollout.groups import Response
+from hwrl_vllm.lora import request_lora
 from hwrl_vllm.options import engine_arguments
 from hwrl_vllm.worker import Lent
 
-_TAGS = frozenset({"weights", "kv_cache"})
-"""What sleeps and wakes."""
+Weights = Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass
@@ -66,10 +72,13 @@ class VllmEngine(RolloutEngine):
             backend.require(Capability.DEVICE_IPC, needed_for=f"share weights among {self._workers} workers of vLLM")
         self._vllm = _start(settings, options)
         with torch.device("meta"):
-            self._expected = build_model(settings.model_directory, dtype=settings.dtype).state_dict()
+            model = build_model(settings.model_directory, dtype=settings.dtype)
+            self._base, self._adapter = divided(add_adapter(model, settings.lora) if settings.lora else model)
         self._requests: dict[str, _Growing] = {}
         self._updates = 0
-        self._asleep: set[str] = set()
+        self._asleep: frozenset[str] = frozenset()
+        if self._has_sleep_mode():
+            self._vllm.collective_rpc("hwrl_prepare_sleep")
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
@@ -78,7 +87,7 @@ class VllmEngine(RolloutEngine):
             self._add(request)
 
     def step(self) -> list[Completion]:
-        self._require_awake(_TAGS, needed_for="generate")
+        require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")
         require_weights(self.version, pending=self.pending())
         outputs = self._vllm.step()
         return [completion for output in outputs for completion in self._take(output)]
@@ -96,79 +105,90 @@ class VllmEngine(RolloutEngine):
         return dropped
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        self._require_awake({"weights"}, needed_for="load weights")
-        given = dict(weights)
-        require_same_model(self._expected, given)
-        self.version = -1  # until all of the model is new
-        try:
-            self._load(given)
-        except Exception as exc:
-            raise EngineError(
-                f"version {version} was not loaded, and the version before is gone",
-                why=f"vLLM's worker failed in the middle: {type(exc).__name__}: {exc}",
-                fix="load a whole version before the next step; if a worker has died, with a new engine",
-            ) from exc
-        self.version = version
-        self._updates += 1
-        self._begin_again()
+        require_no_adapter(self._adapter)
+        self._replace("hwrl_load_weights", self._checked(weights, self._base), name=f"version {version}")
+        self._serve(version)
+
+    def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
+        if not self._adapter:
+            super().load_base(weights, base=base)
+        given = self._checked(weights, self._base)
+        self.base = None
+        self._replace("hwrl_load_weights", given, name=f"base {base:#x}")
+        self.base = base
+
+    def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base: int) -> None:
+        if self._settings.lora is None:
+            return super().load_adapter(weights, version=version, base=base)
+        require_base(self.base, base)
+        given = self._checked(weights, self._adapter)
+        self._replace("hwrl_load_adapter", given, self._settings.lora.peft_config(), name=f"version {version}")
+        self._serve(version)
 
     def close(self) -> None:
         super().close()
         self._vllm.engine_core.shutdown()
 
     def sleep(self, *, level: int) -> int:
-        """Free device memory and return how many bytes; nothing and 0 if the engine sleeps. Blocks.
-
-        Level 1 keeps the weights in host memory. Level 2 keeps none: ``version`` is -1, until weights are loaded after
-        ``wake(["weights"])``. Raises UnsupportedError if the engine cannot, EngineError if requests are pending.
-        """
         self._require_sleep_mode()
+        require_none_pending(self.pending())
         if self._asleep:
             return 0
-        if self.pending():
-            raise EngineError(
-                "the engine cannot sleep now",
-                why=f"{self.pending()} requests are pending, and their attention cache would be lost",
-                fix="step until none is pending, or abort()",
-            )
         free_nbytes = self._backend.memory_info().free_nbytes
         self._vllm.sleep(level)
-        self._asleep = set(_TAGS)
+        self._asleep = MEMORY_TAGS
         if level > 1:
-            self.version = -1
+            self.version, self.base = -1, None
         return self._backend.memory_info().free_nbytes - free_nbytes
 
-    def wake(self, tags: Collection[str] = _TAGS) -> None:
-        """Take device memory again for ``tags``, of ``weights`` and ``kv_cache``; nothing for those that are awake."""
+    def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
         self._require_sleep_mode()
-        asleep = [tag for tag in tags if tag in self._asleep]
+        asleep = self._asleep.intersection(tags)
         if asleep:
-            self._vllm.wake_up(asleep)
-            self._asleep.difference_update(asleep)
+            self._vllm.wake_up(sorted(asleep))
+            self._asleep -= asleep
+
+    def _has_sleep_mode(self) -> bool:
+        return bool(self._vllm.vllm_config.model_config.enable_sleep_mode)
 
     def _require_sleep_mode(self) -> None:
-        if not self._vllm.vllm_config.model_config.enable_sleep_mode:
+        if not self._has_sleep_mode():
             raise UnsupportedError(
                 "this engine cannot sleep",
                 why="it was not started in vLLM's sleep mode, which vLLM does not have on every device",
                 fix="set rollout.engine_options.enable_sleep_mode=true; vLLM refuses it where it is not possible",
             )
 
-    def _require_awake(self, tags: Collection[str], *, needed_for: str) -> None:
-        asleep = sorted(self._asleep.intersection(tags))
-        if asleep:
-            raise EngineError(
-                f"the engine cannot {needed_for}", why=f"it sleeps: {', '.join(asleep)}", fix=f"wake({asleep}) first"
-            )
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: Weights) -> Weights:
+        require_awake(self._asleep, {"weights"}, needed_for="load weights")
+        given = {name: tensor.contiguous() for name, tensor in weights}
+        require_same_model(own, given)
+        return given
 
-    def _load(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def _replace(self, method: str, weights: Weights, *args: Any, name: str) -> None:
+        """Let the workers load ``weights``; without a version from before they begin until all have ended."""
+        self.version = -1
+        try:
+            self._call_workers(method, weights, *args)
+        except Exception as exc:
+            raise EngineError(
+                f"{name} was not loaded, and the version before is gone",
+                why=f"vLLM's worker failed in the middle: {type(exc).__name__}: {exc}",
+                fix="load a whole version before the next step; if a worker has died, with a new engine",
+            ) from exc
+
+    def _call_workers(self, method: str, weights: Weights, *args: Any) -> None:
         if self._workers == 1:  # it is in this process
-            self._vllm.collective_rpc("hwrl_load_weights", args=(weights,))
+            self._vllm.collective_rpc(method, args=(weights, *args))
             return
-        whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-        lent = {name: Lent.of(tensor, self._backend) for name, tensor in whole.items()}
+        lent = {name: Lent.of(tensor, self._backend) for name, tensor in weights.items()}
         self._backend.synchronize()
-        self._vllm.collective_rpc("hwrl_load_lent_weights", args=(lent,))
+        self._vllm.collective_rpc("hwrl_load_lent", args=(method, lent, *args))
+
+    def _serve(self, version: int) -> None:
+        self.version = version
+        self._updates += 1
+        self._begin_again()
 
     def _add(self, request: GenerationRequest) -> None:
         from vllm import SamplingParams
@@ -185,7 +205,8 @@ class VllmEngine(RolloutEngine):
         # The salt keeps what was cached under other weights from being read.
         prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self._updates)}
         self._requests[str(request.request_id)] = _Growing(request)
-        self._vllm.add_request(str(request.request_id), prompt, sampling)
+        adapter = request_lora() if self._settings.lora else None
+        self._vllm.add_request(str(request.request_id), prompt, sampling, lora_request=adapter)
 
     def _take(self, output: Any) -> list[Completion]:
         """Append what a request has generated; return its completion if it is finished."""

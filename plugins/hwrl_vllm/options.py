@@ -8,12 +8,15 @@ from typing import Any
 
 from hwrl.errors import ConfigError
 from hwrl.rollout.engine import RolloutSettings
+from hwrl_vllm.lora import lora_arguments
 
 _HAVE_KEYS = {
     "model": "model.path",
     "dtype": "model.dtype",
     "seed": "seed",
     "max_num_seqs": "rollout.max_running",
+    "enable_lora": "model.lora_rank",
+    "max_lora_rank": "model.lora_rank",
     "max_model_len": "data.max_prompt_tokens or rollout.max_new_tokens",
 }
 
@@ -49,6 +52,8 @@ def engine_arguments(
         "seed": settings.seed,
         "max_num_seqs": settings.max_running,
         "max_model_len": settings.max_length,
+        "enable_sleep_mode": settings.may_sleep,
+        **(lora_arguments(settings.lora.rank) if settings.lora else {}),
         **device,
         **options,
     }

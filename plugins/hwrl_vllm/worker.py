@@ -10,6 +10,8 @@ import torch
 
 from hwrl.backend import Backend
 from hwrl.registry import get_backend
+from hwrl_vllm.copies import CopyPlan, Recorder
+from hwrl_vllm.lora import replace_adapter, with_loaders_names
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,44 @@ class WeightLoading:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    _hwrl_copies: CopyPlan | None = None
+    _hwrl_recorded = False
 
-    def hwrl_load_lent_weights(self, weights: Mapping[str, Lent]) -> None:
-        """Load what another process lends; see :meth:`hwrl_load_weights`."""
+    def hwrl_load_lent(self, method: str, weights: Mapping[str, Lent], *args: Any) -> None:
+        """Call ``method`` with weights that another process lends, and ``args``."""
         backend = get_backend()
-        self.hwrl_load_weights({name: lent.open(backend) for name, lent in weights.items()})
-        backend.synchronize()  # before the lender may write there again
+        getattr(self, method)({name: lent.open(backend) for name, lent in weights.items()}, *args)
 
     def hwrl_load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load ``weights``, the whole model's, in place; a worker takes its shards of them.
+        """Load contiguous ``weights``, the whole model's, in place; a worker takes its shards of them. Blocks.
 
         If that fails the model holds a mixture, but can be loaded again.
         """
+        if self._hwrl_copies is not None and self._hwrl_copies.suits(weights):
+            self._hwrl_copies.run(weights)
+        elif self._hwrl_recorded:
+            self._hwrl_reload(weights)
+        else:
+            with Recorder(weights) as recorder:
+                self._hwrl_reload(weights)
+            self._hwrl_copies = recorder.plan(self.model_runner.get_model().parameters())
+            self._hwrl_recorded = True
+        get_backend().synchronize()  # the lender may write there again
+
+    def hwrl_load_adapter(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        """Load ``weights`` (PEFT's names), a whole adapter of the form that PEFT's ``config`` says. Blocks."""
+        replace_adapter(self.model_runner.lora_manager, weights, config)
+        get_backend().synchronize()
+
+    def hwrl_prepare_sleep(self) -> None:
+        """Let hwrl's memory keep the weights while the engine sleeps, if this version of vLLM lets others do that."""
+        if hasattr(self, "_sleep_mode_backend"):
+            from hwrl_vllm.sleep import pooled_sleep
+
+            self._sleep_mode_backend = pooled_sleep(self.model_config)
+
+    def _hwrl_reload(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Run the model's loaders, and what prepares a layer's weights for its kernels."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,
@@ -55,6 +83,8 @@ class WeightLoading:
         )
 
         model = self.model_runner.get_model()
+        if self.vllm_config.lora_config:
+            weights = with_loaders_names(model, weights)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.errors import EngineError
+from hwrl.lora import LoraSettings
 from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
 
 
@@ -19,6 +20,7 @@ def main(model_directory: Path) -> None:
         engine.load_weights(policy.change().items(), version=version)
         requests = requests_of(4)
         policy.check_greedy(requests, generate(engine, requests))
+    _check_adapter(model_directory)
     worker, _ = multiprocessing.active_children()
     worker.kill()
     with pytest.raises(EngineError, match="version 3 was not loaded, and the version before is gone"):
@@ -26,6 +28,17 @@ def main(model_directory: Path) -> None:
     engine.submit(requests_of(1))
     with pytest.raises(EngineError, match="the engine has no weights"):
         engine.step()
+
+
+def _check_adapter(model_directory: Path) -> None:
+    lora = LoraSettings(rank=4, alpha=8.0)
+    policy, engine = Policy(model_directory, lora=lora), engine_of(model_directory, lora=lora, tensor_parallel_size=2)
+    engine.load_base(policy.change().items(), base=1)
+    for version in range(3):
+        engine.load_adapter(policy.change_adapter().items(), version=version, base=1)
+        requests = requests_of(4)
+        policy.check_greedy(requests, generate(engine, requests))
+    engine.close()
 
 
 if __name__ == "__main__":

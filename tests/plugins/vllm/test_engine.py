@@ -1,4 +1,4 @@
-"""Real vLLM on the host, beside transformers: tokens, log-probabilities, versions, and updates that fail."""
+"""Real vLLM on the chosen backend, beside transformers: tokens, log-probabilities, versions, and updates that fail."""
 
 from __future__ import annotations
 
@@ -18,10 +18,22 @@ import torch
 
 from hwrl.comm import serve_store
 from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
+from hwrl.registry import get_backend
 from hwrl.run.demo import write_demo
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl_vllm.engine import VllmEngine
-from tests.plugins.vllm.serving import BLOCK, END, LONGEST, Policy, engine_of, finish, generate, requests_of
+from tests.plugins.vllm.serving import (
+    BLOCK,
+    CLOSE,
+    END,
+    LONGEST,
+    ON_HOST,
+    Policy,
+    engine_of,
+    finish,
+    generate,
+    requests_of,
+)
 
 REPO = Path(__file__).parents[3]
 pytestmark = [
@@ -87,7 +99,7 @@ def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature(engine: Vl
     for request in sampled:
         response = responses[request.request_id]
         wanted = policy.logprobs(request.prompt_ids, response, temperature=0.7)
-        np.testing.assert_allclose(response.logprobs, wanted, atol=1e-4)
+        np.testing.assert_allclose(response.logprobs, wanted, atol=CLOSE)
     policy.check_greedy(greedy, responses)
 
 
@@ -208,7 +220,7 @@ def test_the_process_holds_one_model(engine: VllmEngine, policy: Policy) -> None
     gc.unfreeze()  # vLLM hides what it holds from the collector
     found = {id(one): one for one in gc.get_objects() if issubclass(type(one), torch.nn.Parameter)}
     held = [one for key, one in found.items() if key not in theirs and one.device.type != "meta"]
-    assert 0 < sum(one.nbytes for one in held) <= sum(one.nbytes for one in policy.model.parameters())
+    assert 0 < sum(one.nbytes for one in held) < 1.5 * sum(one.nbytes for one in policy.model.parameters())
 
 
 def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: VllmEngine) -> None:
@@ -217,11 +229,13 @@ def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: Vll
             call()
 
 
+@pytest.mark.skipif(not ON_HOST, reason="on devices vLLM has sleep mode")
 def test_what_vllm_refuses_is_told_with_its_reason(model_directory: Path) -> None:
     with pytest.raises(ConfigError, match="Sleep mode is not supported on current platform"):
         engine_of(model_directory, enable_sleep_mode=True)
 
 
+@pytest.mark.skipif(not ON_HOST and get_backend().device_count() < 2, reason="needs two devices")
 def test_two_workers_share_a_model_and_one_that_is_killed_in_an_update_is_told_of(tmp_path: Path) -> None:
     write_demo(tmp_path, seed=1, prompts=16)
     command = [sys.executable, "-m", "tests.plugins.vllm.tensor_parallel", str(tmp_path / "model")]

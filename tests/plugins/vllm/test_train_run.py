@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_lora_run import LORA, adapter_nbytes, base_nbytes, sent
 from tests.distributed.test_train_run import Run, assert_whole, demo, start  # noqa: F401 - fixtures
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.timeout(1200),  # three starts of vLLM
 ]
+VLLM = ("rollout.engine=vllm", "rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}")
 
 
 def test_a_run_on_vllm_goes_on_when_a_replica_is_killed(start: Callable[..., Run]) -> None:  # noqa: F811 - the fixture
-    run = start(
-        "rollout.replicas=2",
-        "rollout.engine=vllm",
-        "rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}",
-    )
+    run = start("rollout.replicas=2", *VLLM)
     run.await_step(3, timeout_s=500.0)
     assert run.kill("ray::RolloutActor", at_most=1) == 1
     run.await_output("a new replica starts")
     assert run.wait(timeout_s=500.0) == 0, run.output()
     assert_whole(run)
+
+
+def test_a_killed_replica_of_an_adapters_run_gets_the_base_again(start: Callable[..., Run], demo: Path) -> None:  # noqa: F811 - the fixture
+    run = start(*LORA, *VLLM)
+    run.await_step(3, timeout_s=500.0)
+    assert run.kill("ray::RolloutActor") == 1
+    run.await_output("a new replica starts")
+    assert run.wait(timeout_s=500.0) == 0, run.output()
+    assert_whole(run)
+    assert sent(run, "base_nbytes")[1:3] == [0, 0] and sum(sent(run, "base_nbytes")) == 2 * base_nbytes(demo)
+    assert set(sent(run, "adapter_nbytes")[1:3]) == {adapter_nbytes(run)}

@@ -1,0 +1,140 @@
+"""Loading by recorded copies: equal to what the loaders do, and given up where they do more than copy."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.registry import get_backend
+from hwrl.run.demo import write_demo
+from hwrl_vllm.copies import CopyPlan, Recorder
+from tests.plugins.vllm.serving import Policy, Weights, engine_of, generate, requests_of
+
+Loader = Callable[[Any, Weights], None]
+
+
+class Fused(torch.nn.Module):
+    """A model whose ``fused`` holds two given tensors, and whose ``padded`` has more rows than the given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.full((6, 4), torch.nan), requires_grad=False)
+        self.padded = torch.nn.Parameter(torch.full((5, 3), torch.nan), requires_grad=False)
+
+
+def weights_of(seed: int) -> Weights:
+    """Return weights that lie in one storage, with gaps, in no particular order."""
+    flat = torch.rand(100, generator=torch.Generator().manual_seed(seed))
+    return {"k": flat[50:58].view(2, 4), "q": flat[10:26].view(4, 4), "p": flat[60:84].view(4, 6)}
+
+
+def load(model: Any, weights: Weights) -> None:
+    """Load as tensor-parallel loaders do: a shard of each, some of them by way of another tensor."""
+    staged = torch.empty_like(model.fused.data)
+    staged.narrow(0, 0, 4).copy_(weights["q"])
+    staged.narrow(0, 4, 2).copy_(weights["k"])
+    model.fused.data.copy_(staged)
+    model.padded.data[:4].copy_(weights["p"].narrow(1, 3, 3))
+    model.padded.data[4:].fill_(7.0)
+
+
+def record(loader: Loader) -> tuple[Fused, CopyPlan | None]:
+    model, weights = Fused(), weights_of(0)
+    with Recorder(weights) as recorder:
+        loader(model, weights)
+    return model, recorder.plan(model.parameters())
+
+
+def test_the_copies_do_what_the_loaders_do() -> None:
+    model, plan = record(load)
+    assert plan is not None
+    for seed in range(1, 4):
+        wanted, weights = Fused(), weights_of(seed)
+        load(wanted, weights)
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)  # as after a sleep that kept nothing
+        plan.run(weights)
+        assert all(map(torch.equal, model.parameters(), wanted.parameters()))
+    assert plan.suits(weights) and not plan.suits({"q": weights["q"]})
+
+
+def scales(model: Any, weights: Weights) -> None:
+    load(model, {**weights, "p": weights["p"] * 2})
+
+
+def scales_in_place(model: Any, weights: Weights) -> None:
+    load(model, weights)
+    model.fused.data.mul_(2.0)
+
+
+def looks_at_a_value(model: Any, weights: Weights) -> None:
+    load(model, weights)
+    model.padded.data[4:].fill_(weights["k"][0, 0].item())
+
+
+def leaves_a_gap(model: Any, weights: Weights) -> None:
+    load(model, weights)
+    model.padded = torch.nn.Parameter(torch.zeros(6, 3), requires_grad=False)
+    model.padded.data[:4].copy_(weights["p"].narrow(1, 3, 3))
+
+
+def writes_twice(model: Any, weights: Weights) -> None:
+    load(model, weights)
+    model.padded.data[:1].copy_(weights["q"][:1, :3])
+
+
+def writes_something_else_over_it(model: Any, weights: Weights) -> None:
+    load(model, weights)
+    model.padded.data[:1].copy_(torch.ones(1, 3))
+
+
+def keeps_a_copy(model: Any, weights: Weights) -> None:
+    load(model, weights)
+    model.other = torch.empty(4, 6)
+    model.other.copy_(weights["p"])
+
+
+def transposes(model: Any, weights: Weights) -> None:
+    load(model, weights)
+    model.fused.data[:4].T.copy_(weights["q"])
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        scales,
+        scales_in_place,
+        looks_at_a_value,
+        leaves_a_gap,
+        writes_twice,
+        writes_something_else_over_it,
+        keeps_a_copy,
+        transposes,
+    ],
+)
+def test_what_is_not_only_copies_is_not_repeated(loader: Loader) -> None:
+    assert record(loader)[1] is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.timeout(600)
+def test_vllm_serves_what_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if get_backend().info.device_type == "cpu":  # vLLM packs linear layers there, for a library's kernels
+        monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
+    write_demo(tmp_path, seed=1, prompts=16)
+    policy, engine = Policy(tmp_path / "model"), engine_of(tmp_path / "model")
+    try:
+        for version in range(4):
+            engine.load_weights(policy.change().items(), version=version)
+            requests = requests_of(4)
+            policy.check_greedy(requests, generate(engine, requests))
+        plans = engine._vllm.collective_rpc(lambda worker: worker._hwrl_copies)
+        assert [len(plan.copies) for plan in plans] == [len(policy.model.state_dict())]
+    finally:
+        engine.close()

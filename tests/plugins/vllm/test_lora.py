@@ -1,0 +1,122 @@
+"""Adapters in real vLLM on the host: tokens are those of transformers with the same base and the same adapter."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hwrl.errors import EngineError, UnsupportedError
+from hwrl.lora import LoraSettings
+from hwrl.run.demo import write_demo
+from hwrl_vllm.engine import VllmEngine
+from tests.plugins.vllm.serving import BLOCK, Policy, engine_of, finish, generate, requests_of
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
+    pytest.mark.filterwarnings("default"),  # vLLM warns of its own use of what is deprecated
+    pytest.mark.timeout(600),  # the first call compiles
+]
+LORA = LoraSettings(rank=4, alpha=6.0)  # a scale other than 1, and a rank that vLLM has no room of the size of
+BASE = 0xBA5E
+_versions = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo(directory, seed=1, prompts=16)
+    return Policy(directory / "model", lora=LORA)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(policy: Policy) -> Iterator[VllmEngine]:
+    engine = engine_of(Path(policy.model.config.name_or_path), lora=LORA)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: VllmEngine, policy: Policy) -> Iterator[VllmEngine]:
+    """The engine with a base and an adapter that ``policy`` has, too."""
+    shared_engine.load_base(policy.change().items(), base=BASE)
+    shared_engine.load_adapter(policy.change_adapter().items(), version=next(_versions), base=BASE)
+    yield shared_engine
+    shared_engine.abort()
+
+
+def check_serving(engine: VllmEngine, policy: Policy) -> None:
+    requests = requests_of(4)
+    responses = generate(engine, requests)
+    policy.check_greedy(requests, responses)
+    assert {version for one in responses.values() for version in one.versions.tolist()} == {engine.version}
+
+
+def test_each_adapter_is_served_on_the_base_that_is_there(engine: VllmEngine, policy: Policy) -> None:
+    for _ in range(10):
+        engine.load_adapter(policy.change_adapter().items(), version=next(_versions), base=BASE)
+        check_serving(engine, policy)
+
+
+def test_another_base_waits_for_its_adapter(engine: VllmEngine, policy: Policy) -> None:
+    engine.load_base(policy.change().items(), base=7)
+    assert (engine.base, engine.version) == (7, -1)
+    engine.submit(requests_of(1))
+    with pytest.raises(EngineError, match="the engine has no weights"):
+        engine.step()
+    engine.abort()
+    engine.load_adapter(policy.change_adapter().items(), version=next(_versions), base=7)
+    check_serving(engine, policy)
+
+
+def test_requests_go_on_with_the_new_adapter_and_others_read_nothing_of_before(
+    engine: VllmEngine, policy: Policy
+) -> None:
+    first, old = requests_of(4, prompt=2 * BLOCK + 6, new=20), engine.version
+    engine.submit(first)
+    engine.step()
+    engine.step()
+    new = next(_versions)
+    engine.load_adapter(policy.change_adapter().items(), version=new, base=BASE)
+    others = requests_of(2, prompt=2 * BLOCK + 6, new=20)  # the same prompts
+    engine.submit(others)
+    responses = finish(engine)
+    crossed = [responses[request.request_id].versions.tolist() for request in first if request.request_id in responses]
+    assert any(versions == [old] * 2 + [new] * (len(versions) - 2) and len(versions) > 2 for versions in crossed)
+    policy.check_greedy(others, responses)
+
+
+@pytest.mark.parametrize("wrong", ["base", "name", "shape"])
+def test_what_does_not_belong_is_refused_and_the_old_version_serves(
+    engine: VllmEngine, policy: Policy, wrong: str
+) -> None:
+    served = engine.version
+    adapter = {name: tensor.clone() for name, tensor in policy.change_adapter().items()}
+    engine.load_adapter(adapter.items(), version=served, base=BASE)
+    name, tensor = next(iter(adapter.items()))
+    if wrong == "shape":
+        adapter[name] = tensor[1:]
+    elif wrong == "name":
+        adapter[f"{name}.more"] = tensor
+    with pytest.raises(EngineError, match=r"(does|do) not belong to"):
+        engine.load_adapter(adapter.items(), version=next(_versions), base=3 if wrong == "base" else BASE)
+    assert (engine.version, engine.base) == (served, BASE)
+    check_serving(engine, policy)
+
+
+def test_an_adapter_that_was_loaded_is_neither_kept_nor_changed(engine: VllmEngine, policy: Policy) -> None:
+    adapter = policy.change_adapter()
+    before = {name: tensor.clone() for name, tensor in adapter.items()}
+    engine.load_adapter(adapter.items(), version=next(_versions), base=BASE)
+    assert all(tensor.equal(before[name]) for name, tensor in adapter.items())
+    for tensor in adapter.values():
+        tensor.fill_(7.0)
+    check_serving(engine, policy)
+
+
+def test_an_engine_with_an_adapter_takes_no_whole_model(engine: VllmEngine, policy: Policy) -> None:
+    with pytest.raises(UnsupportedError, match="takes no whole model"):
+        engine.load_weights(policy.change().items(), version=next(_versions))

@@ -1,0 +1,102 @@
+"""vLLM's sleep backend with hwrl's memory, over an allocator whose device memory is the host's."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plugins.vllm.serving import ON_HOST
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
+    pytest.mark.skipif(not ON_HOST, reason="real sleep is in test_sleep.py"),
+    pytest.mark.filterwarnings("default"),
+]
+
+LOST = 0xEE
+
+
+class Allocator:
+    """Has vLLM's interface; memory that is not mapped holds rubbish, and mapping it twice is an error."""
+
+    def __init__(self) -> None:
+        self.memory = {tag: torch.full((1000 + 8 * n,), n, dtype=torch.uint8) for n, tag in enumerate(TAGS)}
+        self.pointer_to_data = {
+            memory.data_ptr(): SimpleNamespace(tag=tag.split()[0], handle=(0, memory.numel(), memory.data_ptr(), 0))
+            for tag, memory in self.memory.items()
+        }
+        self.unmapped: set[int] = set()
+
+    def sleep(self, offload_tags: tuple[str, ...]) -> None:
+        for address, data in self.pointer_to_data.items():
+            if data.tag not in offload_tags:
+                self.unmapped.add(address)
+        for memory in self.memory.values():
+            if memory.data_ptr() in self.unmapped:
+                memory.fill_(LOST)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        for address, data in self.pointer_to_data.items():
+            if tags is None or data.tag in tags:
+                self.unmapped.remove(address)
+
+    def values(self) -> list[int]:
+        assert all(len(set(memory.tolist())) == 1 for memory in self.memory.values())
+        return [int(memory[0]) for memory in self.memory.values()]
+
+
+TAGS = ["weights a", "kv_cache", "weights b"]
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+    allocator = Allocator()
+    for module in ("vllm.device_allocator", "hwrl_vllm.sleep"):
+        monkeypatch.setattr(f"{module}.get_mem_allocator_instance", lambda: allocator)
+    yield allocator
+
+
+def backend() -> Any:
+    from hwrl_vllm.sleep import PooledSleep
+
+    return PooledSleep()
+
+
+@pytest.mark.parametrize("wakes", [[None], [["weights"], ["kv_cache"]], [["kv_cache"], ["weights"]]])
+def test_level_1_brings_the_weights_back_whatever_wakes_first(allocator: Allocator, wakes: list[Any]) -> None:
+    sleeping = backend()
+    for _ in range(2):
+        sleeping.suspend(1)
+        assert allocator.values() == [LOST] * 3
+        for tags in wakes:
+            sleeping.resume(tags)
+        assert allocator.values() == [0, LOST, 2] and not allocator.unmapped
+
+
+def test_level_2_brings_nothing_back_not_even_of_an_earlier_sleep(allocator: Allocator) -> None:
+    sleeping = backend()
+    sleeping.suspend(1)
+    sleeping.resume(None)
+    sleeping.suspend(2)
+    sleeping.resume(["weights"])
+    sleeping.resume(["kv_cache"])
+    assert allocator.values() == [LOST] * 3 and not allocator.unmapped
+
+
+def test_the_weights_memory_is_locked_before_the_first_sleep(allocator: Allocator) -> None:
+    sleeping = backend()
+    sleeping._locked.result()
+    assert sleeping._pool.nbytes == 1000 + 1016
+
+
+def test_vllm_finds_the_backend_by_its_name(allocator: Allocator) -> None:
+    from hwrl_vllm.sleep import NAME, PooledSleep, pooled_sleep
+
+    for _ in range(2):  # engines of one process
+        config = SimpleNamespace(sleep_mode_backend="cumem")
+        assert isinstance(pooled_sleep(config), PooledSleep) and config.sleep_mode_backend == NAME
