@@ -122,6 +122,7 @@ def _index_of(device: str) -> int:
     return visible.index(device)
 
 
+@functools.cache
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 

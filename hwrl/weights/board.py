@@ -126,7 +126,7 @@ class Board:
     def forget(self, offer: Offer) -> None:
         """Delete the notes of an offer that no receiver waits for any more."""
         notes = [f"{note}/{offer.number}/{member}" for note in ("here", "vote") for member in offer.to]
-        for note in ("go", "exports", "verdict", "offer"):
+        for note in ("go", "exports", "ready", "verdict", "offer"):
             notes.append(f"{note}/{offer.number}")
         for key in notes:
             self._notes.delete(key)

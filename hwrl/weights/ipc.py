@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
 from hwrl.weights.rounds import Rounds
 
-EXPORTS = "exports"
+EXPORTS, READY = "exports", "ready"
+"""The sender's notes: where its memory is, so that receivers open it, and that it may be read."""
 
 
 class IpcSender(Rounds):
@@ -45,16 +46,17 @@ class IpcSender(Rounds):
             with clock("gather"):
                 tensors = feed.of(slab)
             with clock("pack"):
-                lease = self._buffer.pack(index, tensors)
-            self._sums.add(index, lease.memory)
-            memories.append(lease.memory)
+                memories.append(self._buffer.pack(index, tensors).memory)
         feed.finish()
         exports = _Exports(self._backend)
         for memory in (*memories, self._sums.values.view(torch.uint8)):
             exports.add(memory)  # not earlier: a backend may move memory to where it can be opened
-        self._backend.current_stream().synchronize()  # receivers read on streams of their own
         self._lent = exports.memories
-        self._board.put_note(offer, EXPORTS, exports.to_json())
+        self._board.put_note(offer, EXPORTS, exports.to_json())  # opening takes a while
+        for index, memory in enumerate(memories):
+            self._sums.add(index, memory)
+        self._backend.current_stream().synchronize()  # receivers read on streams of their own
+        self._board.put_note(offer, READY, "ready")
 
     def _count_votes(self, *args: Any) -> bool:
         committed = super()._count_votes(*args)
@@ -95,16 +97,19 @@ class IpcReceiver:
         self._backend = backend
         self._streams: list[StreamLike] = []
 
-    def receive(self, exports: bytes, place: Place, sums: Checksums, clock: StageClock) -> torch.Tensor:
-        """Copy what the sender's note ``exports`` lends into ``place``, and its sums into ``sums``.
+    def receive(
+        self, await_note: Callable[[str], bytes], place: Place, sums: Checksums, clock: StageClock
+    ) -> torch.Tensor:
+        """Copy what the sender lends into ``place``, and its sums into ``sums``; ``await_note`` waits for its notes.
 
         Returns the sender's sums, for comparison. Blocks until nothing of the sender's memory is used any more, and
         closes it: what is freed while somebody has it open is lost to the device. Raises CommError if it cannot be
         opened, TransferFailedError if the note is malformed.
         """
-        lent = _read(exports, sums.slabs)
+        lent = _read(await_note(EXPORTS), sums.slabs)
         opened = [self._backend.open_memory(handle) for handle in lent.handles]
         try:
+            await_note(READY)
             with clock.span(self._backend):
                 return self._copy(lent.places, opened, place, sums)
         finally:

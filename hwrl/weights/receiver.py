@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -16,7 +17,7 @@ from hwrl.weights.buffer import InPlace, Place, Staging
 from hwrl.weights.checksum import Checksums
 from hwrl.weights.device import DeviceReceiver
 from hwrl.weights.host import HostReceiver
-from hwrl.weights.ipc import EXPORTS, IpcReceiver
+from hwrl.weights.ipc import IpcReceiver
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
 
@@ -189,10 +190,7 @@ class WeightReceiver:
         try:
             place = self._spare(rooms)
             if offer.transport == "ipc":
-                exports = self._await_note(offer, EXPORTS, deadline)
-                if exports is None:
-                    return "torn: the sender gave up"
-                theirs = self._ipc.receive(exports, place, rooms.sums, clock)
+                theirs = self._ipc.receive(partial(self._note, offer, deadline), place, rooms.sums, clock)
             else:
                 theirs = self._device.receive(offer, self._member, place, rooms.sums, clock)
             return rooms.sums.vote(theirs)
@@ -206,6 +204,17 @@ class WeightReceiver:
         if self._into is not None:
             self.version = None  # whatever happens now, the old version is no longer whole
         return rooms.spare()
+
+    def _note(self, offer: Offer, deadline: float, note: str) -> bytes:
+        """Wait for a note without which there is no transfer."""
+        found = self._await_note(offer, note, deadline)
+        if found is None:
+            raise CommError(
+                "the sender gave up",
+                why=f"its {note!r} of version {offer.version} did not come, and the verdict did",
+                fix="look at the sender; this receiver goes on with the version that it has",
+            )
+        return found
 
     def _await_note(self, offer: Offer, note: str, deadline: float) -> bytes | None:
         """Wait for the sender's note on ``offer``; None if the verdict, or another offer, came instead."""

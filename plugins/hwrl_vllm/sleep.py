@@ -21,8 +21,7 @@ _WEIGHTS = "weights"
 class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not followed
     """vLLM's sleep mode, but for the weights at level 1, which a :class:`~hwrl.memory.PinnedPool` keeps.
 
-    vLLM page-locks in the first sleep, which takes seconds; here a thread does it while the engine starts. And weights
-    come back while memory for the attention cache is mapped.
+    vLLM page-locks in the first sleep, which takes seconds; here a thread does it while the engine starts.
     """
 
     def __init__(self) -> None:
@@ -46,19 +45,13 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         self._kept = level == 1
 
     def resume(self, tags: list[str] | None = None) -> None:
-        if not self._kept or (tags is not None and _WEIGHTS not in tags):
-            super().resume(tags)
-            return
-        super().resume([_WEIGHTS])
-        with self._stream:
-            for address, memory in self._weights():
-                memory.copy_(self._slab(address, memory), non_blocking=True)
-        others = {data.tag for data in get_mem_allocator_instance().pointer_to_data.values()} - {_WEIGHTS}
-        rest = [tag for tag in others if tags is None or tag in tags]
-        if rest:
-            super().resume(rest)
-        self._stream.synchronize()
-        self._kept = False
+        super().resume(tags)
+        if self._kept and (tags is None or _WEIGHTS in tags):  # not earlier: mapping and copying at once are slower
+            with self._stream:
+                for address, memory in self._weights():
+                    memory.copy_(self._slab(address, memory), non_blocking=True)
+            self._stream.synchronize()
+            self._kept = False
 
     def _lock(self, device: int) -> None:
         self._backend.set_device(device)  # of this thread

@@ -88,7 +88,8 @@ def engine_of(model_directory: Path, *, lora: LoraSettings | None = None, **opti
     )
     options = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": BLOCK, **options}
     if not ON_HOST:
-        options["attention_config"] = {"backend": "TRITON_ATTN"}  # it knows float32
+        # That attention knows float32; and other tests may use the device, too.
+        options |= {"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.1}
     return VllmEngine(settings, options=options, backend=get_backend())
 
 
