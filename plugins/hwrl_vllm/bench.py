@@ -273,13 +273,13 @@ class Rollout(Side):
             eos_ids=[1],
             max_running=64,
             max_length=_LONGEST,
+            may_sleep="sleep" in self.plan.parts,
         )
         options = {
             "enforce_eager": True,
             "enable_prefix_caching": False,
             **own_transfer(self.seat.backend, apart=self.plan.apart),
         }
-        options |= {"enable_sleep_mode": True} if "sleep" in self.plan.parts else {}
         self.engine = VllmEngine(settings, options=options | self.plan.options, backend=self.seat.backend)
 
     def update(self, way: str) -> dict[str, Any]:
@@ -295,7 +295,7 @@ class Rollout(Side):
         from hwrl.rollout.engine import GenerationRequest, Sampling
 
         rng = np.random.default_rng(self.version)
-        vocabulary = self.engine._expected["lm_head.weight"].shape[0]
+        vocabulary = self.engine._base["lm_head.weight"].shape[0]
         prompts = rng.integers(3, vocabulary, size=(_PROMPTS, _PROMPT_TOKENS)).astype(np.int32)
         sampling = Sampling(_NEW_TOKENS, 0.0)
         self.engine.submit([GenerationRequest(number, prompt, sampling) for number, prompt in enumerate(prompts)])

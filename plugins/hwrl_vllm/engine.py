@@ -62,7 +62,7 @@ class VllmEngine(RolloutEngine):
     that begins after it reads what was cached before. If an update fails the engine has no weights, and refuses to
     generate until one has succeeded.
 
-    An engine that was started with ``enable_sleep_mode`` can :meth:`sleep`, so that others use the device meanwhile.
+    With ``settings.may_sleep`` it starts in vLLM's sleep mode; ConfigError if vLLM has none on this device.
     """
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
@@ -77,7 +77,7 @@ class VllmEngine(RolloutEngine):
         self._requests: dict[str, _Growing] = {}
         self._updates = 0
         self._asleep: frozenset[str] = frozenset()
-        if self._has_sleep_mode():
+        if settings.may_sleep:
             self._vllm.collective_rpc("hwrl_prepare_sleep")
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -148,15 +148,12 @@ class VllmEngine(RolloutEngine):
             self._vllm.wake_up(sorted(asleep))
             self._asleep -= asleep
 
-    def _has_sleep_mode(self) -> bool:
-        return bool(self._vllm.vllm_config.model_config.enable_sleep_mode)
-
     def _require_sleep_mode(self) -> None:
-        if not self._has_sleep_mode():
+        if not self._settings.may_sleep:
             raise UnsupportedError(
                 "this engine cannot sleep",
-                why="it was not started in vLLM's sleep mode, which vLLM does not have on every device",
-                fix="set rollout.engine_options.enable_sleep_mode=true; vLLM refuses it where it is not possible",
+                why="it was not started in vLLM's sleep mode",
+                fix="make it with settings.may_sleep; in a run, rollout.free_cache_engine=true",
             )
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: Weights) -> Weights:

@@ -77,7 +77,9 @@ def _sent(weights: Weights) -> Weights:
     return {name: tensor.to(get_backend().device(), copy=True) for name, tensor in weights.items()}
 
 
-def engine_of(model_directory: Path, *, lora: LoraSettings | None = None, **options: Any) -> VllmEngine:
+def engine_of(
+    model_directory: Path, *, lora: LoraSettings | None = None, may_sleep: bool = False, **options: Any
+) -> VllmEngine:
     settings = RolloutSettings(
         model_directory=model_directory,
         dtype=torch.float32,
@@ -85,6 +87,7 @@ def engine_of(model_directory: Path, *, lora: LoraSettings | None = None, **opti
         max_running=16,
         max_length=LONGEST,
         lora=lora,
+        may_sleep=may_sleep,
     )
     options = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": BLOCK, **options}
     if not ON_HOST:

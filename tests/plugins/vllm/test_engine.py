@@ -229,14 +229,14 @@ def test_the_process_holds_one_model(engine: VllmEngine, policy: Policy) -> None
 
 def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: VllmEngine) -> None:
     for call in (lambda: shared_engine.sleep(level=1), shared_engine.wake):
-        with pytest.raises(UnsupportedError, match=r"not started in vLLM's sleep mode(.|\n)*enable_sleep_mode"):
+        with pytest.raises(UnsupportedError, match=r"not started in vLLM's sleep mode(.|\n)*may_sleep"):
             call()
 
 
 @pytest.mark.skipif(not ON_HOST, reason="on devices vLLM has sleep mode")
 def test_what_vllm_refuses_is_told_with_its_reason(model_directory: Path) -> None:
     with pytest.raises(ConfigError, match="Sleep mode is not supported on current platform"):
-        engine_of(model_directory, enable_sleep_mode=True)
+        engine_of(model_directory, may_sleep=True)
 
 
 @pytest.mark.skipif(not ON_HOST and get_backend().device_count() < 2, reason="needs two devices")

@@ -31,7 +31,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 @pytest.fixture(scope="module")
 def engine(policy: Policy) -> Iterator[VllmEngine]:
-    engine = engine_of(Path(policy.model.config.name_or_path), enable_sleep_mode=True)
+    engine = engine_of(Path(policy.model.config.name_or_path), may_sleep=True)
     yield engine
     engine.close()
 
