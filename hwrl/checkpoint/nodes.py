@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -63,7 +64,8 @@ def find_nodes(directory: Path, fs: DurableFS, agreement: Agreement) -> list[lis
         names = agreement.decide(leave, list)
         nodes: list[list[int]] = agreement.decide(lambda: [socket.gethostname(), _look_for(names, directory)], _group)
     finally:
-        fs.remove_tree(mark)
+        with contextlib.suppress(OSError):  # the next save sweeps it
+            fs.remove_tree(mark)
     return nodes
 
 

@@ -118,6 +118,7 @@ class Saver:
         if survey.complete:
             home.set_tracker(survey.newest)
         home.put_aside(sorted({*self.broken, *survey.uncommitted(home)}))
+        self.broken.clear()  # these names are free, and what is saved under them again is good
         plans = [decode_plan(offer) for offer in offers]
         deduplicated = dedup_save_plans(plans)
         if self.node.count == 1:  # else other tools would take a node's part for the whole

@@ -357,6 +357,8 @@ def test_the_step_of_a_checkpoint_with_wrong_content_can_be_saved_again_and_noth
         assert (tmp_path / "global_step_2").exists(), "reading changes nothing"
         manager.save(2, {"weight": torch.ones(64), "count": 22})
         resumed = manager.resume(state)
+        manager.save(3, state)
+        assert [info.step for info in manager.checkpoints()] == [1, 2, 3], "what was saved again is good"
     assert resumed is not None and (resumed.step, state["count"], resumed.skipped) == (2, 22, [])
     aside = list(tmp_path.glob(".broken_global_step_2.*"))
     assert [path.joinpath("__0_0.distcp").read_bytes() for path in aside] == [wrong]
