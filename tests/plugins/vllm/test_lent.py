@@ -22,12 +22,13 @@ def lend_or_open(rank: int, address: str) -> bool:
     backend, store = get_backend(), connect_store(address)
     if rank == 0:
         mine = {name: tensor.to(backend.device()) for name, tensor in WEIGHTS.items()}
-        store.set("lent", pickle.dumps({name: Lent.of(tensor, backend) for name, tensor in mine.items()}))  # type: ignore[arg-type]  # torch's stub knows str only
+        lent = pickle.dumps({name: Lent.of(tensor, backend) for name, tensor in mine.items()})
+        store.set("lent", lent)  # type: ignore[arg-type]  # torch's stub knows str only
         backend.synchronize()
         store.wait(["read"])
         return True
-    lent = pickle.loads(store.get("lent"))
-    opened = {name: one.open(backend).cpu() for name, one in lent.items()}
+    theirs: dict[str, Lent] = pickle.loads(store.get("lent"))
+    opened = {name: one.open(backend).cpu() for name, one in theirs.items()}
     store.set("read", "yes")
     same = [
         torch.equal(opened[name], tensor) and opened[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items()
