@@ -46,6 +46,7 @@ def open(handle: Handle, *, devices: DeviceMap) -> torch.Tensor:
     index = _index_of(int(handle["device"]), devices)
     offset, nbytes = int(handle["offset"]), int(handle["nbytes"])
     kind: Any = torch.UntypedStorage
+    memory = torch.empty(0, dtype=torch.uint8, device=torch.device("npu", index))  # the call crashes before first use
     try:
         storage = kind._new_shared_npu(index, raw, nbytes, offset, _NO_COUNTER, 0, _NO_EVENT, False)
     except RuntimeError as exc:
@@ -54,7 +55,7 @@ def open(handle: Handle, *, devices: DeviceMap) -> torch.Tensor:
             why=_reason(exc),
             fix="open it while the exporter lives and keeps the tensor, on the same host",
         ) from exc
-    return torch.empty(0, dtype=torch.uint8, device=torch.device("npu", index)).set_(storage)
+    return memory.set_(storage)
 
 
 def _index_of(physical: int, devices: DeviceMap) -> int:

@@ -16,6 +16,7 @@ from hwrl_vllm.copies import CopyPlan, Recorder
 from tests.plugins.vllm.serving import Policy, Weights, engine_of, generate, requests_of
 
 Loader = Callable[[Any, Weights], None]
+DEVICE = get_backend().device()
 
 
 class Fused(torch.nn.Module):
@@ -23,13 +24,13 @@ class Fused(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fused = torch.nn.Parameter(torch.full((6, 4), torch.nan), requires_grad=False)
-        self.padded = torch.nn.Parameter(torch.full((5, 3), torch.nan), requires_grad=False)
+        self.fused = torch.nn.Parameter(torch.full((6, 4), torch.nan, device=DEVICE), requires_grad=False)
+        self.padded = torch.nn.Parameter(torch.full((5, 3), torch.nan, device=DEVICE), requires_grad=False)
 
 
 def weights_of(seed: int) -> Weights:
     """Return weights that lie in one storage, with gaps, in no particular order."""
-    flat = torch.rand(100, generator=torch.Generator().manual_seed(seed))
+    flat = torch.rand(100, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     return {"k": flat[50:58].view(2, 4), "q": flat[10:26].view(4, 4), "p": flat[60:84].view(4, 6)}
 
 
@@ -79,7 +80,7 @@ def looks_at_a_value(model: Any, weights: Weights) -> None:
 
 def leaves_a_gap(model: Any, weights: Weights) -> None:
     load(model, weights)
-    model.padded = torch.nn.Parameter(torch.zeros(6, 3), requires_grad=False)
+    model.padded = torch.nn.Parameter(torch.zeros(6, 3, device=DEVICE), requires_grad=False)
     model.padded.data[:4].copy_(weights["p"].narrow(1, 3, 3))
 
 
@@ -90,12 +91,12 @@ def writes_twice(model: Any, weights: Weights) -> None:
 
 def writes_something_else_over_it(model: Any, weights: Weights) -> None:
     load(model, weights)
-    model.padded.data[:1].copy_(torch.ones(1, 3))
+    model.padded.data[:1].copy_(torch.ones(1, 3, device=DEVICE))
 
 
 def keeps_a_copy(model: Any, weights: Weights) -> None:
     load(model, weights)
-    model.other = torch.empty(4, 6)
+    model.other = torch.empty(4, 6, device=DEVICE)
     model.other.copy_(weights["p"])
 
 
