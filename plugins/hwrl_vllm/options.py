@@ -18,6 +18,7 @@ _HAVE_KEYS = {
     "enable_lora": "model.lora_rank",
     "enable_sleep_mode": "rollout.free_cache_engine",
     "max_lora_rank": "model.lora_rank",
+    "max_loras": "model.lora_rank",
     "max_model_len": "data.max_prompt_tokens or rollout.max_new_tokens",
 }
 
