@@ -52,7 +52,7 @@ def merge(views: Sequence[dict[str, Any]]) -> Survey:
     newest = max(map(_step, same), default=-1)
     # One that is older was complete, and is being removed by each node in its turn.
     partial = {name: nodes for name, nodes in holders.items() if name not in same and _step(name) > newest}
-    skipped = {name: f"of {len(views)} nodes only {_hosts(views, nodes)} have it" for name, nodes in partial.items()}
+    skipped = {name: _why_partial(views, nodes) for name, nodes in partial.items()}
     damaged = {name: reason for view in views for name, reason in view["skipped"].items()}
     announced = max(view["announced"] for view in views)
     lost = bool(damaged) or any(_step(name) <= announced for name in partial)
@@ -63,8 +63,11 @@ def _names(views: Sequence[dict[str, Any]]) -> set[str]:
     return {name for view in views for name in view["complete"]}
 
 
-def _hosts(views: Sequence[dict[str, Any]], nodes: Sequence[int]) -> str:
-    return ", ".join(f"{node} ({views[node]['host']})" for node in nodes)
+def _why_partial(views: Sequence[dict[str, Any]], nodes: Sequence[int]) -> str:
+    if len(nodes) == len(views):
+        return "the nodes have it of different saves"
+    having = ", ".join(f"{node} ({views[node]['host']})" for node in nodes)
+    return f"of {len(views)} nodes only {having} have it"
 
 
 def _step(name: str) -> int:
