@@ -158,9 +158,9 @@ class _Report:
         self._told_s = now_s
         done = outcome.points.total()
         rate = done / (now_s - self._began_s)
-        left_s = (self._count - done) / rate
+        left = f"{(self._count - done) / rate:.0f} s left" if done else "nobody knows how long"
         broken = f"{len(outcome.broken)} broken"
-        print(f"{done} of {self._count} points, {rate:.1f} a second, {broken}, {left_s:.0f} s left", flush=True)
+        print(f"{done} of {self._count} points, {rate:.1f} a second, {broken}, {left}", flush=True)
 
 
 @dataclass(frozen=True)
