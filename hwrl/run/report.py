@@ -202,7 +202,7 @@ def _shown(line: Figures, total: int) -> list[tuple[str, str]]:
 
 
 def _round(value: float) -> float:
-    return float(f"{value:.6g}")
+    return value if float(value).is_integer() else float(f"{value:.6g}")  # bytes are counted exactly
 
 
 def _write_line(file: TextIO, value: Mapping[str, Any]) -> None:
