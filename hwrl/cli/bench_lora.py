@@ -91,8 +91,8 @@ def _row(history: History) -> dict[str, float]:
         "step_s": (steps[-1]["time_s"] - history[WARM_UP_STEPS - 1]["time_s"]) / len(steps),
         "sync_s": statistics.mean(line["timing_s/sync"] for line in steps),
         "update_s": statistics.mean(line["rollout/update_s"] for line in steps),
-        "base_nbytes": statistics.mean(line["sync/base_nbytes"] for line in steps),
-        "adapter_nbytes": statistics.mean(line["sync/adapter_nbytes"] for line in steps),
+        "base_nbytes": statistics.mean(line.get("sync/base_nbytes", 0.0) for line in steps),
+        "adapter_nbytes": statistics.mean(line.get("sync/adapter_nbytes", 0.0) for line in steps),
     }
 
 

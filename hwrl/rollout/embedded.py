@@ -23,6 +23,7 @@ from hwrl.rollout.engine import (
     GenerationRequest,
     RolloutEngine,
     RolloutSettings,
+    require_adapter,
     require_awake,
     require_base,
     require_fit,
@@ -133,16 +134,14 @@ class EmbeddedEngine(RolloutEngine):
         self.version = version
 
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
-        if not self._adapter:
-            super().load_base(weights, base=base)
+        require_adapter(self._adapter)
         given = self._checked(weights, self._base)
         self.version, self.base = -1, None  # until all of it is there
         self._copy(given, self._base)
         self.base = base
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base: int) -> None:
-        if not self._adapter:
-            super().load_adapter(weights, version=version, base=base)
+        require_adapter(self._adapter)
         require_base(self.base, base)
         given = self._checked(weights, self._adapter)
         self._copy(given, self._adapter)

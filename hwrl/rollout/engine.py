@@ -197,6 +197,12 @@ def require_base(own: int | None, wanted: int) -> None:
         )
 
 
+def require_adapter(adapter: object) -> None:
+    """Raise UnsupportedError if an engine that has no ``adapter`` is to load one, or its base."""
+    if not adapter:
+        raise _without_lora()
+
+
 def require_no_adapter(adapter: object) -> None:
     """Raise UnsupportedError if an engine that has an ``adapter`` is to load a whole model."""
     if adapter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -106,15 +106,21 @@ class ModelInlet:
         return {"received_nbytes": float(self._link.nbytes)}
 
 
+class Connect(Protocol):
+    """Joins the link ``name``; without ``newest`` only later versions come."""
+
+    def __call__(self, name: str, *, newest: bool = True) -> Link: ...
+
+
 class AdapterInlet:
     """Brings adapters into ``engine``, and beneath them their base whenever the engine does not hold it.
 
-    ``connect`` joins a link, POLICY or POLICY_BASE. The latter is joined exactly as long as the base is missing, which
-    is how the sender knows; its memory is freed when the base is in the engine. An adapter that comes before its base
-    is kept until then.
+    ``connect`` joins a link, POLICY or POLICY_BASE. The base's is joined exactly as long as that is missing, which is
+    how the sender knows; its memory is freed when the base is in the engine. An adapter that comes before its base is
+    kept until then.
     """
 
-    def __init__(self, engine: RolloutEngine, connect: Callable[[str], Link]) -> None:
+    def __init__(self, engine: RolloutEngine, connect: Connect) -> None:
         self._engine, self._connect = engine, connect
         self._base: Link | None = connect(POLICY_BASE)  # before the other: who has joined that is known to lack this
         self._policy = connect(POLICY)
@@ -138,12 +144,14 @@ class AdapterInlet:
             if adapter is None:
                 return False
             self._held = adapter
-        return self._load_held()
+        loaded = self._load_held()
+        if not loaded and self._held is not None:
+            self.ask()  # its base was lost, or never came, after the sender had decided not to send that
+        return loaded
 
     def rest(self) -> None:
         if self._base is None and self._lacks_base():
-            self._base = self._connect(POLICY_BASE)
-            self._base.receiver.skip()
+            self._base = self._connect(POLICY_BASE, newest=False)
 
     def ask(self) -> None:
         if self._base is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,9 @@ from hwrl.rollout.inlet import WeightsInlet
 from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward import Reward, judge
 from hwrl.rollout.sleeper import Sleeper
+
+_ASK_AGAIN_S = 1.0
+"""How long a rollouter that has no weights waits before it asks for them again, if those that it asked for failed."""
 
 
 class LedgerClient(Protocol):
@@ -107,7 +111,8 @@ class Rollouter:
         self._sampling, self._group_size = sampling, group_size
         self._weights, self._partial_rollout = weights, partial_rollout
         self._sleeper = Sleeper(engine, level=sleep_level)
-        self._has_served = self._asked_for_weights = False
+        self._has_served = False
+        self._ask_from_s: float | None = 0.0  # None: weights were asked for, and did not come yet
         self._reward_attempts = reward_attempts
         self._clock = ActivityClock("idle")
         self._totals = {"tokens": 0.0, "groups": 0.0, "updates": 0.0, "reward_errors": 0.0}
@@ -190,7 +195,10 @@ class Rollouter:
             updated = self._weights.update()
             self._sleeper.wake()
         self._totals["updates"] += updated
-        self._asked_for_weights &= not updated
+        if updated:
+            self._ask_from_s = 0.0
+        elif self._ask_from_s is None:
+            self._ask_from_s = time.monotonic() + _ASK_AGAIN_S
 
     def _rest(self) -> None:
         """Let the engine sleep if nothing is to be done, and nothing was for a while."""
@@ -210,9 +218,9 @@ class Rollouter:
             if self._sleeper.asleep:
                 with self._clock.during("sleep"):
                     self._sleeper.wake()
-            if self.engine.version < 0 and not self._asked_for_weights:
+            if self.engine.version < 0 and self._ask_from_s is not None and time.monotonic() >= self._ask_from_s:
                 self._weights.ask()
-                self._asked_for_weights = True
+                self._ask_from_s = None
         if self.engine.version >= 0:
             self._begin_evaluation()
             self._begin_prompts()

@@ -72,8 +72,8 @@ def build_rollouter(config: Config, *, replica: str, seed: int, store_address: s
 def _build_inlet(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightsInlet:
     store, timeout_s = connect_store(store_address), _transfer_timeout_s(config)
 
-    def connect(name: str) -> Link:
-        receiver = WeightReceiver(store, name=name, replica=replica, timeout_s=timeout_s)
+    def connect(name: str, *, newest: bool = True) -> Link:
+        receiver = WeightReceiver(store, name=name, replica=replica, newest=newest, timeout_s=timeout_s)
         # The sender waits once for the receivers and once for their votes; a receiver must not give up before it does.
         return Link(receiver, patience_s=3 * timeout_s)
 
@@ -257,7 +257,7 @@ class TrainerParts:
 def _sync_figures(report: SyncReport) -> dict[str, float]:
     """Return what a publication cost; the base's stages count with the version's."""
     parts = [report.policy] if report.base is None else [report.policy, report.base]
-    stages = {stage for part in parts for stage in part.seconds}
+    stages = dict.fromkeys(stage for part in parts for stage in part.seconds)
     figures = {
         "sync/nbytes": float(sum(part.nbytes for part in parts)),
         "sync/receivers": float(report.policy.receivers),

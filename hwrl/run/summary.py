@@ -117,9 +117,9 @@ def summarise(config: Config, history: list[dict[str, float]], *, interrupted: b
     lines += [f"  {name:<22} {last[name]:.6g}" for name in names if name in last]
     for name in ("staleness/mean", "trainer/idle_ratio", "rollout/idle_ratio") if history else ():
         lines.append(f"  {name:<22} {statistics.mean(line[name] for line in history):.3g}, mean of all steps")
-    if "sync/base_sent" in last:
+    if any("sync/base_sent" in line for line in history):
         sent, base, adapter = (sum(line.get(f"sync/{name}", 0.0) for line in history) for name in _SENT)
-        lines.append(f"  sent to each replica: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
+        lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
     lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / 'reward.png'}")
     lines += [f"goal missed: {sentence}" for sentence in missed]
     if interrupted:

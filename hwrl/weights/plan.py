@@ -39,7 +39,7 @@ class SyncPlan:
 class SyncReport:
     """What one publication did; ``base`` tells of the base if that travelled by itself.
 
-    ``base_nbytes`` and ``adapter_nbytes`` are the tensors' bytes as each receiver got them, 0 for what did not travel.
+    ``base_nbytes`` and ``adapter_nbytes`` are the tensors' bytes, once for all receivers, 0 for what did not travel.
     """
 
     plan: SyncPlan

@@ -59,7 +59,8 @@ class WeightReceiver:
     gone then as soon as a transfer begins: :attr:`version` is None, and the tensors must not be used, until one has
     succeeded.
 
-    One thread. A restarted replica takes its namesake's place. A context manager.
+    Without ``newest`` what is offered when it is made is passed over, and only later versions come. One thread. A
+    restarted replica takes its namesake's place. A context manager.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class WeightReceiver:
         backend: Backend | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         slabs: int = 4,
+        newest: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
         self._backend = Comm(backend).backend
@@ -84,7 +86,7 @@ class WeightReceiver:
         self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs, timeout_s=timeout_s)
         self._ipc = IpcReceiver(backend=self._backend)
         self._host = HostReceiver(self._board, backend=self._backend)
-        self.join()
+        self._join(newest=newest)
 
     def __enter__(self) -> WeightReceiver:
         return self
@@ -95,16 +97,16 @@ class WeightReceiver:
     def join(self) -> None:
         """Ask to be sent versions, the newest included: again after QuarantinedError, or when what came is lost."""
         self._device.close()
-        self._done = 0
-        self._member = self._board.join(self.replica)
+        self._join(newest=True)
 
-    def skip(self) -> None:
-        """Pass over what is offered now: :meth:`poll` and :meth:`receive` know of later offers only."""
-        self._done = self._board.newest()
+    def _join(self, *, newest: bool) -> None:
+        self._done = 0 if newest else self._board.newest()  # no later offer is passed over: they may be to this one
+        self._member = self._board.join(self.replica)
 
     def release(self) -> None:
         """Free the memory of what was received, which must not be used any more; the next version allocates it anew."""
         self._rooms = None
+        self._backend.empty_cache()
 
     def poll(self) -> int | None:
         """Return the version that is offered and that this receiver has not got, or None; never blocks.
@@ -144,7 +146,7 @@ class WeightReceiver:
         self._board.leave(self._member)
         self._device.close()
         self._host.close()
-        self._rooms = None
+        self.release()
 
     def _offered(self, newest: int) -> Offer | None:
         if newest <= self._done:

@@ -21,6 +21,7 @@ from hwrl.rollout.engine import (
     GenerationRequest,
     RolloutEngine,
     RolloutSettings,
+    require_adapter,
     require_awake,
     require_base,
     require_fit,
@@ -74,6 +75,7 @@ class VllmEngine(RolloutEngine):
         with torch.device("meta"):
             model = build_model(settings.model_directory, dtype=settings.dtype)
             self._base, self._adapter = divided(add_adapter(model, settings.lora) if settings.lora else model)
+        self._form = settings.lora.peft_config() if settings.lora else {}
         self._requests: dict[str, _Growing] = {}
         self._updates = 0
         self._asleep: frozenset[str] = frozenset()
@@ -110,19 +112,17 @@ class VllmEngine(RolloutEngine):
         self._serve(version)
 
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
-        if not self._adapter:
-            super().load_base(weights, base=base)
+        require_adapter(self._adapter)
         given = self._checked(weights, self._base)
         self.base = None
         self._replace("hwrl_load_weights", given, name=f"base {base:#x}")
         self.base = base
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base: int) -> None:
-        if self._settings.lora is None:
-            return super().load_adapter(weights, version=version, base=base)
+        require_adapter(self._adapter)
         require_base(self.base, base)
         given = self._checked(weights, self._adapter)
-        self._replace("hwrl_load_adapter", given, self._settings.lora.peft_config(), name=f"version {version}")
+        self._replace("hwrl_load_adapter", given, self._form, name=f"version {version}")
         self._serve(version)
 
     def close(self) -> None:
