@@ -181,7 +181,8 @@ def _disagree(rank: int, address: str, directory: Path) -> list[str]:
     """Errors of both kinds of disagreement, and of a rank that does not come."""
     texts: list[str] = []
     with _group(rank, address) as group:
-        manager = CheckpointManager(directory, group=group, backend=BACKEND, timeout_s=0.5)
+        group.barrier()  # a rank may be slow to come, on devices
+        manager = CheckpointManager(directory, group=group, backend=BACKEND, timeout_s=2.0)
         for step in (rank, None if rank == 1 else 5):
             try:
                 if step is not None:
