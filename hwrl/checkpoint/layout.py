@@ -95,6 +95,9 @@ def _decode_item(item: Json) -> WriteItem:
 class SafeSavePlanner(DefaultSavePlanner):
     """torch's planner, which refuses what could not be read again without executing a pickle."""
 
+    def __init__(self) -> None:
+        super().__init__(flatten_sharded_tensors=False)  # a pass over the state for torch's older ShardedTensors
+
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return a tensor as it is, anything else as bytes that ``torch.load(weights_only=True)`` reads."""
         data = super().transform_object(write_item, object)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # gives the names that the planner uses
@@ -20,6 +20,7 @@ from hwrl.backend import Backend
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.home import CheckpointHome, usable
+from hwrl.checkpoint.items import SaveItems, require_memory
 from hwrl.checkpoint.layout import LayoutReader, load_state
 from hwrl.checkpoint.manifest import (
     MALFORMED,
@@ -32,11 +33,13 @@ from hwrl.checkpoint.manifest import (
     verify_files,
 )
 from hwrl.checkpoint.nodes import join_node
+from hwrl.checkpoint.payload import MAX_FILES
 from hwrl.checkpoint.save import EXTRA_NAME, SaveJob, Saver
-from hwrl.checkpoint.staging import SaveItems, Staging, require_memory
+from hwrl.checkpoint.staging import Staging
 from hwrl.checkpoint.survey import Survey, look, merge
 from hwrl.errors import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     ConfigError,
@@ -53,11 +56,13 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SaveReport:
     """What a call of ``save`` cost the caller: seconds waited for the previous save, seconds until it returned
-    after that, bytes copied to the host (0 when the save ran in the foreground), bytes that are read from an
-    offloader's copies instead, and the bytes of host memory that the manager keeps for this save and later ones."""
+    after that, bytes copied within the device and to the host (both 0 when the save ran in the foreground), bytes that
+    are read from an offloader's copies instead, and the bytes of host memory that the manager keeps for this save and
+    later ones."""
 
     waited_s: float
     blocked_s: float
+    cloned_nbytes: int
     staged_nbytes: int
     lent_nbytes: int
     held_nbytes: int
@@ -82,8 +87,10 @@ class Resumed:
 class CheckpointManager:
     """The one writer of a directory of checkpoints.
 
-    ``max_ckpt_to_keep`` newest checkpoints stay, None keeps all. With ``async_save`` the state is copied to the host
-    and written by a background thread; what that thread could not do is raised by the next call. ``group`` holds the
+    ``max_ckpt_to_keep`` newest checkpoints stay, None keeps all. With ``async_save`` the state is copied, and the copy
+    written by a background thread; what that thread could not do is raised by the next call. ``staging`` is where that
+    copy lies: "host", page-locked memory that is kept; or "device", memory there that nothing else needed so far and
+    that is freed while the copy is written. What has no room on the device is staged on the host. ``group`` holds the
     ranks that save together, in one directory that all of them see; all of them make the same calls in the same order.
     A rank that has not been heard of for ``timeout_s`` counts as lost; one that is heard of may take its time to write.
     ``fs`` is the door to the disk.
@@ -98,6 +105,7 @@ class CheckpointManager:
         *,
         max_ckpt_to_keep: int | None = None,
         async_save: bool = False,
+        staging: Literal["host", "device"] = "host",
         group: Group | None = None,
         backend: Backend | None = None,
         timeout_s: float = 120.0,
@@ -109,9 +117,21 @@ class CheckpointManager:
                 why="the newest checkpoint is never deleted",
                 fix="give 1 or more, or null to keep all",
             )
+        if staging not in ("host", "device"):
+            raise ConfigError(
+                f"staging={staging!r} is not possible",
+                why="a state is staged on the host or on the device",
+                fix='give "host" or "device"',
+            )
+        if staging == "device" and not async_save:
+            raise ConfigError(
+                "staging on the device is not possible without async_save",
+                why="what is saved in the foreground is not staged",
+                fix='give async_save=True, too, or staging="host"',
+            )
         self.directory = Path(directory).absolute()
-        self._async_save = async_save
-        self._staging = Staging(backend or get_backend())
+        self._async_save, self._closed = async_save, False
+        self._staging = Staging(backend or get_backend(), on_device=staging == "device", readers=MAX_FILES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._pending: Future[None] | None = None
         self._agreement = _agreement(group, timeout_s)
@@ -168,7 +188,8 @@ class CheckpointManager:
         directory ``hf`` inside the checkpoint, to write files for other readers; with ``async_save`` it runs in the
         background, so it must own what it reads and call no collective. What ``offloader`` holds on the host is written
         from there, neither loaded nor copied; take the state inside ``offloader.lending()`` then. The offloader may be
-        used at once: an ``offload`` that would overwrite what is not written yet waits for it.
+        used at once: an ``offload`` that would overwrite what is not written yet waits for it, and for all of it until
+        every rank has begun to save.
 
         Without ``async_save`` the checkpoint is complete and durable when this returns. With it, the caller may change
         the state as soon as this returns; the call waits for a previous save that is still running. Raises
@@ -181,17 +202,31 @@ class CheckpointManager:
         items = SaveItems(state, offloader=offloader)
         try:
             job = SaveJob(step, weight_version, items, _json(extra), _json(rank_extra), export)
-            items.hold(self._staging if self._async_save else None)
+            items.hold(self._staging, copy=self._async_save)
+            self._start(job)
         except BaseException:
             items.close()
             raise
-        if self._async_save:
-            self._pending = self._thread.submit(self._saver.run, job)
-            self._pending.add_done_callback(_log_failure)
-        else:
-            self._saver.run(job)
         blocked_s = time.perf_counter() - waited_s
-        return SaveReport(waited_s - started_s, blocked_s, items.staged_nbytes, items.lent_nbytes, self._staging.nbytes)
+        return SaveReport(
+            waited_s=waited_s - started_s,
+            blocked_s=blocked_s,
+            cloned_nbytes=items.cloned_nbytes,
+            staged_nbytes=items.staged_nbytes,
+            lent_nbytes=items.lent_nbytes,
+            held_nbytes=self._staging.nbytes,
+        )
+
+    def _start(self, job: SaveJob) -> None:
+        if self._closed:
+            raise CheckpointSaveError(
+                f"step {job.step} cannot be saved", why="the manager is closed", fix="open another"
+            )
+        if not self._async_save:
+            self._saver.run(job)
+            return
+        self._pending = self._thread.submit(self._saver.run, job)
+        self._pending.add_done_callback(_log_failure)
 
     def wait(self) -> None:
         """Block until no save is running; raise what it failed with."""
@@ -204,6 +239,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
+            self._closed = True
             self._thread.shutdown()
             self._staging.close()
             self._close_home()
@@ -248,6 +284,8 @@ class CheckpointManager:
         cannot be read all the same; ``state`` may be partly overwritten in that last case only.
         """
         self.wait()
+        if self._closed:
+            raise CheckpointError("nothing can be loaded", why="the manager is closed", fix="open another")
         survey = self._survey()
         skipped = [Skipped(self.directory / name, reason) for name, reason in survey.skipped.items()]
         for one in skipped:

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hwrl.checkpoint.durable import DurableFS
+from hwrl.checkpoint.items import SaveItems
 from hwrl.checkpoint.layout import Json, encode_entry
-from hwrl.checkpoint.staging import SaveItems
 
 MAX_FILES = 4
 """Per rank. A thread writes and hashes each; both leave the interpreter to the trainer."""
@@ -36,6 +36,7 @@ def write_items(fs: DurableFS, directory: Path, rank: int, items: Sequence[Write
         with fs.create_stream(directory / name, "wb") as stream:
             return [_write_item(stream, name, item, source) for item in share]
 
+    source.choose(items)
     written = _at_once([functools.partial(write, *numbered) for numbered in enumerate(_divide(items))])
     return [entry for entries in written for entry in entries]
 

@@ -22,11 +22,11 @@ import hwrl
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome, draft_path
+from hwrl.checkpoint.items import SaveItems
 from hwrl.checkpoint.layout import LAYOUT_NAME, Json, decode_plan, decode_result, encode_plan
 from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hwrl.checkpoint.nodes import Node
 from hwrl.checkpoint.payload import write_items
-from hwrl.checkpoint.staging import SaveItems
 from hwrl.checkpoint.survey import Survey, look, merge
 from hwrl.errors import CheckpointSaveError, HwrlError
 

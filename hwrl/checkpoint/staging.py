@@ -1,173 +1,161 @@
-"""What one rank saves, and where it is read while training goes on: :class:`SaveItems`."""
+"""Where a state is copied, so that it may change while it is written: :class:`Staging`."""
 
 from __future__ import annotations
 
 import contextlib
-import io
+import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from hwrl.backend import Backend
-from hwrl.checkpoint.layout import SafeSavePlanner
-from hwrl.checkpoint.pieces import Part, Pieces, local_parts
-from hwrl.errors import MemoryStateError
-from hwrl.memory import HostCopy, Offloader, PinnedPool
-from hwrl.memory.lending import part_of
+from hwrl.backend import Backend, Capability, StreamLike
+from hwrl.checkpoint import split
+from hwrl.checkpoint.pieces import Part
+from hwrl.checkpoint.ring import Ring
+from hwrl.errors import DeviceMemoryError
+from hwrl.memory import PinnedPool
+from hwrl.memory.slabs import batches, place_of
 
 _ALIGNMENT_NBYTES = 64
+_CLONES_NBYTES = 512 << 20  # allocated at once, since the device takes milliseconds for each; and so freed
+
+_log = logging.getLogger(__name__)
+
+Tensors = Mapping[Part, torch.Tensor]
 
 
 class Staging:
-    """One slab of page-locked memory, and the tensors in it to which a state is copied; kept from save to save."""
+    """Host memory for copies of a state, kept from save to save; with ``on_device`` the device's own memory instead.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    On the host it is one page-locked slab, as large as what is copied. On the device it is memory that the process
+    did not need for anything else so far, and freed with the last reference to a copy; what has no room there goes to
+    the host.
+
+    ``ring`` is how ``readers`` threads read what is on the device. Timeline: ``copying``, and when no copy is left,
+    ``freed``, from any thread; then the same again.
+    """
+
+    def __init__(self, backend: Backend, *, on_device: bool, readers: int) -> None:
+        if on_device:
+            backend.require(Capability.MEMORY_STATS, needed_for="stage a save on the device")
+        self._backend, self._on_device = backend, on_device
         self._pool = PinnedPool(backend)
         self._places: dict[Part, torch.Tensor] = {}
+        self._side: StreamLike | None = None
+        self._needed_nbytes = self._peak_nbytes = self._beside_nbytes = 0
+        self._readers = readers
+        self.ring = Ring(backend, self._pool)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the slab."""
+        """The bytes of host memory that are held."""
         return self._pool.nbytes
 
+    def open_ring(self, tensors: Tensors) -> None:
+        """Prepare ``ring`` for ``tensors``."""
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        if sizes:
+            nbytes = _padded(max(1, min(max(sizes), split.PIECE_NBYTES)))
+            self.ring.open(nbytes=nbytes, places=max(1, min(self._readers, -(-sum(sizes) // nbytes))))
+
+    def settle(self) -> None:
+        """Wait for what is queued on the device, so that other threads may read what it changes."""
+        self._backend.synchronize()
+
     @contextlib.contextmanager
-    def copying(self, tensors: Mapping[Part, torch.Tensor]) -> Iterator[dict[Part, torch.Tensor]]:
-        """Copy ``tensors`` on a side stream while the block runs; yields the copies, which are complete after it."""
-        if not self._fits(tensors):
-            self._lay_out(tensors)
-        stream = self._backend.stream()
+    def copying(self, tensors: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
+        """Copy ``tensors`` while the block runs; yields the copies on the host and on the device, complete after it."""
+        here = self._cloned(tensors) if self._on_device else {}
+        away = {part: tensor for part, tensor in tensors.items() if part not in here}
+        if not self._fits(away):
+            self._lay_out(away)
+        self._side = stream = self._backend.stream()
         stream.wait_stream(self._backend.current_stream())
         try:
             with stream:
-                for part, tensor in tensors.items():
+                for part, tensor in away.items():
                     self._places[part].copy_(tensor, non_blocking=True)
-            yield self._places
+            yield self._places, here
         finally:
             stream.synchronize()
 
+    def freed(self) -> None:
+        """Take note that no copy is on the device any more: what others took beside them shows in the peak."""
+        beside_nbytes, self._beside_nbytes = self._beside_nbytes, 0
+        if beside_nbytes and self._side is not None:
+            with self._side:  # makes its device this thread's
+                self._note_need(beside_nbytes=beside_nbytes)
+
     def close(self) -> None:
-        """Free the slab."""
+        """Free the host memory."""
         self._places = {}
+        self.ring.close()
         self._pool.close()
 
-    def _fits(self, tensors: Mapping[Part, torch.Tensor]) -> bool:
+    # -- on the device ------------------------------------------------------------------------------------------
+
+    def _cloned(self, tensors: Tensors) -> dict[Part, torch.Tensor]:
+        """Return copies of ``tensors`` on the device, of as many as have room."""
+        there = [pair for pair in tensors.items() if pair[1].device.type == self._backend.info.device_type]
+        clones: dict[Part, torch.Tensor] = {}
+        left = self._room()  # before the first is allocated
+        for batch in batches(there, lambda pair: _padded(pair[1].nbytes), nbytes=_CLONES_NBYTES):
+            slab = self._allocate(sum(_padded(tensor.nbytes) for _, tensor in batch), left)
+            if slab is not None:
+                left -= slab.nbytes
+                clones |= _lay(slab, dict(batch))
+        self._beside_nbytes = sum(tensor.nbytes for tensor in clones.values())
+        if clones:
+            torch._foreach_copy_(list(clones.values()), [tensors[part] for part in clones])  # a kernel for many
+        missing = sum(tensor.nbytes for part, tensor in there if part not in clones)
+        if missing:
+            _log.warning("%d bytes of the state have no room on the device; they are staged on the host", missing)
+        return clones
+
+    def _room(self) -> int:
+        """Return the bytes that were free even when this process took most for other things than these copies.
+
+        An estimate: of what was taken beside copies, those that were freed by then are not known.
+        """
+        self._note_need(beside_nbytes=0)
+        info = self._backend.memory_info()
+        return info.free_nbytes + info.reserved_nbytes - self._needed_nbytes
+
+    def _note_need(self, *, beside_nbytes: int) -> None:
+        """If the process took more than ever before, all but ``beside_nbytes`` of it was for others."""
+        peak_nbytes = self._backend.memory_info().peak_nbytes
+        if peak_nbytes > self._peak_nbytes:
+            self._peak_nbytes = peak_nbytes
+            self._needed_nbytes = max(self._needed_nbytes, peak_nbytes - beside_nbytes)
+
+    def _allocate(self, nbytes: int, room: int) -> torch.Tensor | None:
+        if nbytes > room:
+            return None
+        with contextlib.suppress(DeviceMemoryError), self._backend.allocating("a copy of the state"):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._backend.device())
+        return None
+
+    # -- on the host --------------------------------------------------------------------------------------------
+
+    def _fits(self, tensors: Tensors) -> bool:
         return self._places.keys() == tensors.keys() and all(
             place.shape == tensor.shape and place.dtype == tensor.dtype
             for place, tensor in ((self._places[part], tensor) for part, tensor in tensors.items())
         )
 
-    def _lay_out(self, tensors: Mapping[Part, torch.Tensor]) -> None:
+    def _lay_out(self, tensors: Tensors) -> None:
         self._places = {}  # before the slab: one that is too small is freed only when nothing lies in it
         slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
-        places, start = {}, 0
-        for part, tensor in tensors.items():
-            places[part] = part_of(slab, start, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-            start += _padded(tensor.nbytes)
-        self._places = places
+        self._places = _lay(slab, tensors)
 
 
-class SaveItems:
-    """What there is to save of ``state``, and the plan for it.
-
-    A tensor that ``offloader`` holds on the host is read there. It is lent until it is written, so that an offload
-    waits for what is not written yet, and for no more. What is lent stands first in the plan.
-
-    Timeline: ``hold``, with a staging if the state may change before it is written; then any threads plan and read;
-    ``close`` gives back what is still lent.
-    """
-
-    def __init__(self, state: Mapping[str, Any], *, offloader: Offloader | None = None) -> None:
-        self._planner = SafeSavePlanner()
-        self._planner.set_up_planner(dict(state))
-        self._offloader = offloader
-        self._in_pieces = {name for name, value in self._planner.state_dict.items() if isinstance(value, Pieces)}
-        self._here: dict[Part, torch.Tensor] = {}
-        self._away: dict[Part, torch.Tensor] = {}
-        for part, tensor in local_parts(self._planner.state_dict):
-            (self._away if _is_away(tensor) else self._here)[part] = tensor
-        self._lent: dict[Part, HostCopy] = {}
-        self._values: dict[str, torch.Tensor | io.BytesIO] = {}
-        self.staged_nbytes = 0
-
-    @property
-    def lent_nbytes(self) -> int:
-        """The bytes that are read from the offloader's copies."""
-        return sum(copy.nbytes for copy in self._lent.values())
-
-    def hold(self, staging: Staging | None) -> None:
-        """Borrow what is offloaded, make bytes of what is no tensor, and copy all else to ``staging``, if there is one.
-
-        Nothing but shapes and dtypes is asked of the state after this.
-        """
-        if staging is None:
-            self._hold_values()
-            return
-        with staging.copying(self._here) as copies:
-            self._hold_values()
-        self._here = copies
-        self.staged_nbytes = sum(tensor.nbytes for tensor in copies.values())
-
-    def _hold_values(self) -> None:
-        for part, tensor in self._away.items():
-            copy = None if self._offloader is None else self._offloader.lend(tensor)
-            if copy is None:
-                raise no_memory(part[0])
-            self._lent[part] = copy
-        for name, value in self._planner.state_dict.items():
-            if not isinstance(value, torch.Tensor):
-                item = WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-                self._values[name] = self._planner.resolve_data(item)
-
-    def make_plan(self) -> SavePlan:
-        """Return this rank's plan."""
-        plan = self._planner.create_local_plan()
-        return replace(plan, items=sorted(plan.items, key=lambda item: self._part(item) not in self._lent))
-
-    @contextlib.contextmanager
-    def reading(self, item: WriteItem) -> Iterator[torch.Tensor | io.BytesIO]:
-        """Yield the tensor or the bytes of ``item``; what was lent is given back after the block."""
-        if item.type is WriteItemType.BYTE_IO:
-            yield self._values[item.index.fqn]
-            return
-        part = self._part(item)
-        lent = self._lent.get(part)
-        yield self._here[part] if lent is None else lent.tensor
-        if lent is not None:
-            lent.give_back()
-
-    def close(self) -> None:
-        """Give back what is still lent. May be called again."""
-        for copy in self._lent.values():
-            copy.give_back()
-
-    def _part(self, item: WriteItem) -> Part:
-        name, offset = item.index.fqn, item.index.offset
-        return (name, tuple(offset)) if name in self._in_pieces and offset is not None else (name, None)
-
-
-def require_memory(state: Mapping[str, Any]) -> None:
-    """Raise MemoryStateError if a tensor of a flat state is offloaded."""
-    for (name, _), tensor in local_parts(state):
-        if _is_away(tensor):
-            raise no_memory(name)
-
-
-def no_memory(name: str) -> MemoryStateError:
-    """Return the error about a tensor of the state that is offloaded."""
-    return MemoryStateError(
-        f"{name!r} has no memory",
-        why="it is offloaded",
-        fix="give save its `offloader=`, or save and resume inside `with offloader.loaded():`",
-    )
-
-
-def _is_away(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+def _lay(slab: torch.Tensor, tensors: Tensors) -> dict[Part, torch.Tensor]:
+    """Return a place in ``slab`` for each of ``tensors``, one behind the other."""
+    places, start = {}, 0
+    for part, tensor in tensors.items():
+        places[part] = place_of(slab, start, tensor)
+        start += _padded(tensor.nbytes)
+    return places
 
 
 def _padded(nbytes: int) -> int:

@@ -38,6 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload", choices=("none", "optimizer", "all"), default="none", help="what is on the host (default none)"
     )
+    parser.add_argument(
+        "--staging", choices=("host", "device"), default="host", help="where hwrl copies what is not (default host)"
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a training step (default 2048)")
     parser.add_argument("--rollout-s", type=float, default=0.0, help="idle seconds between save and step (default 0)")
     parser.add_argument("--dir", type=Path, help="where to save, on a disk or tmpfs (default: for temporary files)")
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, directory: Path) -> Plan:
-    return Plan(int(args.gib * (1 << 30)), args.offload, args.tokens, args.rollout_s, directory)
+    return Plan(int(args.gib * (1 << 30)), args.offload, args.tokens, args.rollout_s, args.staging, directory)
 
 
 # -- one way -------------------------------------------------------------------------------------------------------
@@ -202,6 +205,7 @@ def _result(args: argparse.Namespace, ways: dict[str, Any]) -> dict[str, Any]:
     return {
         "benchmark": "checkpoint",
         "offload": args.offload,
+        "staging": args.staging,
         "rollout_s": args.rollout_s,
         "ways": ways,
         "device": get_backend().info.description,
@@ -215,6 +219,7 @@ def _table(result: dict[str, Any]) -> str:
     for found in list(measured.values())[:1]:
         size, staged = found["payload_nbytes"] / 1e6, found["staged_nbytes"] / 1e6
         lines.append(f"parameters and AdamW state: {size:.0f} MB, {staged:.0f} MB of it on the device")
+        lines.append(f"hwrl copies that to the {result['staging']}'s memory before its save returns")
     lines.append(
         f"{'way':<20}{'raw ms':>10}{'blocked ms':>12}{'of raw':>8}{'step ms':>10}{'next ms':>10}{'ratio':>7}"
         f"{'saved s':>9}{'extra MB':>10}{'rounds':>8}"

@@ -27,13 +27,15 @@ _NBYTES_OF_A_PARAMETER = 12  # float32, with AdamW's two moments
 class Plan:
     """What every way is measured with: bytes of the state, what is offloaded, tokens of a step, where to save.
 
-    ``rollout_s`` is how long the trainer idles between a save and the next step, as it does for a rollout.
+    ``rollout_s`` is how long the trainer idles between a save and the next step, as it does for a rollout; ``staging``
+    is where hwrl copies what is on the device.
     """
 
     nbytes: int
     offload: Literal["none", "optimizer", "all"]
     tokens: int
     rollout_s: float
+    staging: Literal["host", "device"]
     directory: Path
 
 
@@ -113,7 +115,7 @@ class Training:
 class Way(ABC):
     """One way of saving asynchronously; the constructor allocates nothing that a save could."""
 
-    def __init__(self, training: Training, directory: Path) -> None:
+    def __init__(self, training: Training, plan: Plan, directory: Path) -> None:
         self.training, self.directory = training, directory
 
     @classmethod
@@ -139,11 +141,13 @@ class Way(ABC):
 class _Hwrl(Way):
     """``CheckpointManager(async_save=True)``."""
 
-    def __init__(self, training: Training, directory: Path) -> None:
+    def __init__(self, training: Training, plan: Plan, directory: Path) -> None:
         from hwrl.checkpoint import CheckpointManager
 
-        super().__init__(training, directory)
-        self._manager = CheckpointManager(directory, async_save=True, max_ckpt_to_keep=1, backend=training.backend)
+        super().__init__(training, plan, directory)
+        self._manager = CheckpointManager(
+            directory, async_save=True, staging=plan.staging, max_ckpt_to_keep=1, backend=training.backend
+        )
 
     def save(self, step: int) -> None:
         self._manager.save(step, self.training.state(), offloader=self.training.offloader)
@@ -158,11 +162,11 @@ class _Hwrl(Way):
 class _Peer(Way):
     """A way that takes the state as tensors with memory, and needs a default process group."""
 
-    def __init__(self, training: Training, directory: Path) -> None:
+    def __init__(self, training: Training, plan: Plan, directory: Path) -> None:
         import torch.distributed as dist
         from torch._C._distributed_c10d import HashStore
 
-        super().__init__(training, directory)
+        super().__init__(training, plan, directory)
         devices = dict.fromkeys(["cpu", training.backend.info.device_type])  # torch's own writers talk over the CPU's
         libraries = ",".join(f"{device}:{dist.get_default_backend_for_device(device)}" for device in devices)
         dist.init_process_group(libraries, store=HashStore(), rank=0, world_size=1)
@@ -232,11 +236,11 @@ class _TorchSharedMemory(_TorchProcess):
 
         return None if hasattr(staging, "StagingOptions") else f"torch {torch.__version__} has no shared-memory stager"
 
-    def __init__(self, training: Training, directory: Path) -> None:
+    def __init__(self, training: Training, plan: Plan, directory: Path) -> None:
         import torch
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        super().__init__(training, directory)
+        super().__init__(training, plan, directory)
         beside = torch.accelerator.is_available()
         self._stager = DefaultStager(
             StagingOptions(
@@ -270,8 +274,8 @@ class _MegatronFork(_Peer):
             return "it forks, and what is offloaded lies in a shared mapping, of which a fork makes no copy"
         return None
 
-    def __init__(self, training: Training, directory: Path) -> None:
-        super().__init__(training, directory)
+    def __init__(self, training: Training, plan: Plan, directory: Path) -> None:
+        super().__init__(training, plan, directory)
         self._library: Any = importlib.import_module("megatron.core.dist_checkpointing")
         queues: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils")
         self._queue = queues.AsyncCallsQueue()
@@ -334,7 +338,7 @@ class _Rounds:
         """Save, idle for a rollout, take a step, and wait until the save is complete."""
         if self._way is None:
             self._directory.mkdir()
-            self._way = self._kind(self._training, self._directory)
+            self._way = self._kind(self._training, self._plan, self._directory)
         self._saves += 1
         self._training.backend.synchronize()
         begin = time.perf_counter()

@@ -1,7 +1,7 @@
 """Host memory that is kept, and device memory that is given back: see ``docs/memory.md``."""
 
-from hwrl.memory.lending import HostCopy
+from hwrl.memory.lending import HostCopies, HostCopy
 from hwrl.memory.offload import Moved, Offloader, Transfer
 from hwrl.memory.pool import PinnedPool
 
-__all__ = ["HostCopy", "Moved", "Offloader", "PinnedPool", "Transfer"]
+__all__ = ["HostCopies", "HostCopy", "Moved", "Offloader", "PinnedPool", "Transfer"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from hwrl.backend import Backend
 from hwrl.errors import MemoryStateError
 from hwrl.memory.fingerprint import bytes_of, fingerprints
-from hwrl.memory.lending import HostCopy, Loans
+from hwrl.memory.lending import HostCopies, HostCopy, Loans
 from hwrl.memory.pool import PinnedPool
+from hwrl.memory.slabs import batches
 from hwrl.registry import get_backend
 
 _ALIGNMENT_NBYTES = 512
 _BATCH_NBYTES = 256 << 20  # copying it takes several times as long as the fingerprints of the next batch
 
-_Item = TypeVar("_Item")
 _Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of target and source."""
 _Placed = tuple[torch.UntypedStorage, int, tuple[int, ...]]
@@ -117,8 +117,8 @@ class Offloader:
         parts = [part for part in self._chosen(params=params, optimizer=optimizer) if not part.offloaded]
         self._stream.synchronize()  # a load may still read the slab that is now written
         moved = Transfer()
-        for batches in [part.plan_offload(self._pool) for part in parts]:
-            for copies in batches:
+        for plan in [part.plan_offload(self._pool) for part in parts]:
+            for copies in plan:
                 self._copy(copies, moved)
         self._stream.synchronize()
         for part in parts:
@@ -176,8 +176,15 @@ class Offloader:
 
         The copy is good until it is given back, however often the parts are loaded and offloaded in the meantime.
         """
-        local = _local(tensor)
-        return self._params.lend(local) or self._optimizer.lend(local)
+        copies = self.lend_all()
+        try:
+            return copies.lend(_local(tensor))
+        finally:
+            copies.give_back()
+
+    def lend_all(self) -> HostCopies:
+        """Lend all that is offloaded, at once; the parts that are not are none of it."""
+        return HostCopies([part.lendable for part in (self._params, self._optimizer) if part.lendable is not None])
 
     def close(self) -> None:
         """Bring everything back and free the host memory, what is lent when it is given back. May be called again."""
@@ -253,7 +260,7 @@ class _Part:
         return self._stale(layout, slab, known)
 
     def _stale(self, layout: list[_Placed], slab: torch.Tensor, known: dict[int, _Slot]) -> Iterator[_Copies]:
-        for batch in _batches(layout, lambda placed: placed[0].nbytes()):
+        for batch in batches(layout, lambda placed: placed[0].nbytes(), nbytes=_BATCH_NBYTES):
             copies = []
             prints = fingerprints([storage for storage, _, _ in batch])
             for (storage, start, versions), fingerprint in zip(batch, prints, strict=True):
@@ -279,21 +286,17 @@ class _Part:
         A batch is allocated while the one before is copied.
         """
         assert self._slab is not None, "offloaded before"
-        for batch in _batches(self._away, lambda pair: pair[1].nbytes):
+        for batch in batches(self._away, lambda pair: pair[1].nbytes, nbytes=_BATCH_NBYTES):
             self._allocate(batch)
             yield [(bytes_of(storage), self._slab[slot.start : slot.start + slot.nbytes]) for storage, slot in batch]
         for guard in self._guards:
             guard.remove()
         self._away, self._starts, self._guards, self.offloaded = [], {}, [], False
 
-    def lend(self, tensor: torch.Tensor) -> HostCopy | None:
-        """Lend the copy of ``tensor``; None if it is not here."""
-        start = self._starts.get(tensor.untyped_storage()._cdata)
-        if start is None:
-            return None
-        assert self._slab is not None, "offloaded"
-        begin = start + int(tensor.storage_offset()) * tensor.element_size()
-        return HostCopy(self._slab, begin, tensor, self._loans, start)
+    @property
+    def lendable(self) -> tuple[torch.Tensor, Mapping[int, int], Loans] | None:
+        """Where the copies lie while offloaded, by storage, and who reads them; else None."""
+        return None if self._slab is None or not self.offloaded else (self._slab, self._starts, self._loans)
 
     def _allocate(self, batch: list[tuple[torch.UntypedStorage, _Slot]]) -> None:
         try:
@@ -361,20 +364,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
-
-
-def _batches(items: Iterable[_Item], nbytes_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Divide ``items`` into runs of about ``_BATCH_NBYTES``."""
-    batch: list[_Item] = []
-    nbytes = 0
-    for item in items:
-        batch.append(item)
-        nbytes += nbytes_of(item)
-        if nbytes >= _BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
 
 
 def _require_resizable(storage: torch.UntypedStorage, name: str) -> None:

@@ -17,12 +17,16 @@ from hwrl.comm import Comm, connect_store
 from hwrl.errors import HwrlError
 from tests.crash.matrix import Session, Subject
 from tests.crash.trainers import BACKEND, MakeTrainer, Trainer, whole
+from tests.roomy import Roomy
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Managed(Subject):
-    """A :class:`CheckpointManager` and what ``make`` makes on ``ranks`` ranks, which meet at the address ``store``."""
+    """A :class:`CheckpointManager` and what ``make`` makes on ``ranks`` ranks, which meet at the address ``store``.
+
+    With ``on_device`` an asynchronous save is staged there.
+    """
 
     errors = (HwrlError,)
 
@@ -32,12 +36,13 @@ class Managed(Subject):
         *,
         name: str = "whole",
         async_save: bool,
+        on_device: bool = False,
         keep: int,
         ranks: int = 1,
         store: str = "",
     ) -> None:
-        self.name = f"{name}-{'async' if async_save else 'sync'}-keep{keep}"
-        self.async_save, self.keep, self.ranks = async_save, keep, ranks
+        self.name = f"{name}-{'device' if on_device else 'async' if async_save else 'sync'}-keep{keep}"
+        self.async_save, self.on_device, self.keep, self.ranks = async_save, on_device, keep, ranks
         self._make, self._store = make, store
 
     @contextlib.contextmanager
@@ -52,8 +57,9 @@ class Managed(Subject):
                 home,
                 max_ckpt_to_keep=self.keep,
                 async_save=self.async_save,
+                staging="device" if self.on_device else "host",
                 group=group,
-                backend=BACKEND,
+                backend=Roomy(),
                 timeout_s=timeout_s,
             )
             yield _ManagedSession(stack.enter_context(manager), trainer)

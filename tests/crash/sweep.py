@@ -53,7 +53,10 @@ class Outcome:
 
 
 def managed_subjects(store: str, model: Path) -> list[Subject]:
-    """Return what is swept: FSDP2 and Megatron on one and on two ranks, sync and async, one and three steps kept."""
+    """Return what is swept: FSDP2 and Megatron on one and on two ranks, sync and async, one and three steps kept.
+
+    What is saved asynchronously is staged on the host where one step is kept, on the device where three are.
+    """
     subjects: list[Subject] = []
     for mode, keep in itertools.product((False, True), (1, 3)):
         split = ("tp2", 2) if keep == 1 else ("dp2", 1)  # two Megatron ranks share the layers, or the optimizer's state
@@ -64,7 +67,10 @@ def managed_subjects(store: str, model: Path) -> list[Subject]:
             (f"megatron-{split[0]}", Megatron(model, tensor_parallel=split[1]), 2),
         ]
         for name, make, ranks in makes:
-            subjects.append(Managed(make, name=name, async_save=mode, keep=keep, ranks=ranks, store=store))
+            on_device = mode and keep == 3
+            subjects.append(
+                Managed(make, name=name, async_save=mode, on_device=on_device, keep=keep, ranks=ranks, store=store)
+            )
     return subjects
 
 

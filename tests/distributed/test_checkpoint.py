@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hwrl
-from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
+from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints, split
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
+from tests.roomy import Roomy
 
 BACKEND = hwrl.get_backend()
 ROWS = 7  # odd: the ranks' shards differ in size
@@ -57,13 +59,14 @@ def _group(rank: int, address: str, *, size: int = 2) -> Group:
     return Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=size)
 
 
-def _train_and_save(group: Group | None, directory: Path, *, async_save: bool) -> list[float]:
+def _train_and_save(group: Group | None, directory: Path, **options: Any) -> list[float]:
     training = Training(group, seed=0)
     for _ in range(2):
         training.step()
     rank = 0 if group is None else group.rank
-    with CheckpointManager(directory, async_save=async_save, group=group, backend=BACKEND) as manager:
-        manager.save(
+    backend = Roomy() if BACKEND.info.fallback else BACKEND
+    with CheckpointManager(directory, group=group, backend=backend, **options) as manager:
+        report = manager.save(
             2,
             training.state(),
             weight_version=5,
@@ -71,6 +74,7 @@ def _train_and_save(group: Group | None, directory: Path, *, async_save: bool) -
             rank_extra={"seed": 100 + rank},
             export=lambda hf: (hf / "rank.txt").write_text(str(rank)),
         )
+        assert (report.cloned_nbytes > 0) is ("staging" in options)
         return [training.step() for _ in range(3)]
 
 
@@ -86,7 +90,11 @@ def _resume_and_train(group: Group | None, directory: Path) -> list[float]:
     return [training.step() for _ in range(3)]
 
 
-MODES = {"sync": False, "async": True}
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_save": True},
+    "device": {"async_save": True, "staging": "device"},
+}
 
 
 def _resume_on(rank: int, address: str, directory: Path, size: int) -> list[float]:
@@ -101,13 +109,12 @@ def _save_on(rank: int, address: str, directory: Path, size: int) -> list[float]
 
 def _save_and_resume_on_two(rank: int, address: str, directory: Path) -> dict[str, list[list[float]]]:
     with _group(rank, address) as group:
-        return {
-            name: [
-                _train_and_save(group, directory / name, async_save=async_save),
-                _resume_and_train(group, directory / name),
-            ]
-            for name, async_save in MODES.items()
-        }
+        losses = {}
+        for name, options in MODES.items():
+            with mock.patch.object(split, "PIECE_NBYTES", 48 if name == "device" else split.PIECE_NBYTES):
+                losses[name] = [_train_and_save(group, directory / name, **options)]
+            losses[name].append(_resume_and_train(group, directory / name))
+        return losses
 
 
 def test_two_ranks_save_and_two_or_one_resume(tmp_path: Path) -> None:
@@ -154,9 +161,9 @@ def _fill_the_disk(rank: int, address: str, directory: Path) -> dict[str, list[s
         return {name: _errors_of_three_saves(group, directory / name, state, mode) for name, mode in MODES.items()}
 
 
-def _errors_of_three_saves(group: Group, directory: Path, state: dict[str, Any], async_save: bool) -> list[str]:
+def _errors_of_three_saves(group: Group, directory: Path, state: dict[str, Any], options: dict[str, Any]) -> list[str]:
     reasons: list[str] = []
-    with CheckpointManager(directory, async_save=async_save, group=group, backend=BACKEND, fs=FullDisk(1)) as manager:
+    with CheckpointManager(directory, group=group, backend=BACKEND, fs=FullDisk(1), **options) as manager:
         for step in (1, 2, 3):
             try:
                 manager.save(step, state)

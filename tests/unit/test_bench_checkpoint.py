@@ -13,6 +13,7 @@ def test_the_benchmark_measures_a_save_and_says_what_cannot_be_measured(
 ) -> None:
     target = tmp_path / "bench.json"
     command = ["bench", "checkpoint", "--gib", "0.006", "--rounds", "2", "--tokens", "2", "--offload", "optimizer"]
+    command += ["--staging", "device"]
     ways = ["--ways", "hwrl", "dcp thread", "megatron fork", "--dir", str(tmp_path), "--json", str(target)]
     assert main([*command, *ways]) == 0
     result = json.loads(target.read_text())
@@ -21,6 +22,7 @@ def test_the_benchmark_measures_a_save_and_says_what_cannot_be_measured(
         assert 0 < found["staged_nbytes"] < found["payload_nbytes"] / 2, "the optimizer's state is on the host"
         assert len(found["rounds"]) == 2 and all(seconds > 0 for one in found["rounds"] for seconds in one.values())
         assert found["blocked_of_raw"] > 0 and found["next_step_of_step"] > 0
+    assert result["staging"] == "device"
     assert result["ways"].keys() == {"hwrl", "dcp thread"} and result["command"].startswith("hwrl")
     assert "megatron fork: not measured: " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [target], "checkpoints are left"
