@@ -24,14 +24,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
     actions = parser.add_subparsers(required=True, metavar="{ls,verify,export,join,prune}")
     _add(actions, "ls", _list, "show the checkpoints in DIR, and who writes there")
-    verify = _add(actions, "verify", _verify, "read every file and compare its hash; status 1 if one differs")
-    verify.add_argument("--step", type=int, help="this one only")
-    export = _add(
-        actions,
-        "export",
-        _export,
-        "write a checkpoint's model, or adapter, for from_pretrained",
+    verify = _add(
+        actions, "verify", _verify, "read every file and compare its hash; status 1 if one differs, or if there is none"
     )
+    verify.add_argument("--step", type=int, help="this one only")
+    export = _add(actions, "export", _export, "write a checkpoint's model, or adapter, for from_pretrained")
     export.add_argument("out", type=Path, metavar="OUT", help="the directory to write, which must not exist")
     export.add_argument("--model", type=Path, required=True, help="the model directory that training began from")
     export.add_argument("--step", type=int, help="default: the newest")
@@ -108,7 +105,7 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     lines = [f"step {step} is whole{parts[step]}" for step in whole] + [
         f"{name}: {why}" for name, why in broken.items()
     ]
-    return {"whole": whole, "broken": broken}, lines or ["there are no checkpoints"], not broken
+    return {"whole": whole, "broken": broken}, lines or [f"{args.dir} holds no checkpoint"], bool(whole) and not broken
 
 
 def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
@@ -197,13 +194,17 @@ def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint import DurableFS
     from hwrl.checkpoint.home import CheckpointHome
+    from hwrl.checkpoint.manifest import verify_files
 
     if args.keep < 1:
         raise ConfigError(f"--keep {args.keep} is not possible", why="the newest stays", fix="give 1 or more")
     home = CheckpointHome(args.dir, DurableFS())
     try:
-        before = {info.step: info.nbytes for info in home.complete()}
-        if before and not any(info.manifest.nodes > 1 for info in home.complete()):
+        complete = home.complete()
+        before = {info.step: info.nbytes for info in complete}
+        for info in complete[-args.keep :]:
+            verify_files(info, info.manifest.files)  # what is damaged must not outlive what is whole
+        if before and not any(info.manifest.nodes > 1 for info in complete):
             home.set_tracker(max(before))  # of a part, only its trainer knows
         home.retain(args.keep)
         kept = {info.step for info in home.complete()}

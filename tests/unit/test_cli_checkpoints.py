@@ -75,6 +75,18 @@ def test_prune_keeps_the_newest_and_waits_for_no_trainer(home: Path, capsys: pyt
     assert [info.step for info in find_checkpoints(home)[0]] == [2, 3]
 
 
+def test_prune_removes_nothing_for_the_sake_of_what_is_damaged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _flip(home / "global_step_3" / "__0_0.distcp")
+    assert main(["checkpoints", "prune", str(home), "--keep", "1"]) == 1
+    assert "does not match its hash" in capsys.readouterr().err
+    assert [info.step for info in find_checkpoints(home)[0]] == [1, 2, 3]
+
+
+def test_verify_of_nothing_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 1
+    assert "holds no checkpoint" in capsys.readouterr().out
+
+
 def test_what_somebody_reads_is_kept_until_the_next_save(home: Path) -> None:
     oldest = find_checkpoints(home)[0][0]
     with _manager(home, max_ckpt_to_keep=1) as manager:
