@@ -14,7 +14,9 @@ HELP = "train a policy with asynchronous reinforcement learning"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("config", type=Path, help=f"a YAML file; {manual('configuration.md')} lists the keys")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=100 resume=true")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="for example train.steps=100 resume=true"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
 
 

@@ -22,6 +22,7 @@ from hwrl.rollout.reward import load_reward
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
+from hwrl.run.summary import SENT
 from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gather import SharedWeights
@@ -31,9 +32,6 @@ from hwrl.train.trainer import Algorithm, AsyncTrainer
 from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSender
 from hwrl.weights.plan import POLICY, POLICY_BASE
 from hwrl.weights.sender import Transport
-
-_SENT = ("sync/base_sent", "sync/base_nbytes", "sync/adapter_nbytes")
-"""Figures of a run with an adapter: everything that was sent since the last line."""
 
 
 def prepare_process(*, threads: int) -> None:
@@ -105,6 +103,7 @@ def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> Rollo
         seed=seed,
         lora=config.model.lora,
         may_sleep=config.rollout.free_cache_engine,
+        tensor_parallel=config.rollout.tensor_parallel,
     )
     if config.rollout.engine == EMBEDDED:
         return EmbeddedEngine.from_settings(settings, backend=get_backend())
@@ -156,6 +155,7 @@ class TrainerParts:
             config.dir / "checkpoints",
             max_ckpt_to_keep=config.checkpoint.max_ckpt_to_keep,
             async_save=config.checkpoint.async_save,
+            staging=config.checkpoint.staging,
             group=self._group,
         )
 
@@ -172,7 +172,11 @@ class TrainerParts:
         self._trainer.load_state_dict(resumed.extra["trainer"])
         if self._rank < len(resumed.rank_extras):  # a rank that is new keeps the state that it started with
             set_rng_state(resumed.rank_extras[self._rank]["rng"], get_backend())
-        return {**resumed.extra, "step": resumed.step, "skipped": [str(skipped) for skipped in resumed.skipped]}
+        return {
+            **resumed.extra,
+            "step": resumed.step,
+            "skipped": [(str(one.path), one.reason) for one in resumed.skipped],
+        }
 
     def _check_data(self, saved_hash: str) -> None:
         if saved_hash != self._data_hash:
@@ -199,7 +203,7 @@ class TrainerParts:
     def publish(self) -> None:
         """Publish the current weights, out of turn; the next step reports what that sent."""
         figures = self._trainer.publish()
-        self._unreported = {name: self._unreported.get(name, 0.0) + figures[name] for name in _SENT if name in figures}
+        self._unreported = {name: self._unreported.get(name, 0.0) + figures[name] for name in SENT if name in figures}
 
     def joiners(self) -> tuple[str, ...]:
         """Return the replicas that have joined and lack the newest weights."""
@@ -267,7 +271,7 @@ def _sync_figures(report: SyncReport) -> dict[str, float]:
     if report.plan.what == "full":
         return figures
     sent = (report.plan.sends_base, report.base_nbytes, report.adapter_nbytes)
-    return {**figures, **dict(zip(_SENT, map(float, sent), strict=True))}
+    return {**figures, **dict(zip(SENT, map(float, sent), strict=True))}
 
 
 def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:

@@ -102,6 +102,8 @@ class RolloutConfig(Section):
     """How long a replica may take for a prompt before another gets it."""
     max_attempts: Positive = 3
     """How often a prompt may fail before the run ends with an error."""
+    tensor_parallel: Positive = 1
+    """Devices over which a replica divides its model, if its engine can. It shares none of them."""
     max_restarts: NotNegative = 3
     """How many replicas may die in a run; each is replaced."""
     threads: Positive = 1
@@ -115,6 +117,14 @@ class RolloutConfig(Section):
     def _options_are_a_plugins(self) -> RolloutConfig:
         if self.engine == EMBEDDED and self.engine_options:
             raise ValueError(f"engine_options are for a plugin's engine, and engine={EMBEDDED} has none")
+        return self
+
+    @model_validator(mode="after")
+    def _a_plugins_engine_is_divided(self) -> RolloutConfig:
+        if self.engine == EMBEDDED and self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} is not possible: engine={EMBEDDED} uses one device"
+            )
         return self
 
     @model_validator(mode="after")
@@ -233,9 +243,17 @@ class CheckpointConfig(Section):
     save_every_steps: NotNegative = 0
     """0: only at the end and when interrupted."""
     async_save: bool = False
-    """Write in the background, from host memory: what is on the device is copied there, what is offloaded is there."""
+    """Write in the background, from a copy; what is offloaded is written from where it lies."""
+    staging: Literal["host", "device"] = "host"
+    """Where that copy lies: page-locked host memory, or device memory that nothing else needed so far."""
     max_ckpt_to_keep: Positive = 2
     """Older ones are deleted, after the newest is complete."""
+
+    @model_validator(mode="after")
+    def _only_a_copy_is_staged(self) -> CheckpointConfig:
+        if self.staging == "device" and not self.async_save:
+            raise ValueError("staging=device is for saves in the background; set async_save=true, too")
+        return self
 
 
 class EvalConfig(Section):

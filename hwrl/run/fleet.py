@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -13,13 +13,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import EngineError, HwrlError
+from hwrl.errors import ConfigError, EngineError, HwrlError
 from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
 from hwrl.run.placement import Seat, choose_transport, machine_devices, seat
 
 POLL_S = 1.0
+RESERVE_S = 60.0
 DEATH_NOTICE_S = 5.0  # a survivor may fail before Ray has told that its peer is dead
 GOODBYE_S = 5.0
 
@@ -28,10 +29,11 @@ class TrainerDiedError(Exception):
     """A trainer rank is gone; the other ranks are of no use without it."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Replica:
     actor: Any
     incarnation: str
+    replaces: bool  # one that died, and may have left its devices full for a while
     run: Any = None  # not before it is set up
 
 
@@ -94,9 +96,14 @@ class Fleet:
 
     def _place(self) -> None:
         """Give each process its device, and choose how weights travel. Raises if there are too few devices."""
-        devices, ranks, replicas = self._backend.devices, self._config.train.ranks, self._config.rollout.replicas
-        free = int(ray.available_resources().get(devices.ray_resource or "CPU", 0))
-        self._seating = seat(devices=free, ranks=ranks, replicas=replicas, may_share=devices.ray_resource is not None)
+        devices, rollout = self._backend.devices, self._config.rollout
+        self._seating = seat(
+            devices=int(ray.available_resources().get(devices.ray_resource or "CPU", 0)),
+            ranks=self._config.train.ranks,
+            replicas=rollout.replicas,
+            width=rollout.tensor_parallel,
+            may_share=devices.ray_resource is not None,
+        )
         self._seats = {f"replica-{index}": place for index, place in enumerate(self._seating.replicas)}
         self._transport, self._why_transport = choose_transport(
             bypass_cpu=self._config.weights.bypass_cpu,
@@ -108,17 +115,16 @@ class Fleet:
         if self._transport == "ipc":
             self._opens = machine_devices(os.environ, devices, count=self._backend.device_count())
         self._group: Any = None
-        if self._seating.shared:  # one bundle a device: by shares alone Ray might put replicas where a rank must go
-            self._group = ray.util.placement_group([{devices.ray_resource: 1}] * self._seating.devices)
+        # By itself Ray might put replicas where a rank must go, or leave a machine too few devices for a wide one.
+        if self._seating.shared or rollout.tensor_parallel > 1:
+            self._group = _reserve(self._seating.bundles, devices.ray_resource or "CPU")
 
     def _options(self, role: str, place: Seat) -> dict[str, Any]:
-        """Return what Ray is told about one worker: its device, and the variables that its backend wants."""
-        options = self._backend.devices.ray_options(place.share)
+        """Return what Ray is told about one worker: its devices, and the variables that its backend wants."""
+        options = self._backend.devices.ray_options(place.share * len(place.devices))
         if self._group is not None:
-            options |= {
-                "num_cpus": 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, place.device),
-            }
+            strategy = PlacementGroupSchedulingStrategy(self._group, self._seating.bundles.index(place.devices))
+            options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
         exports = role == "trainer" and self._transport == "ipc"
         variables = process_env(role, exports_memory=exports, shares_device=self._seating.shared)
         return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
@@ -149,7 +155,7 @@ class Fleet:
         incarnation = f"{name}#{start}"
         options = self._options("rollout", self._seats[name])
         actor = ray.remote(RolloutActor).options(max_concurrency=4, **options).remote()
-        self._replicas[name] = _Replica(actor, incarnation)
+        self._replicas[name] = _Replica(actor, incarnation, replaces=start >= self._config.rollout.replicas)
         joining = actor.set_up.remote(
             self._config,
             backend=self._backend.info.name,
@@ -251,13 +257,18 @@ class Fleet:
     def _joined(self, joining: Any) -> None:
         """Let a replica run that is set up; one that died in setting up is replaced, one that cannot be is an error."""
         name = self._joining.pop(joining)
+        replica = self._replicas[name]
         try:
             value_of(joining)
         except RayActorError as exc:
             self._replace(name, _first_line(exc))
             return
-        replica = self._replicas[name]
-        self._replicas[name] = _Replica(replica.actor, replica.incarnation, replica.actor.run.remote())
+        except (HwrlError, RayTaskError) as exc:
+            if not replica.replaces:
+                raise
+            self._replace(name, f"it could not be set up in another's place: {_first_line(exc)}")
+            return
+        self._replicas[name] = dataclasses.replace(replica, run=replica.actor.run.remote())
 
     def _replace(self, name: str, reason: str) -> None:
         replica = self._replicas.pop(name)
@@ -273,6 +284,21 @@ class Fleet:
                 fix="mend the cause, or raise rollout.max_restarts; resume=true continues the run",
             )
         self._launch_replica(name)
+
+
+def _reserve(bundles: list[tuple[int, ...]], resource: str) -> Any:
+    """Return a placement group of ``bundles``. Raises ConfigError if no machines have them."""
+    group = ray.util.placement_group([{resource: len(devices)} for devices in bundles])
+    if not group.wait(RESERVE_S):
+        ray.util.remove_placement_group(group)
+        widest = max(len(devices) for devices in bundles)
+        raise ConfigError(
+            "the run's processes cannot be placed",
+            why=f"Ray could not reserve devices for all {len(bundles)} in {RESERVE_S:g} s; the widest needs {widest} "
+            "on one machine",
+            fix="set rollout.tensor_parallel to what a machine has left besides the trainer, or add machines",
+        )
+    return group
 
 
 def is_local() -> bool:

@@ -21,7 +21,7 @@ from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
 from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, is_local, value_of
 from hwrl.run.report import RunReport, View
-from hwrl.run.summary import Summary, claim_directory, summarise
+from hwrl.run.summary import Summary, claimed_directory, summarise
 
 
 def run_training(config: Config, view: View) -> Summary:
@@ -31,8 +31,11 @@ def run_training(config: Config, view: View) -> Summary:
     with a checkpoint. Raises an HwrlError for what cannot be mended by a restart.
     """
     get_backend()  # before anything is started: it may say that nothing can run here
-    claim_directory(config)
-    with _cluster(config), _interruptible(view) as interrupted:  # Ray, too, sets a handler for SIGTERM
+    with (
+        claimed_directory(config),
+        _cluster(config),
+        _interruptible(view) as interrupted,
+    ):  # Ray, too, sets a handler for SIGTERM
         pipeline = Pipeline(config, view, interrupted=interrupted)
         try:
             return pipeline.run()
@@ -98,8 +101,8 @@ class Pipeline:
         self.step = self._saved_step = 0 if found is None else int(found["step"])
         self._fleet.on_ledger("load_state_dict", _BEGINNING if found is None else found["ledger"])
         if found is not None:
-            for reason in found["skipped"]:
-                self._view.say(f"skipped a checkpoint: {reason}")
+            for path, reason in found["skipped"]:
+                self._view.say(f"skipped {path}: {reason}")
             self._view.say(f"resumed after step {self.step}")
         elif resume:
             self._view.say(f"no checkpoint in {self._config.dir}: beginning at step 0")
@@ -243,7 +246,8 @@ def _cluster(config: Config) -> Iterator[None]:
     """Join the Ray cluster that RAY_ADDRESS names, or start one on this machine, with room for the run's actors."""
     options: dict[str, Any] = {}
     if is_local():
-        devices, actors = get_backend().devices, config.train.ranks + config.rollout.replicas
+        devices = get_backend().devices
+        actors = config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel
         if devices.ray_resource is not None:  # Ray itself finds those devices only that it knows
             options = devices.ray_options(get_backend().device_count())
         options |= {"address": "local", "num_cpus": max(actors, os.cpu_count() or 1), "include_dashboard": False}

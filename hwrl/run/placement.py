@@ -20,9 +20,9 @@ _RANK_BESIDE_REPLICAS = 6_000
 
 @dataclass(frozen=True)
 class Seat:
-    """What a process reserves: the ``share`` (1 is all of it) of the device that the run counts as ``device``."""
+    """What a process reserves: the ``share`` (1 is all of it) of each of its ``devices``, which the run counts."""
 
-    device: int
+    devices: tuple[int, ...]
     share: float
 
 
@@ -37,41 +37,53 @@ class Seating:
     @property
     def shared(self) -> bool:
         """Whether a device serves more than one process."""
-        return len(self.ranks) + len(self.replicas) > self.devices
+        return sum(len(seat.devices) for seat in (*self.ranks, *self.replicas)) > self.devices
+
+    @property
+    def bundles(self) -> list[tuple[int, ...]]:
+        """The devices that Ray must reserve together: each by itself if they are shared, else those of each process."""
+        if self.shared:
+            return [(device,) for device in range(self.devices)]
+        return [seat.devices for seat in (*self.ranks, *self.replicas)]
 
     def __str__(self) -> str:
         if not self.shared:
-            return "a device for each process"
-        with_ranks = {seat.device for seat in self.ranks} & {seat.device for seat in self.replicas}
+            return "no process shares a device"
+        with_ranks = {seat.devices for seat in self.ranks} & {seat.devices for seat in self.replicas}
         which = "the trainer's" if with_ranks else "those that the trainer leaves"
         return f"too few devices ({self.devices}), so replicas share {which}"
 
 
-def seat(*, devices: int, ranks: int, replicas: int, may_share: bool) -> Seating:
-    """Divide ``devices`` among the processes of a run.
+def seat(*, devices: int, ranks: int, replicas: int, width: int, may_share: bool) -> Seating:
+    """Divide ``devices`` among the processes of a run; a replica takes ``width``.
 
-    Each gets a device of its own if there are enough. If not, replicas share the devices that no trainer rank has, or,
-    if each has one, the ranks' devices. Raises ConfigError if the replicas may not share and must; two ranks never do.
+    Each gets devices of its own if there are enough. If not, replicas share the devices that no trainer rank has, or,
+    if each has one, the ranks' devices. Raises ConfigError if the replicas may not share and must, which those of
+    several devices never may; nor may two ranks.
     """
-    if ranks + (0 if may_share else replicas) > devices:
-        raise _too_few(devices, ranks=ranks, replicas=replicas, may_share=may_share)
+    may_share = may_share and width == 1
+    needed = ranks + replicas * width
+    if (ranks if may_share else needed) > devices:
+        raise _too_few(devices, ranks=ranks, replicas=replicas, width=width, may_share=may_share)
     left = range(ranks, devices)
     for_rank, for_replicas = (_UNITS, _UNITS) if left else (_RANK_BESIDE_REPLICAS, _UNITS - _RANK_BESIDE_REPLICAS)
     places = left or range(devices)
-    each = for_replicas // -(-replicas // len(places))
+    each = for_replicas // -(-replicas * width // len(places))
+    wide = [tuple(places[(index * width + own) % len(places)] for own in range(width)) for index in range(replicas)]
     return Seating(
-        devices=min(devices, ranks + replicas),
-        ranks=tuple(Seat(rank, for_rank / _UNITS) for rank in range(ranks)),
-        replicas=tuple(Seat(places[index % len(places)], each / _UNITS) for index in range(replicas)),
+        devices=min(devices, needed),
+        ranks=tuple(Seat((rank,), for_rank / _UNITS) for rank in range(ranks)),
+        replicas=tuple(Seat(place, each / _UNITS) for place in wide),
     )
 
 
-def _too_few(devices: int, *, ranks: int, replicas: int, may_share: bool) -> ConfigError:
-    needing = f"train.ranks={ranks}" + ("" if may_share else f" and rollout.replicas={replicas}")
+def _too_few(devices: int, *, ranks: int, replicas: int, width: int, may_share: bool) -> ConfigError:
+    each = f"rollout.replicas={replicas}" + (f" of rollout.tensor_parallel={width}" if width > 1 else "")
+    needing = f"train.ranks={ranks}" + ("" if may_share else f" and {each}")
     fewer = "ranks" if may_share else "ranks or replicas"
     return ConfigError(
-        f"the run needs {ranks + (0 if may_share else replicas)} devices",
-        why=f"{needing} take one each, and {devices} are free",
+        f"the run needs {ranks + (0 if may_share else replicas * width)} devices",
+        why=f"{needing} share none, and {devices} are free",
         fix=f"use fewer {fewer}, or add machines to the cluster that RAY_ADDRESS names",
     )
 

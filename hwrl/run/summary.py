@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from hwrl.checkpoint.lock import DirectoryLock
 from hwrl.errors import ConfigError
 from hwrl.run.config import Config, dump_config
 from hwrl.run.report import METRICS, read_metrics
@@ -28,10 +31,23 @@ FIXED_KEYS = (
 """What a resumed run may not change: the accounts of prompts and versions rest on it."""
 
 
-def claim_directory(config: Config) -> None:
-    """Write the resolved configuration into the run directory; refuse one that holds another run."""
+@contextmanager
+def claimed_directory(config: Config) -> Iterator[None]:
+    """Have the run directory to itself while the block runs, with the resolved configuration in it.
+
+    Raises ConfigError if it holds another run or cannot be used, and CheckpointError, with the owner named, if a run
+    is going on in it; nothing in it is changed then.
+    """
+    with ExitStack() as stack:
+        _claim(config, stack)
+        yield
+
+
+def _claim(config: Config, stack: ExitStack) -> None:
     try:
-        _claim(config)
+        config.dir.mkdir(parents=True, exist_ok=True)
+        stack.callback(DirectoryLock(config.dir).close)
+        _write_config(config)
     except OSError as exc:
         raise ConfigError(
             f"the run directory {config.dir} cannot be used",
@@ -40,11 +56,10 @@ def claim_directory(config: Config) -> None:
         ) from exc
 
 
-def _claim(config: Config) -> None:
+def _write_config(config: Config) -> None:
     path = config.dir / CONFIG
     if path.exists() and (read_metrics(config.dir) or any(config.dir.glob("checkpoints/global_step_*"))):
         _check_same_run(config, yaml.safe_load(path.read_text(encoding="utf-8")))
-    config.dir.mkdir(parents=True, exist_ok=True)
     path.write_text(dump_config(config), encoding="utf-8")
 
 
@@ -71,7 +86,8 @@ def _at(tree: Any, key: str) -> Any:
     return tree
 
 
-_SENT = ("base_sent", "base_nbytes", "adapter_nbytes")
+SENT = ("sync/base_sent", "sync/base_nbytes", "sync/adapter_nbytes")
+"""Figures of a run with an adapter: everything that was published since the last line."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,7 @@ def summarise(config: Config, history: list[dict[str, float]], *, interrupted: b
     for name in ("staleness/mean", "trainer/idle_ratio", "rollout/idle_ratio") if history else ():
         lines.append(f"  {name:<22} {statistics.mean(line[name] for line in history):.3g}, mean of all steps")
     if any("sync/base_sent" in line for line in history):
-        sent, base, adapter = (sum(line.get(f"sync/{name}", 0.0) for line in history) for name in _SENT)
+        sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
         lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
     lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / 'reward.png'}")
     lines += [f"goal missed: {sentence}" for sentence in missed]

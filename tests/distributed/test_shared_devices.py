@@ -47,4 +47,4 @@ def test_replicas_share_the_trainers_devices_and_open_its_memory(site: Path) -> 
 def test_ranks_do_not_share(site: Path) -> None:
     ended = train(site, "train.ranks=2", devices=1)
     assert ended.returncode != 0
-    assert "train.ranks=2 take one each, and 1 are free" in ended.stdout + ended.stderr
+    assert "train.ranks=2 share none, and 1 are free" in ended.stdout + ended.stderr

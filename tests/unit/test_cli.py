@@ -21,6 +21,12 @@ def test_wrong_usage_is_status_2(words: list[str]) -> None:
         main(words)
 
 
+def test_what_a_command_needs_is_named_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: config\n")
+
+
 def test_an_error_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "cup"]) == 1
     assert capsys.readouterr().err.startswith("hwrl: Backend")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,11 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from hwrl.cli import main
-from hwrl.errors import ConfigError, HwrlError
+from hwrl.errors import CheckpointError, ConfigError, HwrlError
 from hwrl.lora import LoraSettings
 from hwrl.run.config import Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
-from hwrl.run.summary import claim_directory
+from hwrl.run.summary import claimed_directory
 
 MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
 
@@ -187,11 +188,41 @@ def test_options_of_an_engine_are_for_plugins(tmp_path: Path, section: str, buil
         load_config(write(tmp_path, MINIMAL), options)
 
 
+def test_only_a_save_in_the_background_is_staged(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="staging=device is for saves in the background; set async_save=true, too"):
+        load_config(write(tmp_path, MINIMAL), ["checkpoint.staging=device"])
+
+
+def test_the_embedded_engine_is_not_divided(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, MINIMAL), ["rollout.engine=other", "rollout.tensor_parallel=2"])
+    with pytest.raises(ConfigError, match="tensor_parallel=2 is not possible: engine=embedded uses one device"):
+        load_config(write(tmp_path, MINIMAL), ["rollout.tensor_parallel=2"])
+
+
 @pytest.mark.parametrize("place", ["/proc/x", "config.yaml"])
 def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path, place: str) -> None:
     path = write(tmp_path, MINIMAL)
-    with pytest.raises(ConfigError, match=r"cannot be used(.|\n)*dir="):
-        claim_directory(load_config(path, [f"dir={tmp_path / place}"]))
+    with (
+        pytest.raises(ConfigError, match=r"cannot be used(.|\n)*dir="),
+        claimed_directory(load_config(path, [f"dir={tmp_path / place}"])),
+    ):
+        pass
+
+
+def test_a_second_run_in_a_directory_is_refused_and_changes_nothing_there(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    run = load_config(path, [f"dir={tmp_path / 'run'}"])
+    with claimed_directory(run):
+        before = (tmp_path / "run" / "config.yaml").read_text()
+        for words in (["seed=5"], ["resume=true"]):
+            with (
+                pytest.raises(CheckpointError, match=rf"already has a writer(.|\n)*process {os.getpid()} on"),
+                claimed_directory(load_config(path, [f"dir={tmp_path / 'run'}", *words])),
+            ):
+                pass
+        assert (tmp_path / "run" / "config.yaml").read_text() == before
+    with claimed_directory(run):
+        pass
 
 
 def row_of(name: str, field: FieldInfo) -> str:

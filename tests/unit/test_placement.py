@@ -10,23 +10,39 @@ DEVICES = DeviceMap(visible_variable="VISIBLE", ray_resource="XPU")
 
 
 def test_each_process_has_a_device_of_its_own_if_there_are_enough() -> None:
-    seating = seat(devices=8, ranks=2, replicas=3, may_share=True)
-    assert [place.device for place in (*seating.ranks, *seating.replicas)] == [0, 1, 2, 3, 4]
+    seating = seat(devices=8, ranks=2, replicas=3, width=1, may_share=True)
+    assert [place.devices for place in (*seating.ranks, *seating.replicas)] == [(0,), (1,), (2,), (3,), (4,)]
     assert {place.share for place in (*seating.ranks, *seating.replicas)} == {1.0}
-    assert not seating.shared and str(seating) == "a device for each process"
+    assert not seating.shared and str(seating) == "no process shares a device"
 
 
 def test_replicas_share_what_the_trainer_leaves() -> None:
-    seating = seat(devices=4, ranks=2, replicas=5, may_share=True)
+    seating = seat(devices=4, ranks=2, replicas=5, width=1, may_share=True)
     assert [place.share for place in seating.ranks] == [1.0, 1.0]
-    assert [place.device for place in seating.replicas] == [2, 3, 2, 3, 2]
+    assert [place.devices for place in seating.replicas] == [(2,), (3,), (2,), (3,), (2,)]
     assert seating.shared and "those that the trainer leaves" in str(seating)
 
 
 def test_replicas_share_the_trainers_devices_if_nothing_is_left() -> None:
-    seating = seat(devices=1, ranks=1, replicas=1, may_share=True)
-    assert (seating.ranks, seating.replicas) == ((Seat(0, 0.6),), (Seat(0, 0.4),))
+    seating = seat(devices=1, ranks=1, replicas=1, width=1, may_share=True)
+    assert (seating.ranks, seating.replicas) == ((Seat((0,), 0.6),), (Seat((0,), 0.4),))
     assert seating.shared and "the trainer's" in str(seating)
+    assert seating.bundles == [(0,)]
+
+
+def test_replicas_of_several_devices_have_them_to_themselves() -> None:
+    seating = seat(devices=8, ranks=2, replicas=2, width=3, may_share=True)
+    assert [place.devices for place in seating.replicas] == [(2, 3, 4), (5, 6, 7)]
+    assert {place.share for place in (*seating.ranks, *seating.replicas)} == {1.0}
+    assert seating.devices == 8 and not seating.shared
+    assert seating.bundles == [(0,), (1,), (2, 3, 4), (5, 6, 7)]
+
+
+@pytest.mark.parametrize("may_share", [True, False])
+def test_replicas_of_several_devices_share_none(may_share: bool) -> None:
+    wanted = r"needs 5 devices(.|\n)*rollout\.replicas=2 of rollout\.tensor_parallel=2 share none, and 4 are free"
+    with pytest.raises(ConfigError, match=wanted):
+        seat(devices=4, ranks=1, replicas=2, width=2, may_share=may_share)
 
 
 @pytest.mark.parametrize("devices", range(1, 9))
@@ -35,24 +51,24 @@ def test_whatever_must_fit_fits_and_no_two_ranks_meet(devices: int, ranks: int) 
     for replicas in range(1, 30):
         if ranks > devices:
             continue
-        seating = seat(devices=devices, ranks=ranks, replicas=replicas, may_share=True)
+        seating = seat(devices=devices, ranks=ranks, replicas=replicas, width=1, may_share=True)
         assert (len(seating.ranks), len(seating.replicas)) == (ranks, replicas)
-        assert len({place.device for place in seating.ranks}) == ranks
+        assert len({place.devices for place in seating.ranks}) == ranks
         assert all(place.share > 0.5 for place in seating.ranks)
         for device in range(seating.devices):
-            here = [place.share for place in (*seating.ranks, *seating.replicas) if place.device == device]
+            here = [place.share for place in (*seating.ranks, *seating.replicas) if place.devices == (device,)]
             assert sum(round(share * 10_000) for share in here) <= 10_000
             assert here, "a device serves nobody while others are shared"
 
 
 def test_more_ranks_than_devices_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"train\.ranks=3 take one each, and 2 are free"):
-        seat(devices=2, ranks=3, replicas=1, may_share=True)
+    with pytest.raises(ConfigError, match=r"train\.ranks=3 share none, and 2 are free"):
+        seat(devices=2, ranks=3, replicas=1, width=1, may_share=True)
 
 
 def test_what_may_not_be_shared_is_not() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.replicas=2 take one each, and 2 are free"):
-        seat(devices=2, ranks=1, replicas=2, may_share=False)
+    with pytest.raises(ConfigError, match=r"rollout\.replicas=2 share none, and 2 are free"):
+        seat(devices=2, ranks=1, replicas=2, width=1, may_share=False)
 
 
 @pytest.mark.parametrize(

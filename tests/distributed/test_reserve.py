@@ -1,0 +1,35 @@
+"""What a run reserves of a real Ray cluster of several machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from hwrl.errors import ConfigError
+from hwrl.run import fleet
+
+
+@pytest.fixture
+def two_machines() -> Iterator[None]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    cluster.add_node(num_cpus=4)
+    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(
+    two_machines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RESERVE_S", 5.0)
+    group = fleet._reserve([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
+    ray.util.remove_placement_group(group)
+    with pytest.raises(ConfigError, match="the widest needs 5 on one machine"):
+        fleet._reserve([(0,), (1, 2, 3, 4, 5)], "CPU")
+    group = fleet._reserve([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # what was refused holds nothing
+    ray.util.remove_placement_group(group)
