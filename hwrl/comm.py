@@ -38,6 +38,7 @@ __all__ = [
     "await_keys",
     "clone_store",
     "connect_store",
+    "forget_group",
     "raw_bytes",
     "serve_store",
     "store_address",
@@ -132,6 +133,16 @@ class Comm:
         except RuntimeError as exc:
             raise _translated(exc, f"make group {name!r} as rank {rank} of {size}") from exc
         return Group(self.backend, made, name=name, store=mine, timeout_s=timeout_s)
+
+
+def forget_group(store: Store, *, name: str) -> None:
+    """Delete what making the standalone group ``name``, or ``name``/…, left in ``store``; nobody may make it any more.
+
+    The name cannot be told from a new one afterwards.
+    """
+    for key in store.list_keys():
+        if key.startswith(f"group/{name}/"):
+            store.delete_key(key)
 
 
 def _check_in(store: Store, *, rank: int, size: int, name: str, timeout_s: float) -> str:

@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor, Shard
 from hwrl.comm import Group, Pending
 from hwrl.train.engine import TrainEngine
 from hwrl.weights import Readable
+from hwrl.weights.readable import NamedTensor
 
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
 _END = -1
-
-NamedTensor = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

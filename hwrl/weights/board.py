@@ -9,7 +9,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hwrl.comm import await_keys, clone_store, store_failures
+from hwrl.comm import await_keys, clone_store, forget_group, store_failures
 from hwrl.errors import LayoutMismatchError, TransferFailedError
 from hwrl.weights.layout import WeightLayout
 
@@ -131,6 +131,11 @@ class Board:
         for key in notes:
             self._notes.delete(key)
 
+    def forget_group(self, name: str) -> None:
+        """Delete what making the groups ``name`` left in the store; no receiver makes one of them any more."""
+        with store_failures():
+            forget_group(self.store, name=name)
+
     # -- the receivers write ------------------------------------------------------------------------------------
 
     def join(self, replica: str) -> int:
@@ -141,8 +146,9 @@ class Board:
         return number
 
     def leave(self, member: int) -> None:
-        """Take the request to join back."""
-        self._notes.delete(f"join/{member}")
+        """Take the request to join back; the number is not heard of again."""
+        for note in ("join", "excluded"):
+            self._notes.delete(f"{note}/{member}")
 
     def say(self, offer: Offer, member: int, *, note: str, text: str) -> None:
         """Write this receiver's ``note`` ("here" or "vote") on an offer."""

@@ -107,6 +107,10 @@ class BroadcastBuffer:
             for word, numbers in self._groups(index)
         ]
 
+    def release(self) -> None:
+        """Free the slabs' memory, which no operation may use any more; the next lease allocates anew."""
+        self._slots = [None] * len(self._slots)
+
     def free_all(self) -> None:
         """Forget the operations that were under way: their group is closed, and waiting for them would only fail."""
         for slot in self._slots:

@@ -14,7 +14,7 @@ from hwrl.backend import Backend, Capability
 from hwrl.comm import Comm, Group, Pending
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import BroadcastBuffer, Lease, Place
+from hwrl.weights.buffer import Lease, Place
 from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
@@ -88,10 +88,8 @@ class DeviceSender(Rounds):
     def __init__(
         self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, slabs: int, timeout_s: float
     ) -> None:
-        super().__init__(board, roster, layout, backend=backend, timeout_s=timeout_s)
+        super().__init__(board, roster, layout, backend=backend, slabs=slabs, timeout_s=timeout_s)
         self._slabs = slabs
-        self._buffer = BroadcastBuffer(layout, backend=backend, slabs=slabs)
-        self._sums = Checksums(layout, device=backend.device())
         self._lanes: Lanes | None = None
 
     def _begin(self, offer: Offer) -> Offer:

@@ -99,6 +99,10 @@ class HostSender:
         self._offers, self._newest = [offer], offer
         return receivers, {}
 
+    def release(self) -> None:
+        """Free the buffer's memory; the versions stay."""
+        self._buffer.release()
+
     def close(self) -> None:
         """Delete the files. A receiver that is reading one finishes undisturbed."""
         for place in self._places:

@@ -13,7 +13,7 @@ from hwrl.backend import Backend, Capability, StreamLike
 from hwrl.errors import TransferFailedError
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import BroadcastBuffer, Place
+from hwrl.weights.buffer import Place
 from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
@@ -33,11 +33,10 @@ class IpcSender(Rounds):
     def __init__(
         self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, timeout_s: float
     ) -> None:
-        super().__init__(board, roster, layout, backend=backend, timeout_s=timeout_s)
-        backend.require(Capability.DEVICE_IPC, needed_for="send weights by the ipc transport")
         # A slot for each slab: what is packed stays until the receivers have copied it. Empty slots cost nothing.
-        self._buffer = BroadcastBuffer(layout, backend=backend, slabs=max(1, len(layout.slabs)))
-        self._sums = Checksums(layout, device=backend.device())
+        slabs = max(1, len(layout.slabs))
+        super().__init__(board, roster, layout, backend=backend, slabs=slabs, timeout_s=timeout_s)
+        backend.require(Capability.DEVICE_IPC, needed_for="send weights by the ipc transport")
         self._lent: list[torch.Tensor] = []
 
     def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:

@@ -61,7 +61,7 @@ class PolicySender:
     def __init__(
         self, connect: Callable[[str], WeightSender], *, base: int | None = None, always_base: bool = False
     ) -> None:
-        self._identity, self._always = base, always_base
+        self._identity = base
         self._policy = connect(POLICY)
         self._base = connect(POLICY_BASE) if base is not None and not always_base else None
 
@@ -110,6 +110,6 @@ class PolicySender:
 
 def _send_base(sender: WeightSender, identity: int, model: Readable) -> TransferReport:
     report = sender.publish(identity, model)
-    if sender.transport != "host":
-        sender.close()  # the next base may never come, and the ring is device memory
+    if not report.quarantined:  # one that is silent may still read
+        sender.release()  # the next base may never come, and the ring is device memory
     return report

@@ -97,6 +97,7 @@ class WeightReceiver:
     def join(self) -> None:
         """Ask to be sent versions, the newest included: again after QuarantinedError, or when what came is lost."""
         self._device.close()
+        self._board.leave(self._member)
         self._join(newest=True)
 
     def _join(self, *, newest: bool) -> None:

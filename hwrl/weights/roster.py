@@ -7,6 +7,9 @@ from collections.abc import Collection
 
 from hwrl.weights.board import Board
 
+_LATE = 100
+"""A receiver that has a number and has not completed its request when so many others have come is not coming."""
+
 _log = logging.getLogger("hwrl.weights")
 
 
@@ -23,9 +26,9 @@ class Roster:
 
     def refresh(self) -> None:
         """Read who joined and who left since the last time; a restarted replica replaces its namesake."""
+        joins, numbers = self._board.join_counts()  # first: who joined again had left before
         for member in [member for member in self.members if self._board.replica(member) is None]:
             self._drop(member)
-        joins, numbers = self._board.join_counts()
         if joins == self._joins:
             return
         self._not_seen.update(range(self._numbers + 1, numbers + 1))
@@ -34,6 +37,8 @@ class Roster:
             replica = self._board.replica(number)
             if replica is not None:
                 self._admit(number, replica)
+        # Those that were not there have been taken back if every request is complete, or died long ago.
+        self._not_seen = {number for number in self._not_seen if joins < numbers < number + _LATE}
 
     def without(self, version: int) -> list[int]:
         """Return the members that have not committed ``version``, in the order in which they joined."""

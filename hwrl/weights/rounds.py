@@ -13,6 +13,8 @@ import torch
 from hwrl.backend import Backend
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.weights.board import Board, Offer
+from hwrl.weights.buffer import BroadcastBuffer
+from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
@@ -45,10 +47,12 @@ class Rounds:
     """
 
     def __init__(
-        self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, timeout_s: float
+        self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, slabs: int, timeout_s: float
     ) -> None:
         self._board, self._roster, self._layout = board, roster, layout
         self._backend, self._timeout_s = backend, timeout_s
+        self._buffer = BroadcastBuffer(layout, backend=backend, slabs=slabs)
+        self._sums = Checksums(layout, device=backend.device())
         self._past: list[Offer] = []
         self._trouble = ""
 
@@ -72,9 +76,14 @@ class Rounds:
             fix="look at the connection between the machines; receivers go on with the version that they have",
         )
 
-    def close(self) -> None:
-        """Give up what the transport holds."""
+    def release(self) -> None:
+        """Give up what the transport holds, and the buffer's memory; the next round takes both anew."""
         self._break_off()
+        self._buffer.release()
+
+    def close(self) -> None:
+        """Give it up for good."""
+        self.release()
 
     def _begin(self, offer: Offer) -> Offer:
         """Return ``offer`` with what the transport's receivers must know."""
@@ -89,6 +98,7 @@ class Rounds:
     def _offer(self, base: Offer, to: list[int]) -> Offer:
         offer = self._begin(replace(base, number=self._board.newest() + 1, to=to))
         self._board.put_offer(offer)
+        self._past.append(offer)
         return offer
 
     def _round(self, offer: Offer, named: Named, excluded: dict[str, str], clock: StageClock) -> bool:
@@ -168,8 +178,10 @@ class Rounds:
 
     def _forget_past(self, offer: Offer) -> None:
         """Delete the notes of offers that every receiver has left behind: it came to this one, or is no member."""
-        behind = set(offer.to)
-        done = [past for past in self._past if behind.issuperset(set(past.to) & self._roster.members.keys())]
+        waiting = self._roster.members.keys() - set(offer.to)
+        done = [past for past in self._past if past is not offer and waiting.isdisjoint(past.to)]
+        self._past = [past for past in self._past if past not in done]
         for past in done:
             self._board.forget(past)
-        self._past = [*(past for past in self._past if past not in done), offer]
+        for group in {past.group for past in done} - {past.group for past in self._past}:
+            self._board.forget_group(group)

@@ -127,6 +127,15 @@ class WeightSender:
             time.sleep(0.005)
             self._roster.refresh()
 
+    def release(self) -> None:
+        """Free the device memory that transfers take, and close the connections; the next ``publish`` takes both anew.
+
+        Host versions stay.
+        """
+        if self._link is not None:
+            self._link.release()
+            self._backend.empty_cache()
+
     def close(self) -> None:
         """Close the connections and delete the host versions. Receivers keep what they have."""
         if self._link is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import Store
 
 from hwrl.lora import add_adapter
@@ -74,7 +75,7 @@ class Trainer:
     """A sender with weights of its own for each version."""
 
     def __init__(self, store: Store, transport: str, *, base: int = BASE, seed: int = 1, always: bool = False) -> None:
-        self.base, self._seed = trained(seed)[0], seed
+        self.base, self._seed, self.transport = trained(seed)[0], seed, transport
         self.sender = PolicySender(
             lambda name: sender_of(store, name=name, transport=transport), base=base, always_base=always
         )
@@ -84,6 +85,15 @@ class Trainer:
 
     def publish(self, version: int) -> SyncReport:
         return self.sender.publish(version, model=readable(self.base), adapter=readable(self.adapter(version)))
+
+
+def bring_base(replica: Replica, trainer: Trainer, version: int) -> None:
+    """Let a replica have the base that it asked for: out of the host's store, or with ``version`` sent once more."""
+    if trainer.transport == "host":
+        replica.catch_up()
+        return
+    assert trainer.sender.joiners() == ("r0",)
+    assert replica.during(lambda: trainer.publish(version)).plan.what == "base + adapter"
 
 
 @pytest.fixture(params=["device", "host"])
@@ -147,7 +157,7 @@ def test_a_base_that_was_slept_away_travels_with_the_next_version(
 
 
 def test_a_replica_that_restarts_while_an_adapter_is_sent_asks_for_its_base(
-    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
 ) -> None:
     Replica(store).during(lambda: trainer.publish(1))  # it is not heard of again
     base, adapter = readable(trainer.base), trainer.adapter(2)  # made here: so is the replica, of the same generator
@@ -156,10 +166,7 @@ def test_a_replica_that_restarts_while_an_adapter_is_sent_asks_for_its_base(
     while again.inlet.totals()["received_nbytes"] < nbytes_of(adapter):
         again.catch_up()
     assert published().plan.what == "adapter"
-    if transport == "device":
-        assert trainer.sender.joiners() == ("r0",)
-        assert again.during(lambda: trainer.publish(2)).plan.what == "base + adapter"
-    again.catch_up()
+    bring_base(again, trainer, 2)
     assert_serves(again, trainer, 2)
 
 
@@ -176,20 +183,16 @@ def test_a_sleeper_keeps_the_base_at_level_1(
 
 
 def test_a_restarted_replica_gets_the_base_again(
-    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
 ) -> None:
     Replica(store).during(lambda: trainer.publish(1))
     replica = Replica(store)
-    if transport == "host":
-        replica.catch_up()
-    else:
-        assert trainer.sender.joiners() == ("r0",)
-        assert replica.during(lambda: trainer.publish(1)).plan.what == "base + adapter"
+    bring_base(replica, trainer, 1)
     assert_serves(replica, trainer, 1)
 
 
 def test_an_adapter_that_comes_when_its_base_is_just_lost_waits_for_it(
-    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
 ) -> None:
     replica = Replica(store)
     replica.during(lambda: trainer.publish(1))
@@ -201,11 +204,7 @@ def test_an_adapter_that_comes_when_its_base_is_just_lost_waits_for_it(
     assert not replica.inlet.update() and replica.engine.version == -1
     assert sent().plan.what == "adapter"
     replica.inlet.poll()
-    if transport == "host":
-        replica.catch_up()
-    else:
-        assert trainer.sender.joiners() == ("r0",)
-        assert replica.during(lambda: trainer.publish(2)).plan.what == "base + adapter"
+    bring_base(replica, trainer, 2)
     assert_serves(replica, trainer, 2)
 
 
@@ -223,7 +222,7 @@ def test_an_adapter_of_another_base_is_not_served_before_that_base_has_come(
         assert sent().plan.what == "adapter"
         assert_serves(replica, trainer, 5)
         replica.inlet.poll()
-        replica.during(lambda: other.publish(1))
+        bring_base(replica, other, 1)
     else:
         replica.catch_up()
         sent()
@@ -242,3 +241,29 @@ def test_the_base_travels_with_every_version_if_that_is_asked_for(
         assert report.adapter_nbytes == nbytes_of(trainer.adapter(1))
         assert_serves(replica, trainer, version)
     trainer.sender.close()
+
+
+def test_nothing_is_left_of_a_base_that_was_sent(
+    store: Store, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica, keys = Replica(store), []
+    for version in range(50):
+        replica.during(functools.partial(trainer.publish, version))
+        keys.append(store.num_keys())
+        replica.engine.sleep(level=2)
+        replica.inlet.rest()
+        replica.engine.wake()
+        replica.inlet.ask()
+    assert replica.inlet.totals()["base_loads"] == 50
+    assert keys[2:] == [keys[1]] * 48
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_base_in_the_hosts_store_takes_no_device_memory(store: Store) -> None:
+    base = {f"layer {number}": torch.full((1 << 18,), float(number)) for number in range(8)}
+    adapter = {"lora": torch.ones(8)}
+    sender = PolicySender(lambda name: sender_of(store, name=name, transport="host"), base=BASE)
+    before = CpuBackend(INFO).memory_info().allocated_nbytes
+    sender.publish(1, model=readable(base), adapter=readable(adapter))
+    assert CpuBackend(INFO).memory_info().allocated_nbytes - before < 1 << 20, "1 MiB of the 8 that were packed"
+    sender.close()

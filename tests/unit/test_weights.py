@@ -79,6 +79,28 @@ def test_a_restarted_replica_takes_its_namesakes_place(store: Store) -> None:
                 dead.poll()
 
 
+@pytest.mark.parametrize("when", ["between two looks", "during a look"])
+def test_a_receiver_that_joins_again_leaves_its_old_number_quietly(
+    store: Store, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        if when == "between two looks":
+            receiver.join()
+        else:
+            look = sender._board.join_counts
+
+            def look_as_it_joins() -> tuple[int, int]:
+                receiver.join()
+                return look()
+
+            monkeypatch.setattr(sender._board, "join_counts", look_as_it_joins)
+        assert sender.joiners() == ("r0",)
+        monkeypatch.undo()
+        assert exchange(sender, [receiver], 1).receivers == 1
+    assert not caplog.records
+
+
 def test_a_receiver_that_restarts_while_the_sender_waits_is_served(store: Store) -> None:
     with sender_of(store) as sender:
         dead = receiver_of(store, "r0")
@@ -276,6 +298,35 @@ def test_the_store_does_not_grow_with_versions(store: Store) -> None:
         for version in range(3, 9):
             exchange(sender, [receiver], version)
         assert store.num_keys() == before
+
+
+def test_the_store_does_not_grow_with_exclusions_and_withdrawn_offers(store: Store) -> None:
+    with sender_of(store, timeout_s=0.5) as sender, receiver_of(store) as receiver:
+        keys = []
+        for version in range(3):
+            assert sender.publish(version, model_of(version)).quarantined.keys() == {"r0"}
+            receiver.join()
+            exchange(sender, [receiver], version)
+            keys.append(store.num_keys())
+        assert keys == keys[:1] * 3
+
+
+def test_a_look_at_the_roster_does_not_ask_for_receivers_that_left_long_ago(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    with sender_of(store) as sender:
+        look = sender._board.replica
+
+        def look_and_note(member: int) -> str | None:
+            asked.append(member)
+            return look(member)
+
+        monkeypatch.setattr(sender._board, "replica", look_and_note)
+        for _ in range(5):
+            receiver_of(store).close()
+            assert sender.joiners() == ()
+    assert asked == [1, 2, 3, 4, 5]
 
 
 def test_wrong_options_are_refused(store: Store) -> None:
