@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -107,10 +108,14 @@ def _write_model(directory: Path, name: str) -> None:
 def _run(rank: int, address: str, plan: Plan) -> None:
     from hwrl.comm import connect_store
     from hwrl.registry import get_backend
+    from hwrl.run.placement import machine_devices
 
     backend = get_backend()
+    if plan.apart:  # vLLM takes the first device that the process sees, whichever is the current one
+        device = machine_devices(os.environ, backend.devices, count=2)[rank]
+        os.environ |= backend.devices.render([device])  # read once, when the device is first used
     if backend.device_count():
-        backend.set_device(rank if plan.apart else 0)
+        backend.set_device(0)
     seat = Seat(rank, 2, connect_store(address, timeout_s=_STEP_S), backend)
     side: Side = Rollout(seat, plan) if rank else Trainer(seat, plan)
     for part in plan.parts:

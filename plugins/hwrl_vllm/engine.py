@@ -31,7 +31,7 @@ from hwrl.rollout.engine import (
     require_weights,
 )
 from hwrl.rollout.groups import Response
-from hwrl_vllm.lora import request_lora
+from hwrl_vllm.lora import request_lora, require_dtype
 from hwrl_vllm.options import engine_arguments
 from hwrl_vllm.worker import Lent
 
@@ -68,7 +68,7 @@ class VllmEngine(RolloutEngine):
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
         self._settings, self._backend = settings, backend
-        self._workers = options.get("tensor_parallel_size", 1)
+        self._workers = settings.tensor_parallel
         if self._workers > 1:
             backend.require(Capability.DEVICE_IPC, needed_for=f"share weights among {self._workers} workers of vLLM")
         self._vllm = _start(settings, options)
@@ -134,12 +134,12 @@ class VllmEngine(RolloutEngine):
         require_none_pending(self.pending())
         if self._asleep:
             return 0
-        free_nbytes = self._backend.memory_info().free_nbytes
+        free_nbytes = self._free_nbytes()
         self._vllm.sleep(level)
         self._asleep = MEMORY_TAGS
         if level > 1:
             self.version, self.base = -1, None
-        return self._backend.memory_info().free_nbytes - free_nbytes
+        return self._free_nbytes() - free_nbytes
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
         self._require_sleep_mode()
@@ -147,6 +147,9 @@ class VllmEngine(RolloutEngine):
         if asleep:
             self._vllm.wake_up(sorted(asleep))
             self._asleep -= asleep
+
+    def _free_nbytes(self) -> int:
+        return sum(self._vllm.collective_rpc("hwrl_free_nbytes"))
 
     def _require_sleep_mode(self) -> None:
         if not self._settings.may_sleep:
@@ -230,6 +233,7 @@ def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    require_dtype(settings)
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
     try:

@@ -7,16 +7,39 @@ from typing import Any, get_args
 
 import torch
 
+from hwrl.errors import ConfigError
+from hwrl.rollout.engine import RolloutSettings
+
 ADAPTER = 1
 """vLLM's number of the one adapter that an engine has."""
 
 
-def lora_arguments(rank: int) -> dict[str, Any]:
-    """Return the engine arguments for one adapter of ``rank``; vLLM knows some sizes only, and a smaller one fits."""
+def lora_arguments(rank: int, *, tensor_parallel: int) -> dict[str, Any]:
+    """Return the engine arguments for one adapter of ``rank``; vLLM knows some sizes only, and a smaller one fits.
+
+    Several workers divide both of its factors: vLLM 0.23 cannot divide one alone in layers that it merges.
+    """
     from vllm.config.lora import MaxLoRARanks
 
     room = min((size for size in get_args(MaxLoRARanks) if size >= rank), default=rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": room,
+        "fully_sharded_loras": tensor_parallel > 1,
+    }
+
+
+def require_dtype(settings: RolloutSettings) -> None:
+    """Raise ConfigError if vLLM cannot serve an adapter in ``settings.dtype`` here."""
+    from vllm.platforms import current_platform
+
+    if settings.lora is not None and settings.dtype == torch.float32 and not current_platform.is_cpu():
+        raise ConfigError(
+            "an adapter cannot be served in float32",
+            why="vLLM's kernels for adapters take float16 and bfloat16 on this device",
+            fix="set model.dtype=bfloat16",
+        )
 
 
 def request_lora() -> Any:

@@ -15,10 +15,13 @@ _HAVE_KEYS = {
     "dtype": "model.dtype",
     "seed": "seed",
     "max_num_seqs": "rollout.max_running",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "distributed_executor_backend": "rollout.tensor_parallel",
     "enable_lora": "model.lora_rank",
     "enable_sleep_mode": "rollout.free_cache_engine",
     "max_lora_rank": "model.lora_rank",
     "max_loras": "model.lora_rank",
+    "fully_sharded_loras": "rollout.tensor_parallel",
     "max_model_len": "data.max_prompt_tokens or rollout.max_new_tokens",
 }
 
@@ -55,7 +58,10 @@ def engine_arguments(
         "max_num_seqs": settings.max_running,
         "max_model_len": settings.max_length,
         "enable_sleep_mode": settings.may_sleep,
-        **(lora_arguments(settings.lora.rank) if settings.lora else {}),
+        "tensor_parallel_size": settings.tensor_parallel,
+        # In this process, or where they can open its memory; vLLM itself would ask Ray for some.
+        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
+        **(lora_arguments(settings.lora.rank, tensor_parallel=settings.tensor_parallel) if settings.lora else {}),
         **device,
         **options,
     }

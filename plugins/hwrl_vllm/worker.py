@@ -67,6 +67,10 @@ class WeightLoading:
         replace_adapter(self.model_runner.lora_manager, weights, config)
         get_backend().synchronize()
 
+    def hwrl_free_nbytes(self) -> int:
+        """Return the free memory of this worker's device."""
+        return get_backend().memory_info().free_nbytes
+
     def hwrl_prepare_sleep(self) -> None:
         """Let hwrl's memory keep the weights while the engine sleeps, if this version of vLLM lets others do that."""
         if hasattr(self, "_sleep_mode_backend"):
@@ -94,6 +98,23 @@ class WeightLoading:
                 raise
             finally:
                 finalize_layerwise_reload(model, self.model_config)
+            _prepare_sharing_layers(model)
+
+
+def _prepare_sharing_layers(model: torch.nn.Module) -> None:
+    """Prepare again the layers that share their weights, as an output layer may with the embeddings.
+
+    vLLM reloads one of them, and leaves in the others what they made of the weights before, as on CPUs they do.
+    """
+    sharing: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and getattr(layer, "quant_method", None) is not None:
+            sharing.setdefault(id(weight), []).append(layer)
+    for layers in sharing.values():
+        if len(layers) > 1:
+            for layer in layers:
+                layer.quant_method.process_weights_after_loading(layer)
 
 
 def _forget_waiting(model: torch.nn.Module) -> None:

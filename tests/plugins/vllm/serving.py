@@ -19,8 +19,9 @@ from hwrl_vllm.engine import VllmEngine
 
 END, BLOCK, LONGEST = 1, 32, 128
 ON_HOST = get_backend().info.device_type == "cpu"
-# On a device attention multiplies float32 with fewer bits.
+# On a device attention multiplies float32 with fewer bits, and adapters are bfloat16.
 CLOSE = 1e-4 if ON_HOST else 5e-2
+LORA_DTYPE, LORA_CLOSE = (torch.float32, CLOSE) if ON_HOST else (torch.bfloat16, 0.5)
 Weights = dict[str, torch.Tensor]
 _request_ids = itertools.count()
 
@@ -29,7 +30,8 @@ class Policy:
     """transformers' model, whose random weights the engine is to serve; with an adapter if there is ``lora``."""
 
     def __init__(self, directory: Path, *, lora: LoraSettings | None = None) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        dtype, self._close = (torch.float32, CLOSE) if lora is None else (LORA_DTYPE, LORA_CLOSE)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         if lora is not None:
             self.model = add_adapter(self.model, lora)
         self._random = torch.Generator().manual_seed(0)
@@ -57,7 +59,7 @@ class Policy:
         """Return those of the response's places, in one forward pass."""
         tokens = torch.from_numpy(np.concatenate([prompt_ids, response.token_ids]).astype(np.int64))
         with torch.no_grad():
-            return self.model(tokens[None]).logits[0, len(prompt_ids) - 1 : -1]  # type: ignore[no-any-return] # not followed
+            return self.model(tokens[None]).logits[0, len(prompt_ids) - 1 : -1].float()  # type: ignore[no-any-return] # not followed
 
     def logprobs(self, prompt_ids: Any, response: Response, *, temperature: float) -> Any:
         logprobs = (self.logits(prompt_ids, response) / temperature).log_softmax(-1)
@@ -68,9 +70,9 @@ class Policy:
             response = responses[request.request_id]
             logits = self.logits(request.prompt_ids, response)
             chosen = logits.gather(1, torch.from_numpy(response.token_ids.astype(np.int64))[:, None])[:, 0]
-            assert (logits.max(-1).values - chosen).max() <= (0.0 if ON_HOST else CLOSE)
+            assert (logits.max(-1).values - chosen).max() <= (0.0 if ON_HOST else self._close)
             wanted = self.logprobs(request.prompt_ids, response, temperature=1.0)
-            np.testing.assert_allclose(response.logprobs, wanted, atol=CLOSE)
+            np.testing.assert_allclose(response.logprobs, wanted, atol=self._close)
 
 
 def _sent(weights: Weights) -> Weights:
@@ -78,16 +80,22 @@ def _sent(weights: Weights) -> Weights:
 
 
 def engine_of(
-    model_directory: Path, *, lora: LoraSettings | None = None, may_sleep: bool = False, **options: Any
+    model_directory: Path,
+    *,
+    lora: LoraSettings | None = None,
+    may_sleep: bool = False,
+    tensor_parallel: int = 1,
+    **options: Any,
 ) -> VllmEngine:
     settings = RolloutSettings(
         model_directory=model_directory,
-        dtype=torch.float32,
+        dtype=torch.float32 if lora is None else LORA_DTYPE,
         eos_ids=[END],
         max_running=16,
         max_length=LONGEST,
         lora=lora,
         may_sleep=may_sleep,
+        tensor_parallel=tensor_parallel,
     )
     options = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": BLOCK, **options}
     if not ON_HOST:

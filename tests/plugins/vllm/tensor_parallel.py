@@ -15,7 +15,7 @@ from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
 
 def main(model_directory: Path) -> None:
     policy = Policy(model_directory)
-    engine = engine_of(model_directory, tensor_parallel_size=2)
+    engine = engine_of(model_directory, tensor_parallel=2)
     for version in range(3):
         engine.load_weights(policy.change().items(), version=version)
         requests = requests_of(4)
@@ -32,7 +32,7 @@ def main(model_directory: Path) -> None:
 
 def _check_adapter(model_directory: Path) -> None:
     lora = LoraSettings(rank=4, alpha=8.0)
-    policy, engine = Policy(model_directory, lora=lora), engine_of(model_directory, lora=lora, tensor_parallel_size=2)
+    policy, engine = Policy(model_directory, lora=lora), engine_of(model_directory, lora=lora, tensor_parallel=2)
     engine.load_base(policy.change().items(), base=1)
     for version in range(3):
         engine.load_adapter(policy.change_adapter().items(), version=version, base=1)

@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwrl.comm import serve_store
 from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
@@ -59,8 +61,23 @@ def policy(model_directory: Path) -> Policy:
     return Policy(model_directory)
 
 
+def parameters() -> list[torch.nn.Parameter]:
+    """Return those that the process holds and that have memory."""
+    gc.unfreeze()  # vLLM hides what it holds from the collector
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Parameter)]
+    return [one for one in found if one.device.type != "meta"]
+
+
 @pytest.fixture(scope="module")
-def shared_engine(policy: Policy, model_directory: Path) -> Iterator[VllmEngine]:
+def parameters_before(policy: Policy) -> list[weakref.ref[torch.nn.Parameter]]:
+    """What the process held before the engine was made, the policy's included."""
+    return [weakref.ref(one) for one in parameters()]
+
+
+@pytest.fixture(scope="module")
+def shared_engine(
+    policy: Policy, model_directory: Path, parameters_before: list[weakref.ref[torch.nn.Parameter]]
+) -> Iterator[VllmEngine]:
     for checkpoint in model_directory.glob("*.safetensors"):  # a rollout process reads none
         checkpoint.unlink()
     engine = engine_of(model_directory)
@@ -220,12 +237,27 @@ def test_weights_that_were_loaded_are_not_read_again(engine: VllmEngine, policy:
     policy.check_greedy(requests, generate(engine, requests))
 
 
-def test_the_process_holds_one_model(engine: VllmEngine, policy: Policy) -> None:
-    theirs = {id(parameter) for parameter in policy.model.parameters()}
-    gc.unfreeze()  # vLLM hides what it holds from the collector
-    found = {id(one): one for one in gc.get_objects() if issubclass(type(one), torch.nn.Parameter)}
-    held = [one for key, one in found.items() if key not in theirs and one.device.type != "meta"]
+def test_the_process_holds_one_model(
+    engine: VllmEngine, policy: Policy, parameters_before: list[weakref.ref[torch.nn.Parameter]]
+) -> None:
+    before = {id(one) for ref in parameters_before if (one := ref()) is not None}
+    held = [one for one in parameters() if id(one) not in before]
     assert 0 < sum(one.nbytes for one in held) < 1.5 * sum(one.nbytes for one in policy.model.parameters())
+
+
+@pytest.mark.skipif(not ON_HOST, reason="on devices python -m hwrl_vllm.bench checks such a model")
+def test_a_head_that_shares_the_embeddings_weights_is_updated_with_them(model_directory: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(model_directory, tie_word_embeddings=True, vocab_size=512)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy, engine = Policy(tmp_path), engine_of(tmp_path)
+    requests = requests_of(4)
+    for version in range(4):
+        weights = policy.change()
+        if version % 2:  # a sender may give what is shared once
+            weights.pop("lm_head.weight")
+        engine.load_weights(weights.items(), version=version)
+        policy.check_greedy(requests, generate(engine, requests))
+    engine.close()
 
 
 def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: VllmEngine) -> None:

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from hwrl.errors import EngineError, UnsupportedError
+from hwrl.errors import ConfigError, EngineError, UnsupportedError
 from hwrl.lora import LoraSettings
+from hwrl.registry import get_backend
+from hwrl.rollout.engine import RolloutSettings
 from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine
-from tests.plugins.vllm.serving import BLOCK, Policy, engine_of, finish, generate, requests_of
+from tests.plugins.vllm.serving import BLOCK, ON_HOST, Policy, engine_of, finish, generate, requests_of
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
@@ -53,6 +56,20 @@ def check_serving(engine: VllmEngine, policy: Policy) -> None:
     responses = generate(engine, requests)
     policy.check_greedy(requests, responses)
     assert {version for one in responses.values() for version in one.versions.tolist()} == {engine.version}
+
+
+@pytest.mark.skipif(ON_HOST, reason="on the host adapters may be float32")
+def test_an_adapter_that_the_devices_kernels_cannot_serve_is_refused(policy: Policy) -> None:
+    settings = RolloutSettings(
+        model_directory=Path(policy.model.config.name_or_path),
+        dtype=torch.float32,
+        eos_ids=[1],
+        max_running=4,
+        max_length=64,
+        lora=LORA,
+    )
+    with pytest.raises(ConfigError, match=r"cannot be served in float32(.|\n)*model\.dtype=bfloat16"):
+        VllmEngine(settings, options={}, backend=get_backend())
 
 
 def test_each_adapter_is_served_on_the_base_that_is_there(engine: VllmEngine, policy: Policy) -> None:

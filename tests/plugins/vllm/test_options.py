@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def test_an_engine_is_told_what_the_configuration_says_and_what_updates_need() -
     given = arguments({})
     assert (given["model"], given["dtype"], given["seed"]) == ("/m", "bfloat16", 3)
     assert (given["max_num_seqs"], given["max_model_len"], given["load_format"]) == (8, 64, "dummy")
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (1, "uni")
+
+
+def test_workers_of_a_replica_are_processes_of_its_own() -> None:
+    given = engine_arguments(dataclasses.replace(SETTINGS, tensor_parallel=2), {}, device={}, known=[])
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
 
 
 def test_the_users_options_go_before_the_devices() -> None:
@@ -46,6 +53,7 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
     [
         ("enforce_eagre", "did you mean 'enforce_eager'"),
         ("max_num_seqs", r"set rollout\.max_running"),
+        ("tensor_parallel_size", r"set rollout\.tensor_parallel"),
         ("logprobs_mode", "right only with 'processed_logprobs'"),
         ("no_such_thing_at_all", "has no such engine argument"),
     ],

@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.timeout(1200),  # three starts of vLLM
 ]
+WORKER = "VLLM::Worker"
 VLLM = ("rollout.engine=vllm", "rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}")
 
 
@@ -24,6 +25,19 @@ def test_a_run_on_vllm_goes_on_when_a_replica_is_killed(start: Callable[..., Run
     assert run.kill("ray::RolloutActor", at_most=1) == 1
     run.await_output("a new replica starts")
     assert run.wait(timeout_s=500.0) == 0, run.output()
+    assert_whole(run)
+
+
+def test_a_replica_of_two_workers_that_is_killed_leaves_none_of_them(start: Callable[..., Run]) -> None:  # noqa: F811 - the fixture
+    run = start("rollout.tensor_parallel=2", *VLLM)
+    run.await_step(3, timeout_s=500.0)
+    workers = run.processes(WORKER)
+    assert len(workers) == 2 and run.kill("ray::RolloutActor") == 1
+    run.await_output("a new replica starts")
+    run.await_step(int(run.metrics()[-1]["step"]) + 2, timeout_s=500.0)
+    assert not set(workers) & set(run.processes(WORKER))
+    assert run.wait(timeout_s=500.0) == 0, run.output()
+    assert not run.processes(WORKER)
     assert_whole(run)
 
 
