@@ -105,26 +105,34 @@ class Processes:
 
         With ``stop_on_error`` a failed rank leaves the others five seconds.
         """
-        waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(self._size) if rank not in self._ended}
+        waiting = [rank for rank in range(self._size) if rank not in self._ended]
         deadline = self._deadline
         while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic())) or list(waiting)
-            for pipe in ready:
-                rank = waiting.pop(pipe)
+            for rank in self._await(waiting, deadline) or list(waiting):
+                waiting.remove(rank)
                 self._ended[rank] = self._read(rank, deadline)
                 if stop_on_error and self._ended[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         return list(self._ended.values())
 
+    def _await(self, ranks: list[int], deadline: float) -> list[int]:
+        """Block until some of ``ranks`` have sent their outcome or ended; return those, none at the deadline."""
+        # A dead rank's pipe need not be at its end: a child that it forked may live, and has it open.
+        signs: dict[int, set[Any]] = {rank: {self._pipes[rank], self._children[rank].sentinel} for rank in ranks}
+        seen = wait(set().union(*signs.values()), max(0.0, deadline - time.monotonic()))
+        return [rank for rank in ranks if not signs[rank].isdisjoint(seen)]
+
     def _read(self, rank: int, deadline: float) -> Outcome:
-        pipe = self._pipes[rank]
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        pipe, child = self._pipes[rank], self._children[rank]
+        if not self._await([rank], deadline):
             return Outcome(rank, error=_no_result(rank, "it was still running at the deadline"))
         try:
+            if not pipe.poll():
+                raise EOFError
             value, error, text = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            self._children[rank].join()
-            return Outcome(rank, error=_no_result(rank, f"it ended with exit code {self._children[rank].exitcode}"))
+            child.join()
+            return Outcome(rank, error=_no_result(rank, f"it ended with exit code {child.exitcode}"))
         if error is not None:
             error.add_note(f"in rank {rank}:\n{text}")
         return Outcome(rank, value, error)

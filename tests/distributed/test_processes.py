@@ -1,5 +1,6 @@
 """The promises of hwrl.testing.processes."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -44,6 +45,25 @@ def test_a_killed_rank_is_an_outcome_and_the_others_are_kept(tmp_path: Path) -> 
         first, second = sorted(processes.outcomes(), key=lambda outcome: outcome.rank)
     assert second.value == 1
     assert isinstance(first.error, HwrlError) and "exit code -9" in str(first.error)
+
+
+def _block_beside_a_worker(rank: int, worker: Path) -> None:
+    pid = os.fork()
+    if pid:
+        worker.with_suffix(".new").write_text(str(pid))
+        worker.with_suffix(".new").rename(worker)
+    signal.pause()
+
+
+def test_a_killed_rank_is_an_outcome_though_its_worker_lives(tmp_path: Path) -> None:
+    worker = tmp_path / "worker"
+    with Processes(_block_beside_a_worker, 1, worker, timeout_s=20.0) as processes:
+        while not worker.exists():
+            os.sched_yield()
+        processes.kill(0)
+        (ended,) = processes.outcomes()
+        os.kill(int(worker.read_text()), signal.SIGKILL)
+    assert "exit code -9" in str(ended.error)
 
 
 def test_the_deadline_ends_a_rank_that_hangs(tmp_path: Path) -> None:
