@@ -107,7 +107,8 @@ def assert_same_end(ended: list[dict[str, Any]], wanted: dict[str, Any]) -> None
     assert ended[0]["weights"].keys() == wanted["weights"].keys()
     assert not any(one["weights"] for one in ended[1:]), "only the first rank has whole weights"
     for name, tensor in wanted["weights"].items():
-        torch.testing.assert_close(ended[0]["weights"][name], tensor, atol=1e-4, rtol=1e-3)
+        # Not element by element: where a gradient is nearly zero AdamW makes a step of its last bits.
+        assert (ended[0]["weights"][name] - tensor).norm() <= 1e-3 * tensor.norm(), name
     for one in ended:
         torch.testing.assert_close(one["logprobs"], wanted["logprobs"], atol=5e-4, rtol=1e-3)
 
