@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import importlib.util
 import inspect
@@ -23,6 +24,8 @@ from hwrl.errors import HwrlError
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _GRACE_S = 5.0  # after one rank failed, the others get this long to report: they often wait for the failed one
+_SHOW_STACKS = signal.SIGUSR1
+_SHOW_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,12 @@ class Outcome:
     error: BaseException | None = None
 
 
-def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Run ``target(rank, *args)`` in ``size`` processes and return what they returned, by rank.
 
     ``target`` is a module-level function; arguments and results must survive pickling. Raises the first rank's
-    exception with a note that names the rank and holds its traceback. No process outlives the call.
+    exception with a note that names the rank and holds its traceback. No process outlives the call; one that still
+    runs at the deadline first prints the stacks of its threads.
 
     >>> import math
     >>> run_processes(math.ldexp, 2, 3)
@@ -59,7 +63,7 @@ class Processes:
     have this process's environment; only what torch reads while it is imported is from before the first of them.
     """
 
-    def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60.0) -> None:
+    def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> None:
         self._target, self._size, self._timeout_s = _Target.of(target), size, timeout_s
         self._payload = pickle.dumps((dict(os.environ), args))
         self._deadline = 0.0
@@ -122,9 +126,17 @@ class Processes:
         seen = wait(set().union(*signs.values()), max(0.0, deadline - time.monotonic()))
         return [rank for rank in ranks if not signs[rank].isdisjoint(seen)]
 
+    def _show_stacks(self, rank: int) -> None:
+        pid = self._children[rank].pid
+        assert pid is not None, "started in __enter__"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, _SHOW_STACKS)
+            self._children[rank].join(_SHOW_S)  # it goes on, or dies if it has not begun
+
     def _read(self, rank: int, deadline: float) -> Outcome:
         pipe, child = self._pipes[rank], self._children[rank]
         if not self._await([rank], deadline):
+            self._show_stacks(rank)
             return Outcome(rank, error=_no_result(rank, "it was still running at the deadline"))
         try:
             if not pipe.poll():
@@ -205,6 +217,7 @@ class _Target:
 def _child(target: _Target, rank: int, payload: bytes, pipe: Connection) -> None:
     import torch
 
+    faulthandler.register(_SHOW_STACKS, file=2, all_threads=True)
     torch.set_num_threads(1)
     value, error, text = None, None, ""
     try:

@@ -66,9 +66,16 @@ def test_a_killed_rank_is_an_outcome_though_its_worker_lives(tmp_path: Path) -> 
     assert "exit code -9" in str(ended.error)
 
 
-def test_the_deadline_ends_a_rank_that_hangs(tmp_path: Path) -> None:
+def _block_with_a_log(rank: int, log: Path) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    while True:
+        signal.pause()
+
+
+def test_the_deadline_ends_a_rank_that_hangs_and_says_where(tmp_path: Path) -> None:
     with pytest.raises(HwrlError, match="still running at the deadline"):
-        run_processes(_block, 2, tmp_path / "ready", timeout_s=3.0)
+        run_processes(_block_with_a_log, 1, tmp_path / "log", timeout_s=3.0)
+    assert "in _block_with_a_log" in (tmp_path / "log").read_text()
 
 
 def test_a_lambda_is_refused() -> None:
