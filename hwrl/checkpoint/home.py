@@ -126,6 +126,11 @@ def leftovers(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.name.startswith((DRAFT_PREFIX, TRASH_PREFIX)))
 
 
+def set_aside(directory: Path) -> list[Path]:
+    """Return the checkpoints in ``directory`` that could not be resumed and have made room for others."""
+    return sorted(path for path in directory.iterdir() if path.name.startswith(BROKEN_PREFIX))
+
+
 def draft_path(directory: Path, step: int, save_id: str) -> Path:
     """Return the directory in which ``step`` is written."""
     return directory / f"{DRAFT_PREFIX}{step_name(step)}.{save_id}"

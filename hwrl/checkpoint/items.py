@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from hwrl.checkpoint.layout import SafeSavePlanner
+from hwrl.checkpoint.layout import Keys, SafeSavePlanner
 from hwrl.checkpoint.pieces import Offset, Part, Pieces, local_parts
 from hwrl.checkpoint.split import divide
 from hwrl.checkpoint.staging import Staging
@@ -48,6 +48,7 @@ class SaveItems:
         self._on_host: dict[Part, torch.Tensor] = {}
         self._values: dict[str, torch.Tensor | io.BytesIO] = {}
         self._begins: dict[tuple[str, Offset], tuple[Part, Offset]] = {}
+        self._keys: dict[str, Keys] = {}
         self._unread: Counter[Part] = Counter()
         self._lock = threading.Lock()
         self._staging: Staging | None = None
@@ -89,6 +90,7 @@ class SaveItems:
             self._lent[part] = lent
         self._copies.give_back()
         plan = self._planner.create_local_plan()
+        self._keys = plan.planner_data
         items = [item for whole in plan.items for item in self._divide(whole)]
         return replace(plan, items=sorted(items, key=lambda item: self._place(item)[0] not in self._lent))
 
@@ -104,6 +106,10 @@ class SaveItems:
         self._unread = Counter(self._place(item)[0] for item in items)
         for part in (self._lent.keys() | self._here.keys()) - self._unread.keys():
             self._let_go(part)
+
+    def keys(self, item: WriteItem) -> Keys:
+        """Return where the nested state has what ``item`` is of."""
+        return self._keys[item.index.fqn]
 
     @contextlib.contextmanager
     def reading(self, item: WriteItem) -> Iterator[torch.Tensor | io.BytesIO]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.home import CheckpointHome
-from hwrl.checkpoint.layout import LAYOUT_NAME, Json
-from hwrl.checkpoint.manifest import MALFORMED, CheckpointInfo, corrupt, find_checkpoints, in_use, verify_files
+from hwrl.checkpoint.layout import LAYOUT_NAME, Json, LayoutReader
+from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, in_use, verify_files
 from hwrl.checkpoint.save import EXTRA_NAME, seal
 from hwrl.errors import CheckpointNotFoundError
 
@@ -76,8 +76,5 @@ def _copy_files(part: CheckpointInfo, draft: Path, fs: DurableFS) -> None:
 
 
 def _layout(part: CheckpointInfo) -> list[Json]:
-    try:
-        entries = json.loads((part.path / LAYOUT_NAME).read_bytes())
-        return [dict(entry) for entry in entries]
-    except MALFORMED as exc:
-        raise corrupt(part.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
+    LayoutReader(part).read_metadata()  # raises if it makes no sense
+    return [dict(entry) for entry in json.loads((part.path / LAYOUT_NAME).read_bytes())]

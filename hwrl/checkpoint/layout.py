@@ -7,13 +7,14 @@ import json
 import math
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo  # what torch's files are made of
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # what torch's files are made of
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.manifest import MALFORMED, CheckpointInfo, Manifest, corrupt
 from hwrl.checkpoint.pieces import local_parts
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
@@ -41,29 +43,62 @@ from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveE
 LAYOUT_NAME = "layout.json"
 
 Json = dict[str, Any]
+Keys = tuple[str | int, ...]
+"""Where a nested state has a value: the keys and list positions that lead to it."""
 
 
-def encode_plan(plan: SavePlan) -> Json:
+def encode_plan(plan: SavePlan) -> list[Json]:
     """Return a local save plan as JSON."""
-    paths = {fqn: list(path) for fqn, path in plan.planner_data.items()}
-    return {"items": [_encode_item(item) for item in plan.items], "paths": paths}
+    return [_encode_item(item) for item in plan.items]
 
 
-def decode_plan(data: Json) -> SavePlan:
+def decode_plan(data: Iterable[Json]) -> SavePlan:
     """Return the save plan that :func:`encode_plan` wrote."""
-    paths = {fqn: tuple(path) for fqn, path in data["paths"].items()}
-    return SavePlan([_decode_item(item) for item in data["items"]], planner_data=paths)
+    return SavePlan([_decode_item(item) for item in data])
 
 
-def encode_entry(item: WriteItem, *, file: str, start: int, nbytes: int) -> Json:
-    """Return one line of the layout file: an item and where it was written."""
-    return {**_encode_item(item), "file": file, "start": start, "nbytes": nbytes}
+def encode_entry(item: WriteItem, *, keys: Keys, file: str, start: int, nbytes: int) -> Json:
+    """Return one line of the layout file: an item, where the state has it, and where it was written."""
+    return {**_encode_item(item), "keys": list(keys), "file": file, "start": start, "nbytes": nbytes}
 
 
-def decode_result(entry: Json) -> WriteResult:
+def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]) -> None:
+    """Write torch's own ``.metadata`` of a checkpoint that has these lines, for torch's tools.
+
+    Raises ValueError if the parts of a tensor do not make up the whole.
+    """
+    state, _ = _collect(entries, whole=True)
+    keys = {entry["name"]: _keys(entry) for entry in entries}
+    writer = FileSystemWriter(directory, sync_files=False)  # DurableFS syncs, after it flushed
+    writer.fs = fs
+    writer.finish(Metadata(state, planner_data=keys), [[_decode_result(entry) for entry in entries]])
+
+
+def _decode_result(entry: Json) -> WriteResult:
     """Return what torch's writer would have said when it wrote ``entry``."""
-    place = _StorageInfo(entry["file"], entry["start"], entry["nbytes"])
+    place = StorageInfo(entry["file"], entry["start"], entry["nbytes"])
     return WriteResult(index=_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=place)
+
+
+def _keys(entry: Json) -> Keys:
+    keys = tuple(entry["keys"])
+    if not all(isinstance(key, str | int) for key in keys):
+        raise ValueError(f"{keys!r} are no keys")
+    return keys
+
+
+def _collect(entries: Iterable[Json], *, whole: bool) -> tuple[dict[str, Any], dict[MetadataIndex, Any]]:
+    """Return what torch's metadata says: what each entry of the state is, and where each of its parts lies."""
+    state: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for entry in entries:
+        result = _decode_result(entry)
+        places[result.index] = result.storage_data
+        _add_chunk(state, _decode_item(entry))
+    for name, described in state.items():
+        if isinstance(described, TensorStorageMetadata):
+            _check_chunks(name, described, whole=whole)
+    return state, places
 
 
 def _encode_item(item: WriteItem) -> Json:
@@ -149,8 +184,13 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         *parents, last = self.mappings[fqn]
         target: Any = self.original_state_dict
         for part in parents:
-            target = target[part]
-        target[last] = torch.load(value, weights_only=True)
+            target = target[_own_key(target, part)]
+        target[_own_key(target, last)] = torch.load(value, weights_only=True)
+
+
+def _own_key(target: Any, key: str | int) -> Any:
+    """Return the key, or list position, of ``target`` that torch calls ``key``: it makes strings of keys."""
+    return next(own for own in target if str(own) == key) if isinstance(target, dict) else key
 
 
 def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -209,21 +249,14 @@ class LayoutReader(FileSystemReader):
         except MALFORMED as exc:
             raise corrupt(self._info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
 
-    def _build(self, entries: Iterable[Json]) -> Metadata:
-        state: dict[str, Any] = {}
-        places: dict[MetadataIndex, Any] = {}
+    def _build(self, entries: Sequence[Json]) -> Metadata:
         for entry in entries:
             self._check_place(entry)
-            item, result = _decode_item(entry), decode_result(entry)
-            places[item.index] = result.storage_data
-            _add_chunk(state, item)
-        for name, entry in state.items():
-            if isinstance(entry, TensorStorageMetadata):
-                _check_chunks(name, entry, whole=self._info.manifest.nodes == 1)
-        meta = StorageMeta(load_id=self.load_id)
-        return Metadata(state, storage_data=places, storage_meta=meta)
+        state, places = _collect(entries, whole=self._info.manifest.nodes == 1)
+        return Metadata(state, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
 
     def _check_place(self, entry: Json) -> None:
+        _keys(entry)
         record = self._info.manifest.files.get(entry["file"])
         if record is None:
             raise corrupt(self._info.path, f"{LAYOUT_NAME} names {entry['file']!r}, which the manifest does not")
@@ -242,6 +275,8 @@ def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
 
 def _check_chunks(name: str, entry: TensorStorageMetadata, *, whole: bool) -> None:
     """Refuse a tensor of which an element lies in two chunks, or, of a ``whole`` one, in none: it would not be read."""
+    if [(tuple(chunk.offsets), chunk.sizes) for chunk in entry.chunks] == [((0,) * len(entry.size), entry.size)]:
+        return
     size = torch.tensor(entry.size)
     begins = torch.tensor([list(chunk.offsets) for chunk in entry.chunks]).reshape(len(entry.chunks), len(size))
     sizes = torch.tensor([list(chunk.sizes) for chunk in entry.chunks]).reshape(len(entry.chunks), len(size))

@@ -48,7 +48,7 @@ def _write_item(stream: Any, name: str, item: WriteItem, source: SaveItems) -> J
             stream.write(data.getbuffer())
         else:
             torch.save(data, stream)
-    return encode_entry(item, file=name, start=start, nbytes=stream.tell() - start)
+    return encode_entry(item, keys=source.keys(item), file=name, start=start, nbytes=stream.tell() - start)
 
 
 def _divide(items: Sequence[WriteItem]) -> list[list[WriteItem]]:

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # what its planner calls first
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import hwrl
@@ -23,7 +21,7 @@ from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome, draft_path
 from hwrl.checkpoint.items import SaveItems
-from hwrl.checkpoint.layout import LAYOUT_NAME, Json, decode_plan, decode_result, encode_plan
+from hwrl.checkpoint.layout import LAYOUT_NAME, Json, decode_plan, encode_plan, write_torch_metadata
 from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hwrl.checkpoint.nodes import Node
 from hwrl.checkpoint.payload import write_items
@@ -58,7 +56,6 @@ class Saver:
     broken: list[Path] = field(default_factory=list)
     """Checkpoints whose content was found to be wrong, to be put aside by the next save."""
     _draft: Path | None = field(default=None, init=False)
-    _metadata: Metadata | None = field(default=None, init=False)
 
     def run(self, job: SaveJob) -> None:
         """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disks."""
@@ -112,7 +109,7 @@ class Saver:
         items = [plan.items[position] for position in chosen[self.node.rank]]
         node.decide(lambda: self._write(job, draft, items), lambda parts: self._seal(job, opened, draft, parts))
 
-    def _begin(self, job: SaveJob, opened: dict[str, Any], offers: list[dict[str, Any]]) -> list[list[int]]:
+    def _begin(self, job: SaveJob, opened: dict[str, Any], offers: list[list[Json]]) -> list[list[int]]:
         """Make the draft; return which items each rank of the node writes: what several hold is written by one."""
         home, survey = self._home, Survey(**opened["survey"])
         if survey.complete:
@@ -120,11 +117,8 @@ class Saver:
         home.put_aside(sorted({*self.broken, *survey.uncommitted(home)}))
         self.broken.clear()  # these names are free, and what is saved under them again is good
         plans = [decode_plan(offer) for offer in offers]
-        deduplicated = dedup_save_plans(plans)
-        if self.node.count == 1:  # else other tools would take a node's part for the whole
-            deduplicated, self._metadata = DefaultSavePlanner().create_global_plan(plans)
         self._draft = home.begin(job.step, opened["save_id"])
-        return [_positions(*pair) for pair in zip(plans, deduplicated, strict=True)]
+        return [_positions(*pair) for pair in zip(plans, dedup_save_plans(plans), strict=True)]
 
     def _write(self, job: SaveJob, draft: Path, items: list[WriteItem]) -> dict[str, Any]:
         entries = write_items(self.fs, draft, self.agreement.rank, items, job.source)
@@ -138,17 +132,10 @@ class Saver:
 
     def _seal(self, job: SaveJob, opened: dict[str, Any], draft: Path, parts: list[dict[str, Any]]) -> None:
         entries = [entry for part in parts for entry in part["entries"]]
-        if self._metadata is not None:
-            self._write_metadata(draft, self._metadata, entries)
         files = self.fs.take_records(draft)
         for part in parts:
             files |= {name: FileRecord(nbytes, sha256) for name, (nbytes, sha256) in part["files"].items()}
         seal(self.fs, draft, entries, opened["extra"], self._manifest(job, opened["save_id"], files))
-
-    def _write_metadata(self, draft: Path, metadata: Metadata, entries: list[dict[str, Any]]) -> None:
-        writer = FileSystemWriter(draft, sync_files=False)  # DurableFS syncs, after it flushed
-        writer.fs = self.fs
-        writer.finish(metadata, [[decode_result(entry) for entry in entries]])
 
     def _manifest(self, job: SaveJob, save_id: str, files: Mapping[str, FileRecord]) -> Manifest:
         return Manifest(
@@ -211,6 +198,8 @@ class Saver:
 
 def seal(fs: DurableFS, draft: Path, entries: list[Json], extra: Json, manifest: Manifest) -> None:
     """Add layout, extra state and manifest to a draft, whose other files the manifest names, and make it durable."""
+    if manifest.nodes == 1:  # else torch's tools would take a node's part for the whole
+        write_torch_metadata(fs, draft, entries)
     for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
         fs.write_file(draft / name, json.dumps(content).encode())
     files = {**manifest.files, **fs.take_records(draft)}

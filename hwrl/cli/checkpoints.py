@@ -64,11 +64,11 @@ def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> a
 
 
 def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.home import TRACKER_NAME, leftovers
+    from hwrl.checkpoint.home import TRACKER_NAME, leftovers, set_aside
     from hwrl.checkpoint.lock import find_owner
 
     complete, skipped = _find(args)
-    path, unfinished = args.dir / TRACKER_NAME, leftovers(args.dir)
+    path, unfinished, aside = args.dir / TRACKER_NAME, leftovers(args.dir), set_aside(args.dir)
     owner, tracker = find_owner(args.dir), path.read_text() if path.is_file() else None
     report = {
         "owner": owner,
@@ -76,6 +76,7 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         "checkpoints": [_describe(info) for info in complete],
         "incomplete": [{"path": str(one.path), "reason": one.reason} for one in skipped],
         "unfinished": [str(path) for path in unfinished],
+        "set_aside": [str(path) for path in aside],
     }
     lines = [f"{args.dir}: {owner or 'nobody writes here now'}; the tracker says {tracker}"]
     lines += [
@@ -85,6 +86,7 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     ]
     lines += [f"  {one.path.name} is not complete: {one.reason}" for one in skipped]
     lines += [f"  {path.name}: a save that runs, or did not end" for path in unfinished]
+    lines += [f"  {path.name}: set aside, since it could not be resumed; yours to look at and remove" for path in aside]
     return report, lines, True
 
 

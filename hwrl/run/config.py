@@ -246,8 +246,8 @@ class CheckpointConfig(Section):
     """Write in the background, from a copy; what is offloaded is written from where it lies."""
     staging: Literal["host", "device"] = "host"
     """Where that copy lies: page-locked host memory, or device memory that nothing else needed so far."""
-    max_ckpt_to_keep: Positive = 2
-    """Older ones are deleted, after the newest is complete."""
+    max_ckpt_to_keep: Positive | None = 2
+    """Older ones are deleted, after the newest is complete; null keeps all."""
 
     @model_validator(mode="after")
     def _only_a_copy_is_staged(self) -> CheckpointConfig:

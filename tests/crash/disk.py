@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["kill", "torn", "short", "full", "broken", "frozen"]
-KINDS: tuple[Kind, ...] = ("kill", "torn", "short", "full", "broken", "frozen")
+Kind = Literal["kill", "torn", "short", "full", "eio", "frozen"]
+KINDS: tuple[Kind, ...] = ("kill", "torn", "short", "full", "eio", "frozen")
 """What may befall a call: the process is killed before it; or after it, after half of it for a write; a write does half
 and says so, as it may (the next one, if the call is none); the disk is full from then on (half of a write fits,
 removing works); it fails once with EIO; or the process is stopped before it, until somebody has it go on.

@@ -30,7 +30,7 @@
 
 /* Both as in disk.py. */
 enum operation { NONE, CREATE, WRITE, RESIZE, SYNC, MKDIR, RENAME, REMOVE, LINK, ATTRIBUTES, ESCAPE };
-enum kind { KILL, TORN, SHORT, FULL, BROKEN, FROZEN };
+enum kind { KILL, TORN, SHORT, FULL, ERROR, FROZEN };
 
 struct state {          /* shared with disk.py and with forked processes */
     _Atomic int64_t calls; /* changes seen while armed */

@@ -119,7 +119,7 @@ def test_faults_do_what_they_say(tmp_path: Path) -> None:
         "torn": (-signal.SIGKILL, {"first": 4}),
         "short": (0, {"first": 8, "second": 8}),
         "full": (errno.ENOSPC, {"first": 4}),
-        "broken": (errno.EIO, {"first": 0}),
+        "eio": (errno.EIO, {"first": 0}),
     }
 
 

@@ -29,7 +29,7 @@ def _sweep_reference(rank: int, work: Path, kind: type[ReferenceSession], faults
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("order", "at_least"), [(DeletesEarly, 16), (WritesInPlace, 13)])
 def test_the_matrix_finds_orders_that_lose_or_mix(tmp_path: Path, order: type[ReferenceSession], at_least: int) -> None:
-    kinds: list[Kind] = ["kill", "full", "broken"]
+    kinds: list[Kind] = ["kill", "full", "eio"]
     outcome = run_processes(_sweep_reference, 1, tmp_path, order, kinds, timeout_s=290)[0]
     for kind in kinds:
         assert sum(f":{kind}@" in complaint for complaint in outcome.broken) >= at_least

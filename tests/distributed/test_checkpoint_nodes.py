@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, Pieces, find_checkpoints, nodes
 from hwrl.checkpoint.join import join_parts
@@ -211,6 +212,10 @@ def test_parts_are_joined_into_a_checkpoint_that_any_ranks_resume(
         assert found is not None and (found.step, len(found.rank_extras), state["n"]) == (2, 2, 2)
         assert torch.equal(rows, torch.tensor([[2.0] * 3, [3.0] * 3]))
         manager.save(3, state)
+    for step in (2, 3):
+        dcp_to_torch_save(whole / f"global_step_{step}", tmp_path / "as_torch_saves")
+        seen = torch.load(tmp_path / "as_torch_saves", weights_only=True)
+        assert torch.equal(seen["divided"], rows) and seen.keys() == state.keys()
     with pytest.raises(CheckpointNotFoundError, match="step 3 lacks parts"):
         join_parts([here, there], tmp_path / "other", step=3)
     with (there / "global_step_2" / "__1_0.distcp").open("r+b") as file:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -146,6 +147,27 @@ def test_torch_reads_the_checkpoint_without_hwrl(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(3)}
     load(state, checkpoint_id=str(tmp_path / "global_step_1"), no_dist=True)
     assert state["weight"].tolist() == [5.0] * 3
+
+
+def test_torch_makes_one_file_of_it_with_the_states_own_nesting(tmp_path: Path) -> None:
+    state = {"model": {"layers.0.weight": torch.ones(2)}, "groups": [{"lr": 0.1}, {"lr": 0.2}]}
+    with manager(tmp_path) as opened:
+        opened.save(1, state)
+    dcp_to_torch_save(tmp_path / "global_step_1", tmp_path / "one_file")
+    saved = torch.load(tmp_path / "one_file", weights_only=True)
+    assert saved["model"]["layers.0.weight"].tolist() == [1.0, 1.0]
+    assert saved["groups"] == state["groups"]
+
+
+def test_keys_that_are_no_strings_stay_what_they_are(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"state": {0: {"step": 5, "exp_avg": torch.ones(2)}, True: [1]}}
+    other: dict[str, Any] = {"state": {0: {"step": 0, "exp_avg": torch.zeros(2)}, True: [2]}}
+    with manager(tmp_path) as opened:
+        opened.save(1, state)
+        opened.resume(other)
+    assert other["state"][0]["exp_avg"].tolist() == [1.0, 1.0]
+    del state["state"][0]["exp_avg"], other["state"][0]["exp_avg"]
+    assert other == state
 
 
 def test_the_newest_are_kept_across_restarts(tmp_path: Path) -> None:

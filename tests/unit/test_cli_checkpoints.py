@@ -43,10 +43,12 @@ def _run(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
 def test_ls_shows_what_is_complete_what_is_not_and_who_writes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "global_step_2" / "layout.json").unlink()
     (home / ".tmp_global_step_4.x").mkdir()
+    (home / ".broken_global_step_4.y").mkdir()
     listed = _run(capsys, "ls", home)
     assert [(one["step"], one["weight_version"]) for one in listed["checkpoints"]] == [(1, 1), (3, 3)]
     assert listed["incomplete"] == [{"path": str(home / "global_step_2"), "reason": "layout.json is missing"}]
     assert [Path(path).name for path in listed["unfinished"]] == [".tmp_global_step_4.x"]
+    assert [Path(path).name for path in listed["set_aside"]] == [".broken_global_step_4.y"]
     assert (listed["tracker"], listed["owner"]) == ("3", None)
     with _manager(home):
         assert f"process {os.getpid()} on" in _run(capsys, "ls", home)["owner"]
