@@ -283,6 +283,7 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         dtype=_dtype(config),
         param_offload=config.train.param_offload,
         optimizer_offload=config.train.optimizer_offload,
+        activation_checkpointing=config.train.activation_checkpointing,
         lora=config.model.lora,
         seed=config.seed,
         **config.optimizer.model_dump(),

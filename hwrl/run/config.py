@@ -182,6 +182,8 @@ class TrainConfig(Section):
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory, except during steps."""
+    activation_checkpointing: bool = False
+    """Keep only the layers' inputs for the backward pass, and compute the rest again: less memory, more time."""
     max_restarts: NotNegative = 3
     """How often dead trainers are started again from the last complete checkpoint."""
     threads: Positive = 1

@@ -27,7 +27,8 @@ class EngineSettings:
     what forward and backward passes compute in, and the dtype of the weights that leave the engine. With ``lora``
     the model is the frozen base of an adapter, which alone is trained; its first values depend on ``seed``. With
     ``param_offload`` and ``optimizer_offload`` parameters and optimizer state live in host memory, but for
-    :meth:`TrainEngine.on_device`.
+    :meth:`TrainEngine.on_device`. With ``activation_checkpointing`` a layer keeps nothing but its inputs for the
+    backward pass, and is computed twice.
     """
 
     model_directory: Path
@@ -43,6 +44,7 @@ class EngineSettings:
     dtype: torch.dtype = torch.float32
     param_offload: bool = False
     optimizer_offload: bool = False
+    activation_checkpointing: bool = False
     lora: LoraSettings | None = None
     seed: int = 0
 

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from hwrl.backend import Backend
+from hwrl.errors import EngineError
 from hwrl.lora import LoraSettings, adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Moved, Offloader
 from hwrl.models import load_model, load_tokenizer, logits_at, model_identity
 from hwrl.train.engine import EngineSettings
 from hwrl.train.gather import gathered
-from hwrl.train.policy import PolicyEngine
+from hwrl.train.policy import PolicyEngine, recompute
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -46,7 +47,10 @@ class FsdpEngine(PolicyEngine):
         if settings.lora is not None:
             self.base = model_identity(settings.model_directory)
             model = add_adapter(model, settings.lora, seed=settings.seed)
-        self.model = _shard(model, backend, group, settings.dtype)
+        layers = _layers(model)
+        if settings.activation_checkpointing:
+            recompute(layers)
+        self.model = _shard(model, layers, backend, group, settings.dtype)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, **self._hyperparameters())
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
@@ -190,7 +194,20 @@ class FsdpEngine(PolicyEngine):
         load_tokenizer(self.settings.model_directory).save_pretrained(directory)
 
 
-def _shard(model: Any, backend: Backend, group: Group | None, dtype: torch.dtype) -> Any:
+def _layers(model: Any) -> list[torch.nn.Module]:
+    """Return the layers of ``model``, inner ones first; EngineError if transformers does not tell which they are."""
+    kinds = set(model._no_split_modules or ())  # what accelerate and others go by, too
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise EngineError(
+            f"a {type(model).__name__} cannot be trained layer by layer",
+            why=f"none of its modules is of the classes that its _no_split_modules names: {sorted(kinds)}",
+            fix="name the class of its layers in _no_split_modules of the model's class",
+        )
+    return layers[::-1]
+
+
+def _shard(model: Any, layers: list[torch.nn.Module], backend: Backend, group: Group | None, dtype: torch.dtype) -> Any:
     """Return ``model`` on the device. On several ranks it is sharded from the host, one layer at a time."""
     if group is None or group.size == 1:
         return model.to(backend.device())
@@ -199,7 +216,7 @@ def _shard(model: Any, backend: Backend, group: Group | None, dtype: torch.dtype
 
     mesh = init_device_mesh(backend.info.device_type, (group.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in model.model.layers if hasattr(model, "model") and hasattr(model.model, "layers") else ():
+    for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 

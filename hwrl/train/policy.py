@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 
 _CHUNK_LOGITS = 1 << 25
 """The logits that are worked on at once in float32: 128 MiB a copy."""
+
+
+def recompute(layers: Iterable[torch.nn.Module]) -> None:
+    """Have ``layers`` keep nothing but their inputs for the backward pass, which runs them once more.
+
+    Activation checkpointing, after Chen et al. 2016, https://arxiv.org/abs/1604.06174. They must not draw random
+    numbers.
+    """
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class PolicyEngine(TrainEngine):

@@ -30,7 +30,7 @@ from hwrl.train.batch import Batch
 from hwrl.train.engine import EngineSettings
 from hwrl.train.gather import gathered
 from hwrl.train.losses import PolicyLoss
-from hwrl.train.policy import PolicyEngine
+from hwrl.train.policy import PolicyEngine, recompute
 from hwrl_megatron.model import build_gpt
 from hwrl_megatron.options import Options
 from hwrl_megatron.weights import Weight, load_weights, map_weights
@@ -66,6 +66,8 @@ class MegatronEngine(PolicyEngine):
         settings, backend = self.settings, self._backend
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         model = build_gpt(settings.model_directory, tensor_parallel=options.tensor_parallel, dtype=settings.dtype)
+        if settings.activation_checkpointing:
+            recompute(model.decoder.layers)
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.models.qwen3 import Qwen3PreTrainedModel
 
 import hwrl
 from hwrl.checkpoint import CheckpointManager
@@ -84,10 +87,12 @@ def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
     return FsdpEngine(replace(settings, **changes), backend=hwrl.get_backend(), group=group)
 
 
-def train(rank: int, model_directory: Path, address: str, ranks: int, steps: int) -> dict[str, Any]:
+def train(
+    rank: int, model_directory: Path, address: str, ranks: int, steps: int, changes: dict[str, Any]
+) -> dict[str, Any]:
     """Take ``steps`` steps on this rank's share of each batch; return figures, weights, log-probabilities."""
     group = join(rank, address, ranks)
-    engine = engine_on(model_directory, group)
+    engine = engine_on(model_directory, group, **changes)
     figures = []
     for step in range(steps):
         share = groups_of(5, seed=step)[rank::ranks]  # uneven: one rank has more parts than the other
@@ -99,10 +104,11 @@ def train(rank: int, model_directory: Path, address: str, ranks: int, steps: int
     return {"figures": figures, "weights": weights, "logprobs": logprobs}
 
 
-def test_two_ranks_take_the_same_steps_as_one(model_directory: Path) -> None:
-    alone = train(0, model_directory, "", 1, 4)
+@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": True}], ids=["plain", "recomputing"])
+def test_two_ranks_take_the_same_steps_as_one(model_directory: Path, changes: dict[str, Any]) -> None:
+    alone = train(0, model_directory, "", 1, 4, {})
     store = serve_store()
-    pair = run_processes(train, 2, model_directory, store_address(store), 2, 4)
+    pair = run_processes(train, 2, model_directory, store_address(store), 2, 4, changes)
     assert pair[0]["weights"].keys() == alone["weights"].keys()
     assert not pair[1]["weights"]  # only the first rank, which sends them, has them whole
     for name, tensor in alone["weights"].items():
@@ -111,6 +117,58 @@ def test_two_ranks_take_the_same_steps_as_one(model_directory: Path) -> None:
         torch.testing.assert_close(one["logprobs"], alone["logprobs"], atol=2e-4, rtol=1e-4)
         for figures, wanted in zip(one["figures"], alone["figures"], strict=True):
             assert figures == pytest.approx(wanted, rel=2e-3, abs=1e-5)
+
+
+def kept_nbytes(engine: FsdpEngine, batch: Batch) -> int:
+    """Return the bytes that a forward pass keeps for its backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine._forward(batch)
+    own = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
+    return sum(nbytes for place, nbytes in kept.items() if place not in own)
+
+
+def test_activation_checkpointing_keeps_less_and_changes_no_step(model_directory: Path) -> None:
+    plain, lean = (engine_on(model_directory, None, activation_checkpointing=lean) for lean in (False, True))
+    batch = batch_of(groups_of(5, seed=0))
+    assert kept_nbytes(lean, batch) < kept_nbytes(plain, batch) / 2
+    for engine in (plain, lean):
+        engine.train_batch(batch, loss=PolicyLoss())
+    for (name, one), (_, other) in zip(plain.named_weights(), lean.named_weights(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=name)
+
+
+def write_gpt2(directory: Path) -> Path:
+    """Write a GPT-2, whose layers are where Qwen's are not."""
+    config = GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=32, n_positions=64, bos_token_id=1, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def sharded_modules(rank: int, model_directory: Path, address: str) -> list[str]:
+    group = join(rank, address, 2)
+    assert group is not None
+    engine = engine_on(model_directory, group)
+    engine.train_batch(batch_of(groups_of(2, seed=0)[rank::2]), loss=PolicyLoss())
+    group.close()
+    return [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def test_every_layer_is_sharded_by_itself_wherever_the_model_has_them(tmp_path: Path) -> None:
+    directory, store = write_gpt2(tmp_path / "model"), serve_store()
+    for names in run_processes(sharded_modules, 2, directory, store_address(store)):
+        assert names == ["", *(f"transformer.h.{layer}" for layer in range(3))]
+
+
+def test_a_model_whose_layers_nobody_knows_is_refused(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3PreTrainedModel, "_no_split_modules", [])
+    with pytest.raises(EngineError, match="cannot be trained layer by layer"):
+        engine_on(model_directory, None)
 
 
 def test_the_step_does_not_depend_on_how_it_is_cut_into_parts(model_directory: Path) -> None:

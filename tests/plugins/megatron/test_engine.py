@@ -145,6 +145,15 @@ def test_it_computes_steps_and_exports_what_transformers_does(tmp_path: Path, me
     torch.testing.assert_close(engine.logprobs(batch)[batch.mask], exported, atol=2e-5, rtol=1e-5)
 
 
+def test_activation_checkpointing_changes_no_step(model_directory: Path, megatron: Make) -> None:
+    after = []
+    for lean in (False, True):
+        engine = megatron(model_directory, activation_checkpointing=lean)
+        engine.train_batch(batch_of(7, seed=1), loss=PolicyLoss("tis"))
+        after.append(copies(engine))
+    assert_close(*after, atol=0.0)
+
+
 def test_bfloat16_computes_in_it_and_keeps_small_steps(tmp_path: Path, megatron: Make) -> None:
     directory = write_model(tmp_path / "demo", CONFIGS["qwen3"], dtype=torch.bfloat16)
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "learning_rate": 1e-5, "warmup_steps": 0}
