@@ -39,7 +39,7 @@ class ModelConfig(Section):
     path: AbsolutePath
     """A directory that ``AutoModelForCausalLM`` and ``AutoTokenizer`` can load."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computing, rollout and export; parameters and moments in training are always float32."""
+    """Of computing, rollout and export; what the optimizer updates is always float32."""
     lora_rank: NotNegative = 0
     """Train a LoRA adapter of this rank, and leave the model as it is; 0: train the whole model."""
     lora_alpha: PositiveReal = 16.0

@@ -129,6 +129,12 @@ def test_every_part_has_its_layer() -> None:
     assert {unit_of(path) for path in CORE} - {"__init__"} <= set(LAYER_OF), "give the new part its place in LAYERS"
 
 
+def test_the_page_on_design_shows_the_layers() -> None:
+    rows = re.findall(r"^\| \w[\w ]* \| (`hwrl\.[^|]*) \|", (REPO / "docs/design.md").read_text(), re.MULTILINE)
+    shown = [set(re.findall(r"`hwrl\.(\w+)`", row)) for row in rows]
+    assert shown == LAYERS[::-1]
+
+
 def test_arrows_point_down() -> None:
     assert not [(unit, other) for unit, other in arrows() if LAYER_OF[other] > LAYER_OF[unit]]
 

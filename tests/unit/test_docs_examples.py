@@ -11,6 +11,7 @@ import pytest
 
 from hwrl import backend, comm
 from hwrl.rollout import engine as rollout_engine
+from hwrl.run.config import load_config
 from hwrl.train import engine as train_engine
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -26,6 +27,13 @@ def test_the_example_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         exec(compile(block, page, "exec"), {})
     if page == "checkpoints.md":
         assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_the_configuration_of_the_readme_is_one(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", (DOCS / "../README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "config.yaml").write_text(example)
+    config = load_config(tmp_path / "config.yaml", ["train.steps=200", "resume=true"])
+    assert config.async_training.staleness_threshold == 2 and config.resume
 
 
 def blocks_of(page: str) -> list[str]:
