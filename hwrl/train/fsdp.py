@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,7 @@ from hwrl.backend import Backend
 from hwrl.errors import EngineError
 from hwrl.lora import LoraSettings, adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Moved, Offloader
-from hwrl.models import load_model, load_tokenizer, logits_at, model_identity
+from hwrl.models import build_model, load_model, load_tokenizer, logits_at, model_identity
 from hwrl.train.engine import EngineSettings
 from hwrl.train.gather import gathered
 from hwrl.train.policy import PolicyEngine, recompute
@@ -43,7 +44,8 @@ class FsdpEngine(PolicyEngine):
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         super().__init__(settings, backend=backend, group=group)
         self._dtype = settings.dtype
-        model = load_model(settings.model_directory, dtype=torch.float32).eval()
+        make = load_model if group is None or group.rank == 0 else build_model  # others get shards of the first's
+        model = make(settings.model_directory, dtype=torch.float32).eval()
         if settings.lora is not None:
             self.base = model_identity(settings.model_directory)
             model = add_adapter(model, settings.lora, seed=settings.seed)
@@ -208,17 +210,21 @@ def _layers(model: Any) -> list[torch.nn.Module]:
 
 
 def _shard(model: Any, layers: list[torch.nn.Module], backend: Backend, group: Group | None, dtype: torch.dtype) -> Any:
-    """Return ``model`` on the device. On several ranks it is sharded from the host, one layer at a time."""
+    """Return ``model`` on the device. On several ranks it is sharded layer by layer, with the first rank's weights."""
     if group is None or group.size == 1:
         return model.to(backend.device())
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    weights = model.state_dict() if group.rank == 0 else {}
     mesh = init_device_mesh(backend.info.device_type, (group.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=broadcast)
+    return model
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -150,19 +150,27 @@ def write_gpt2(directory: Path) -> Path:
     return directory
 
 
-def sharded_modules(rank: int, model_directory: Path, address: str) -> list[str]:
+def shard(rank: int, directories: list[Path], address: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Return the modules that are sharded by themselves, and the whole weights; take a step, too."""
     group = join(rank, address, 2)
     assert group is not None
-    engine = engine_on(model_directory, group)
+    engine = engine_on(directories[rank], group)
+    modules = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
+    weights = {name: fsdp._whole(tensor).cpu().clone() for name, tensor in engine.model.state_dict().items()}
     engine.train_batch(batch_of(groups_of(2, seed=0)[rank::2]), loss=PolicyLoss())
     group.close()
-    return [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
+    return modules, weights
 
 
-def test_every_layer_is_sharded_by_itself_wherever_the_model_has_them(tmp_path: Path) -> None:
-    directory, store = write_gpt2(tmp_path / "model"), serve_store()
-    for names in run_processes(sharded_modules, 2, directory, store_address(store)):
-        assert names == ["", *(f"transformer.h.{layer}" for layer in range(3))]
+def test_each_layer_is_sharded_wherever_a_model_has_them_and_one_rank_reads_the_weights(tmp_path: Path) -> None:
+    directories = [write_gpt2(tmp_path / name) for name in ("first", "second")]
+    (directories[1] / "model.safetensors").unlink()
+    wanted = load_model(directories[0], dtype=torch.float32).state_dict()
+    store = serve_store()
+    for modules, weights in run_processes(shard, 2, directories, store_address(store)):
+        assert modules == ["", *(f"transformer.h.{layer}" for layer in range(3))]
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
 
 
 def test_a_model_whose_layers_nobody_knows_is_refused(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
