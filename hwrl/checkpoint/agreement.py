@@ -29,7 +29,7 @@ class Agreement:
     While a rank is in a round, a thread of it lets the others hear of it: however long its part takes, they wait. One
     that has not been heard of for ``timeout_s`` ends the round, on all ranks, with an error that names it; the next
     round is open to it. A part may be rounds of some of the ranks (:meth:`among`), which are heard of meanwhile. Ranks
-    that left a call in different rounds are together again in the next (:meth:`begin`).
+    that left a call at different points, or did not come to its rounds, are together in the next (:meth:`begin`).
     """
 
     def __init__(self, store: Store | None, *, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
@@ -38,11 +38,11 @@ class Agreement:
         self._call = self._round = 0
         self._inner: list[Agreement] = []
 
-    def begin(self) -> None:
-        """Begin a call that all ranks make; rounds are counted from it."""
-        self._call, self._round = self._call + 1, 0
+    def begin(self, call: int) -> None:
+        """Begin the ``call``-th of the calls that all ranks make, counted from 1; it has rounds of its own."""
+        self._call, self._round = call, 0
         for inner in self._inner:
-            inner.begin()
+            inner.begin(call)
 
     @property
     def decides(self) -> bool:

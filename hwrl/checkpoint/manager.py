@@ -131,7 +131,7 @@ class CheckpointManager:
                 fix='give async_save=True, too, or staging="host"',
             )
         self.directory = Path(directory).absolute()
-        self._async_save, self._closed = async_save, False
+        self._async_save, self._closed, self._calls = async_save, False, 0
         self._staging = Staging(backend or get_backend(), on_device=staging == "device", readers=MAX_FILES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._pending: Future[None] | None = None
@@ -197,13 +197,14 @@ class CheckpointManager:
         :class:`~hwrl.errors.CheckpointSaveError` if this save, or the previous one in the background, failed; then
         the checkpoints before it are untouched and the next save may succeed.
         """
-        self._require_open(f"step {step} cannot be saved", CheckpointSaveError)
+        call = self._count_call(f"step {step} cannot be saved", CheckpointSaveError)
         started_s = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter()
         try:
             items = SaveItems(state, offloader=offloader)
             job = SaveJob(
+                call,
                 _count("step", step),
                 _count("weight_version", weight_version),
                 items,
@@ -213,7 +214,7 @@ class CheckpointManager:
             )
             self._hold(items)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
-            self._saver.refuse(step, exc)
+            self._saver.refuse(call, step, exc)
         self._start(job)
         blocked_s = time.perf_counter() - waited_s
         return SaveReport(
@@ -225,9 +226,12 @@ class CheckpointManager:
             held_nbytes=self._staging.nbytes,
         )
 
-    def _require_open(self, what: str, error: type[CheckpointError]) -> None:
+    def _count_call(self, what: str, error: type[CheckpointError]) -> int:
+        """Return the number of this call, which all ranks make, however it ends on each."""
         if self._closed:
             raise error(what, why="the manager is closed", fix="open another")
+        self._calls += 1
+        return self._calls
 
     def _hold(self, items: SaveItems) -> None:
         try:
@@ -302,9 +306,9 @@ class CheckpointManager:
         :class:`~hwrl.errors.CheckpointCorruptError` if ``step`` is not whole, or if files that match their hashes
         cannot be read all the same; ``state`` may be partly overwritten in that last case only.
         """
-        self._require_open("nothing can be loaded", CheckpointError)
+        call = self._count_call("nothing can be loaded", CheckpointError)
         self.wait()
-        self._agreement.begin()
+        self._agreement.begin(call)
         survey = self._survey()
         skipped = [Skipped(self.directory / name, reason) for name, reason in survey.skipped.items()]
         for one in skipped:

@@ -34,8 +34,9 @@ EXPORT_NAME = "hf"
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What one rank brings to a save. The saver closes ``source``."""
+    """What one rank brings to a save, which is the ``call``-th call. The saver closes ``source``."""
 
+    call: int
     step: int
     weight_version: int
     source: SaveItems
@@ -59,7 +60,7 @@ class Saver:
     _extra: Json = field(default_factory=dict, init=False)
     """What goes into the file of that name, on the ranks that seal: of many ranks it is too much to send to each."""
 
-    def refuse(self, step: int, error: Exception) -> NoReturn:
+    def refuse(self, call: int, step: int, error: Exception) -> NoReturn:
         """Take the place of :meth:`run` where this rank has no job: all ranks raise, and this one does not wait."""
         told: Exception = error
         if not isinstance(error, HwrlError):
@@ -69,14 +70,14 @@ class Saver:
         def fail() -> NoReturn:
             raise told
 
-        self.agreement.begin()
+        self.agreement.begin(call)
         self.agreement.vote(fail)
         raise told
 
     def run(self, job: SaveJob) -> None:
         """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disks."""
         sealed, self._extra = False, {}
-        self.agreement.begin()
+        self.agreement.begin(job.call)
         try:
             opened = self.agreement.decide(lambda: self._offer(job), lambda offers: self._open(job, offers))
             self.agreement.vote(lambda: self._prepare(job, opened))

@@ -180,30 +180,36 @@ class Interrupted(BaseException):
     """What a signal's handler raises."""
 
 
-class Interrupting(DurableFS):
-    """Interrupts rank 1 in the middle of step 1."""
+class Interrupting(CpuBackend):
+    """Is interrupted when it first locks memory, to stage a state."""
 
-    def before(self, operation: str, path: Path) -> None:
-        if operation == "sync" and path.name == "__1_0.distcp" and "step_1." in str(path):
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self._interrupts = True
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        if self._interrupts:
+            self._interrupts = False
             raise Interrupted
 
 
-def _be_interrupted(group: Group, directory: Path) -> str:
-    state, text = {f"of {group.rank}": torch.ones(2)}, ""
-    with open_manager(group, directory, fs=Interrupting(), timeout_s=2.0) as manager:
-        try:
-            manager.save(1, state)
-        except (Interrupted, HwrlError) as exc:
-            text = repr(exc)
-        group.barrier()
-        manager.save(2, state)
-    return text
+def _be_interrupted(group: Group, directory: Path) -> list[str]:
+    texts, backend = [], Interrupting() if group.rank == 1 else BACKEND
+    with open_manager(group, directory, backend=backend, async_save=True, timeout_s=2.0) as manager:
+        for step in (1, 2, 3):
+            try:
+                manager.save(step, {"weight": torch.ones(2)})
+                manager.wait()
+            except (Interrupted, HwrlError) as exc:
+                texts.append(f"step {step}: {exc!r}")
+            group.barrier()
+    return texts
 
 
-def test_ranks_that_left_a_save_at_different_points_are_together_in_the_next(tmp_path: Path) -> None:
+def test_an_interrupted_rank_is_with_the_others_in_the_next_save(tmp_path: Path) -> None:
     here, there = on_ranks(_be_interrupted, 2, tmp_path)
-    assert "no answer from rank 1" in here and "Interrupted" in there
-    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2]
+    assert len(here) == 1 and "no answer from rank 1" in here[0] and there == ["step 1: Interrupted()"]
+    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3]
 
 
 # -- names of some ranks ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest
+from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, split
 from hwrl.checkpoint.save import seal
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
 from hwrl_cpu import INFO, CpuBackend
@@ -159,7 +159,8 @@ def test_another_librarys_group_is_refused(tmp_path: Path) -> None:
         manager(tmp_path, group=object())
 
 
-def test_the_default_device_is_the_callers_own_matter(tmp_path: Path) -> None:
+def test_the_default_device_is_the_callers_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "PIECE_NBYTES", 16)
     rows = torch.arange(12.0).reshape(4, 3)
     state, other = {"rows": rows, "pair": (torch.ones(2), 3)}, {"rows": torch.zeros(4, 3), "pair": None}
     with torch.device("meta"), manager(tmp_path, async_save=True) as opened:
