@@ -202,16 +202,9 @@ class CheckpointManager:
         self.wait()
         waited_s = time.perf_counter()
         try:
+            counts = _count("step", step), _count("weight_version", weight_version)
             items = SaveItems(state, offloader=offloader)
-            job = SaveJob(
-                call,
-                _count("step", step),
-                _count("weight_version", weight_version),
-                items,
-                _json(extra),
-                _json(rank_extra),
-                export,
-            )
+            job = SaveJob(call, *counts, items, _json(extra), _json(rank_extra), export)
             self._hold(items)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
             self._saver.refuse(call, step, exc)

@@ -1,5 +1,6 @@
 """Several real ranks agree on a save: over large values, when one of them cannot save, and about names of their own."""
 
+import functools
 import random
 import time
 from collections.abc import Callable
@@ -49,8 +50,7 @@ def _decide_on_much(group: Group) -> int:
     agreement = Agreement(group.store, rank=group.rank, ranks=range(group.size), timeout_s=TIMEOUT_S)
     keys = []
     for mib in (0, 9, 0):
-        mine = noise(group.rank, mib)
-        both = agreement.decide(lambda mine=mine: mine, list)  # type: ignore[misc]
+        both = agreement.decide(functools.partial(noise, group.rank, mib), list)
         assert both == [noise(rank, mib) for rank in range(group.size)]
         agreement.vote(lambda: None)
         group.barrier()
@@ -147,7 +147,7 @@ def _fail_on_one(group: Group, directory: Path, victim: int, async_save: bool) -
         for number, bad in enumerate(_bad_calls(backend)):
             step = 2 * number + 1
             began_s = time.monotonic()
-            call = {"state": {"weight": torch.ones(3)}}
+            call: dict[str, Any] = {"state": {"weight": torch.ones(3)}}
             failed = None
             try:
                 manager.save(step, **(call | bad() if group.rank == victim else call))
@@ -227,7 +227,7 @@ def _save_and_resume_own_names(group: Group, directory: Path) -> list[str]:
         assert manager.resume(state) is not None
         assert state["model"][f"layers.{group.rank}"].tolist() == [5.0 + group.rank] * 2 and state["step"] == 5
         texts = []
-        other = {"model": {"layers.0": torch.full((2,), -9.0)}, "step": -9}
+        other: dict[str, Any] = {"model": {"layers.0": torch.full((2,), -9.0)}, "step": -9}
         wider = _own_names(group, -9) | ({"new": torch.zeros(1)} if group.rank == 0 else {})
         for template in (other, wider):
             with pytest.raises(CheckpointError) as caught:
@@ -245,7 +245,7 @@ def test_names_that_only_some_ranks_have_are_resumed_by_them_and_missed_if_no_ra
 
 def _give_torchs_group(group: Group, directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"ProcessGroup.* is not possible"):
-        open_manager(dist.group.WORLD, directory)  # type: ignore[arg-type]
+        open_manager(dist.group.WORLD, directory)  # type: ignore[arg-type]  # is refused
     open_manager(Comm(BACKEND).default_group(), directory).close()
 
 

@@ -126,13 +126,15 @@ def test_numbers_that_no_manifest_holds_are_refused(tmp_path: Path, name: str, v
 
 def test_integers_of_other_libraries_are_integers(tmp_path: Path) -> None:
     with manager(tmp_path) as opened:
-        opened.save(np.int64(5), small(1), weight_version=torch.tensor(7))  # type: ignore[arg-type]
+        counts: dict[str, Any] = {"step": np.int64(5), "weight_version": torch.tensor(7)}
+        opened.save(state=small(1), **counts)
         resumed = opened.resume(small(0))
     assert resumed is not None and (resumed.step, resumed.info.weight_version) == (5, 7)
 
 
 def test_nothing_is_sealed_that_could_not_be_read(tmp_path: Path) -> None:
-    manifest = Manifest(1, "id", 1, None, time.time(), {}, {})  # type: ignore[arg-type]
+    nothing: Any = None
+    manifest = Manifest(1, "id", 1, weight_version=nothing, saved_unix_s=time.time(), versions={}, files={})
     with pytest.raises(TypeError):
         seal(DurableFS(), tmp_path, [], {}, manifest)
     assert not (tmp_path / "MANIFEST.json").exists()
@@ -162,11 +164,12 @@ def test_another_librarys_group_is_refused(tmp_path: Path) -> None:
 def test_the_default_device_is_the_callers_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "PIECE_NBYTES", 16)
     rows = torch.arange(12.0).reshape(4, 3)
-    state, other = {"rows": rows, "pair": (torch.ones(2), 3)}, {"rows": torch.zeros(4, 3), "pair": None}
+    state: dict[str, Any] = {"rows": rows, "pair": (torch.ones(2), 3)}
+    other: dict[str, Any] = {"rows": torch.zeros(4, 3), "pair": None}
     with torch.device("meta"), manager(tmp_path, async_save=True) as opened:
         opened.save(1, state)
         opened.resume(other)
-    assert torch.equal(other["rows"], rows) and other["pair"][0].tolist() == [1.0, 1.0]  # type: ignore[arg-type,index]
+    assert torch.equal(other["rows"], rows) and other["pair"][0].tolist() == [1.0, 1.0]
 
 
 # -- closed, or dropped -----------------------------------------------------------------------------------------
