@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,20 +18,31 @@ from hwrl import errors
 from hwrl.errors import CheckpointError, HwrlError
 from hwrl.store import await_keys, store_failures
 
+_PIECE_CHARS = 4 << 20
+"""Of a value under one key: torch's store ends the connection of whoever sends or asks for 8 MiB at once."""
+
 
 class Agreement:
     """Rounds in which every rank does its part and the first of them decides; all see the same decision or error.
 
-    Values are JSON. All of ``ranks`` must make the same calls in the same order, from one thread at a time. While a
-    rank is in a round, a thread of it lets the others hear of it: however long its part takes, they wait. One that has
-    not been heard of for ``timeout_s`` ends the round, on all ranks, with an error that names it; the next round is
-    open to it. A part may be rounds of some of the ranks (:meth:`among`), which are heard of meanwhile.
+    Values are JSON of any size. All of ``ranks`` must make the same calls in the same order, from one thread at a time.
+    While a rank is in a round, a thread of it lets the others hear of it: however long its part takes, they wait. One
+    that has not been heard of for ``timeout_s`` ends the round, on all ranks, with an error that names it; the next
+    round is open to it. A part may be rounds of some of the ranks (:meth:`among`), which are heard of meanwhile. Ranks
+    that left a call at different points, or did not come to its rounds, are together in the next (:meth:`begin`).
     """
 
     def __init__(self, store: Store | None, *, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         self.rank, self.ranks = rank, ranks
         self._store, self._timeout_s = store, timeout_s
-        self._round = 0
+        self._call = self._round = 0
+        self._inner: list[Agreement] = []
+
+    def begin(self, call: int) -> None:
+        """Begin the ``call``-th of the calls that all ranks make, counted from 1; it has rounds of its own."""
+        self._call, self._round = call, 0
+        for inner in self._inner:
+            inner.begin(call)
 
     @property
     def decides(self) -> bool:
@@ -38,8 +51,9 @@ class Agreement:
 
     def among(self, ranks: Sequence[int], *, name: str) -> Agreement:
         """Return rounds of some of the ranks, this one included. ``name`` is theirs alone."""
-        store = None if self._store is None else PrefixStore(name, self._store)
-        return Agreement(store, rank=self.rank, ranks=ranks, timeout_s=self._timeout_s)
+        store = None if self._store is None or len(ranks) == 1 else PrefixStore(name, self._store)
+        self._inner.append(Agreement(store, rank=self.rank, ranks=ranks, timeout_s=self._timeout_s))
+        return self._inner[-1]
 
     def decide(self, part: Callable[[], Any], choose: Callable[[list[Any]], Any]) -> Any:
         """Run ``part`` on every rank, then ``choose`` on the first with the results in order; return what it returned.
@@ -60,42 +74,51 @@ class Agreement:
     def _hold_round(self, part: Callable[[], Any], choose: Callable[[list[Any]], Any], *, hasty: bool) -> Any:
         if self._store is None:
             return choose([part()])
-        store = PrefixStore(f"round{self._round}", self._store)
+        at = (self._call, self._round)
+        store = PrefixStore("round{}.{}".format(*at), self._store)
         self._round += 1
         with self._heard(store), store_failures():
             mine = _attempt(part)
-            store.set(f"part{self.rank}", mine.to_json(of_rank=self.rank))
+            key = f"part{self.rank}"
+            store.set(key, _stow(store, key, mine.to_json(of_rank=self.rank)))
             if hasty and mine.error is not None:
                 proposed = mine
             elif self.decides:
-                proposed = _attempt(lambda: choose(self._collect(store)))
+                proposed = _attempt(lambda: choose(self._collect(store, at)))
             else:
                 proposed = _attempt(lambda: self._await(store, {"chosen": self.ranks[0]}))
-            # Who gives up on the deciding rank decides instead, and it may wake up: the first decision is everybody's.
             if self.decides or proposed.error is not None:
-                chosen = store.compare_set(
-                    "chosen", "", proposed.to_json(of_rank=self.rank if proposed is mine else None)
-                )
+                chosen = self._propose(store, proposed.to_json(of_rank=self.rank if proposed is mine else None))
             else:
-                chosen = store.get("chosen")
+                chosen = _fetch_decision(store, store.get("chosen").decode())
         if mine.error is not None:
             raise mine.error
         if self.decides and proposed.error is not None:
             raise proposed.error
         return _value_of(json.loads(chosen))
 
-    def _collect(self, store: Store) -> list[Any]:
+    def _propose(self, store: Store, message: str) -> str:
+        """Decide for ``message``, unless somebody has decided; return the decision.
+
+        Who gives up on the deciding rank decides instead, and it may wake up: the first decision is everybody's. Each
+        lays what it proposes beside it, under its own name.
+        """
+        mine = f"{self.rank} {_stow(store, f'chosen{self.rank}', message)}"
+        decided = store.compare_set("chosen", "", mine).decode()
+        return message if decided == mine else _fetch_decision(store, decided)
+
+    def _collect(self, store: Store, at: tuple[int, int]) -> list[Any]:
         keys = {f"part{rank}": rank for rank in self.ranks}
         self._await(store, keys)
-        self._forget_past()
-        return [_value_of(json.loads(store.get(key))) for key in keys]
+        self._forget_before(at)
+        return [_value_of(json.loads(_fetch(store, key, store.get(key).decode()))) for key in keys]
 
-    def _forget_past(self) -> None:
-        """Free what nobody will read again: whoever answered this round has read the decision of the last."""
+    def _forget_before(self, at: tuple[int, int]) -> None:
+        """Free what nobody will read again: whoever answered this round has left those before it."""
         assert self._store is not None, "several ranks"
-        past = PrefixStore(f"round{self._round - 2}", self._store)
-        for key in ["chosen", *(f"{kind}{rank}" for rank in self.ranks for kind in ("part", "beat"))]:
-            past.delete_key(key)
+        for key in self._store.list_keys():
+            if key.startswith("round") and _round_of(key) < at:
+                self._store.delete_key(key)
 
     @contextlib.contextmanager
     def _heard(self, store: Store) -> Iterator[None]:
@@ -143,16 +166,42 @@ def _silent(ranks: list[int], timeout_s: float) -> CheckpointError:
     )
 
 
-class _Attempt:
-    """A value, or the error that there is instead."""
+def _round_of(key: str) -> tuple[int, int]:
+    call, number = key.partition("/")[0].removeprefix("round").split(".")
+    return int(call), int(number)
 
-    def __init__(self, value: Any = None, error: Exception | None = None) -> None:
-        self.value, self.error = value, error
+
+def _stow(store: Store, name: str, message: str) -> str:
+    """Put ``message`` into the store, under names that begin with ``name``, but for what is returned: its beginning."""
+    text = base64.b64encode(zlib.compress(message.encode(), 1)).decode()
+    pieces = [text[start : start + _PIECE_CHARS] for start in range(0, len(text), _PIECE_CHARS)]
+    for number, piece in enumerate(pieces[1:], 1):
+        store.set(f"{name}.{number}", piece)
+    return f"{len(pieces)} {pieces[0]}"
+
+
+def _fetch(store: Store, name: str, beginning: str) -> str:
+    """Return what was given to :func:`_stow`, which returned ``beginning``."""
+    count, _, first = beginning.partition(" ")
+    pieces = [first, *(store.get(f"{name}.{number}").decode() for number in range(1, int(count)))]
+    return zlib.decompress(base64.b64decode("".join(pieces))).decode()
+
+
+def _fetch_decision(store: Store, decided: str) -> str:
+    rank, _, beginning = decided.partition(" ")
+    return _fetch(store, f"chosen{rank}", beginning)
+
+
+class _Attempt:
+    """A value as JSON, or the error that there is instead."""
+
+    def __init__(self, message: str = "", error: Exception | None = None) -> None:
+        self._message, self.error = message, error
 
     def to_json(self, *, of_rank: int | None) -> str:
-        """Return it as JSON; an error that is rank ``of_rank``'s says so."""
+        """Return it; an error that is rank ``of_rank``'s says so."""
         if self.error is None:
-            return json.dumps({"value": self.value})
+            return self._message
         if isinstance(self.error, HwrlError):
             name, what, why, fix = type(self.error).__name__, self.error.what, self.error.why, self.error.fix
         else:
@@ -164,7 +213,7 @@ class _Attempt:
 
 def _attempt(action: Callable[[], Any]) -> _Attempt:
     try:
-        return _Attempt(action())
+        return _Attempt(json.dumps({"value": action()}))
     except Exception as exc:  # noqa: BLE001 - the other ranks must hear of every error; it is raised again here
         return _Attempt(error=exc)
 

@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from hwrl.checkpoint.layout import Keys, SafeSavePlanner
+from hwrl.checkpoint.layout import Keys, SafeSavePlanner, distinct_names
 from hwrl.checkpoint.pieces import Offset, Part, Pieces, local_parts
 from hwrl.checkpoint.split import divide
 from hwrl.checkpoint.staging import Staging
-from hwrl.errors import MemoryStateError
+from hwrl.errors import CheckpointSaveError, MemoryStateError
 from hwrl.memory import HostCopies, HostCopy, Offloader
 from hwrl.memory.slabs import alone
 
@@ -34,14 +34,19 @@ class SaveItems:
     ``close`` gives back what is still lent.
     """
 
+    plan: SavePlan
+    """What :meth:`make_plan` returned."""
+
     def __init__(self, state: Mapping[str, Any], *, offloader: Offloader | None = None) -> None:
         self._planner = SafeSavePlanner()
-        self._planner.set_up_planner(dict(state))
+        with distinct_names(CheckpointSaveError):
+            self._planner.set_up_planner(dict(state))
         self._offloader = offloader
         self._in_pieces = {name for name, value in self._planner.state_dict.items() if isinstance(value, Pieces)}
         self._here: dict[Part, torch.Tensor] = {}
         self._away: dict[Part, torch.Tensor] = {}
         for part, tensor in local_parts(self._planner.state_dict):
+            _check_dense(part[0], tensor)
             (self._away if _is_away(tensor) else self._here)[part] = tensor
         self._copies = HostCopies([])
         self._lent: dict[Part, HostCopy] = {}
@@ -92,7 +97,8 @@ class SaveItems:
         plan = self._planner.create_local_plan()
         self._keys = plan.planner_data
         items = [item for whole in plan.items for item in self._divide(whole)]
-        return replace(plan, items=sorted(items, key=lambda item: self._place(item)[0] not in self._lent))
+        self.plan = replace(plan, items=sorted(items, key=lambda item: self._place(item)[0] not in self._lent))
+        return self.plan
 
     def _divide(self, whole: WriteItem) -> Iterator[WriteItem]:
         name, offset = whole.index.fqn, tuple(whole.index.offset or ())
@@ -170,8 +176,17 @@ def no_memory(name: str) -> MemoryStateError:
     )
 
 
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise CheckpointSaveError(
+            f"state {name!r} cannot be saved",
+            why=f"it is a {tensor.layout} tensor",
+            fix="save it as to_dense(), or the tensors that make it up",
+        )
+
+
 def _is_away(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
 def _nbytes(tensors: Mapping[Part, torch.Tensor]) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ def _decode_item(item: Json) -> WriteItem:
     return WriteItem(MetadataIndex(item["name"], chunk.offsets), kind, tensor_data=data)
 
 
+@contextlib.contextmanager
+def distinct_names(error: type[CheckpointError]) -> Iterator[None]:
+    """Raise ``error`` for what torch raises while it flattens a state of which two values have one name."""
+    try:
+        yield
+    except ValueError as exc:
+        raise error(
+            "the state has two values of one name",
+            why=str(exc),
+            fix='rename one of them: {"a": {"b": …}} and {"a.b": …} are the same in a checkpoint',
+        ) from exc
+
+
 class SafeSavePlanner(DefaultSavePlanner):
     """torch's planner, which refuses what could not be read again without executing a pickle."""
 
@@ -194,18 +208,18 @@ def _own_key(target: Any, key: str | int) -> Any:
 
 
 def _check_same(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    missing = sorted(wanted.keys() - saved.keys())
     if missing:
         raise _misfit(f"it lacks {len(missing)} entries, among them {missing[0]!r}")
-    if unknown:
-        raise _misfit(f"it has {len(unknown)} more entries, among them {unknown[0]!r}")
     for name, target in wanted.items():
         if (here := _describe(target)) != (there := _describe_saved(saved[name])):
             raise _misfit(f"{name!r} is {there} in the checkpoint and {here} here")
 
 
 def _describe(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
+    if not isinstance(value, torch.Tensor):
+        return "no tensor"
+    return f"{value.dtype} {list(value.shape)}" + ("" if value.layout is torch.strided else f" {value.layout}")
 
 
 def _describe_saved(value: Any) -> str:
@@ -303,17 +317,42 @@ def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor
     }
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     metadata = Metadata(dict(entries), storage_data=saved.storage_data, storage_meta=saved.storage_meta)
-    load_state(info, reader, metadata, dict(tensors))
+    load = StateLoad(info, reader)
+    load.plan(dict(tensors), metadata)
+    load.run()
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def load_state(info: CheckpointInfo, reader: LayoutReader, metadata: Metadata, state: dict[str, Any]) -> None:
-    """Fill ``state`` in place; CheckpointError if it differs from ``metadata``, CheckpointCorruptError if bytes do."""
-    planner = SafeLoadPlanner(info.manifest)
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-    try:
-        reader.read_data(plan, planner).wait()
-    except Exception as exc:  # torch raises whatever forged bytes lead to
-        raise corrupt(info.path, f"its data cannot be read: {exc}") from exc
+class StateLoad:
+    """Fills a state in place, in two steps: what is wrong with the state shows in the first, which loads nothing."""
+
+    def __init__(self, info: CheckpointInfo, reader: LayoutReader) -> None:
+        self._info, self._reader = info, reader
+        self._planner = SafeLoadPlanner(info.manifest)
+
+    def plan(self, state: dict[str, Any], metadata: Metadata) -> list[str]:
+        """Return the names in ``metadata`` that ``state`` has not; CheckpointError if what it has is not as there."""
+        with distinct_names(CheckpointError):
+            self._planner.set_up_planner(state, metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        plan = self._reader.prepare_local_plan(self._planner.create_local_plan())
+        self._plan = self._planner.finish_plan(plan)
+        return sorted(metadata.state_dict_metadata.keys() - self._planner.state_dict.keys())
+
+    def run(self) -> None:
+        """Load what was planned; CheckpointCorruptError if the bytes are not what the layout says."""
+        try:
+            self._reader.read_data(self._plan, self._planner).wait()
+        except Exception as exc:  # torch raises whatever forged bytes lead to
+            raise corrupt(self._info.path, f"its data cannot be read: {exc}") from exc
+
+
+def require_all_wanted(offers: Sequence[tuple[int, list[str]]]) -> None:
+    """Raise CheckpointError if a node's checkpoint has a name that none of its ranks' states has.
+
+    ``offers`` has each rank's node, and what :meth:`StateLoad.plan` returned there: ranks may have names of their own.
+    """
+    for node in {node for node, _ in offers}:
+        unknown = sorted(set[str].intersection(*(set(names) for other, names in offers if other == node)))
+        if unknown:
+            raise _misfit(f"it has {len(unknown)} more entries, among them {unknown[0]!r}")

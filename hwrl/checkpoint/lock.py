@@ -16,7 +16,7 @@ LOCK_NAME = ".hwrl.lock"
 
 
 class DirectoryLock:
-    """Held from its making until :meth:`close`, or until this process ends in whatever way.
+    """Held from its making until :meth:`close`, until nothing refers to it, or until this process ends in whatever way.
 
     It is a lock of the kernel on a file; what stands in the file is only told to whom it is refused. The file is never
     removed: two processes could then hold locks on two files of that name. A forked child does not hold the lock, so
@@ -27,9 +27,11 @@ class DirectoryLock:
     def __init__(self, directory: Path) -> None:
         # A link would have us overwrite what it points to.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor: int | None = os.open(directory / LOCK_NAME, flags, 0o644)
+        descriptor = os.open(directory / LOCK_NAME, flags, 0o644)
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False  # the process's end releases it, when no thread writes any more
         try:
-            _take(self._descriptor, directory)
+            _take(descriptor, directory)
         except BaseException:
             self.close()
             raise
@@ -37,9 +39,7 @@ class DirectoryLock:
 
     def close(self) -> None:
         """Give the right up. May be called again."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        self._close()
 
 
 def find_owner(directory: Path) -> str | None:
@@ -75,7 +75,9 @@ def _take(descriptor: int, directory: Path) -> None:
 def _describe_owner(text: str) -> str:
     try:
         owner = json.loads(text)
-        return f"process {owner['pid']} on {owner['host']} has it since {owner['since']}"
+        text = f"process {owner['pid']} on {owner['host']} has it since {owner['since']}"
+        mine = (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
+        return f"a manager of this very process is not closed: {text}" if mine else text
     except (ValueError, KeyError, TypeError):  # it is about to write its name, or the disk was full
         return "its owner has not written its name"
 

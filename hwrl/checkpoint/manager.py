@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
+import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # gives the names that the planner uses
 
@@ -21,7 +24,7 @@ from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.home import CheckpointHome, usable
 from hwrl.checkpoint.items import SaveItems, require_memory
-from hwrl.checkpoint.layout import LayoutReader, load_state
+from hwrl.checkpoint.layout import LayoutReader, StateLoad, distinct_names, require_all_wanted
 from hwrl.checkpoint.manifest import (
     MALFORMED,
     CheckpointInfo,
@@ -37,6 +40,7 @@ from hwrl.checkpoint.payload import MAX_FILES
 from hwrl.checkpoint.save import EXTRA_NAME, SaveJob, Saver
 from hwrl.checkpoint.staging import Staging
 from hwrl.checkpoint.survey import Survey, look, merge
+from hwrl.comm import Group
 from hwrl.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -46,9 +50,6 @@ from hwrl.errors import (
 )
 from hwrl.memory import Offloader
 from hwrl.registry import get_backend
-
-if TYPE_CHECKING:
-    from hwrl.comm import Group
 
 _log = logging.getLogger(__name__)
 
@@ -91,9 +92,9 @@ class CheckpointManager:
     written by a background thread; what that thread could not do is raised by the next call. ``staging`` is where that
     copy lies: "host", page-locked memory that is kept; or "device", memory there that nothing else needed so far and
     that is freed while the copy is written. What has no room on the device is staged on the host. ``group`` holds the
-    ranks that save together, in one directory that all of them see; all of them make the same calls in the same order.
-    A rank that has not been heard of for ``timeout_s`` counts as lost; one that is heard of may take its time to write.
-    ``fs`` is the door to the disk.
+    ranks that save together; they make the same calls in the same order, and share one directory, or have one for each
+    node on its own disk. A rank that has not been heard of for ``timeout_s`` counts as lost; one that is heard of may
+    take its time to write. ``fs`` is the door to the disk.
 
     Timeline: opening takes the directory's lock and sweeps what dead writers left; ``resume`` comes first, then any
     number of ``save``; ``close``, or leaving the context, waits for a save that runs and releases the lock.
@@ -130,7 +131,7 @@ class CheckpointManager:
                 fix='give async_save=True, too, or staging="host"',
             )
         self.directory = Path(directory).absolute()
-        self._async_save, self._closed = async_save, False
+        self._async_save, self._closed, self._calls = async_save, False, 0
         self._staging = Staging(backend or get_backend(), on_device=staging == "device", readers=MAX_FILES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._pending: Future[None] | None = None
@@ -196,17 +197,18 @@ class CheckpointManager:
         :class:`~hwrl.errors.CheckpointSaveError` if this save, or the previous one in the background, failed; then
         the checkpoints before it are untouched and the next save may succeed.
         """
+        call = self._count_call(f"step {step} cannot be saved", CheckpointSaveError)
         started_s = time.perf_counter()
         self.wait()
         waited_s = time.perf_counter()
-        items = SaveItems(state, offloader=offloader)
         try:
-            job = SaveJob(step, weight_version, items, _json(extra), _json(rank_extra), export)
-            items.hold(self._staging, copy=self._async_save)
-            self._start(job)
-        except BaseException:
-            items.close()
-            raise
+            counts = _count("step", step), _count("weight_version", weight_version)
+            items = SaveItems(state, offloader=offloader)
+            job = SaveJob(call, *counts, items, _json(extra), _json(rank_extra), export)
+            self._hold(items)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+            self._saver.refuse(call, step, exc)
+        self._start(job)
         blocked_s = time.perf_counter() - waited_s
         return SaveReport(
             waited_s=waited_s - started_s,
@@ -217,22 +219,40 @@ class CheckpointManager:
             held_nbytes=self._staging.nbytes,
         )
 
-    def _start(self, job: SaveJob) -> None:
+    def _count_call(self, what: str, error: type[CheckpointError]) -> int:
+        """Return the number of this call, which all ranks make, however it ends on each."""
         if self._closed:
-            raise CheckpointSaveError(
-                f"step {job.step} cannot be saved", why="the manager is closed", fix="open another"
-            )
+            raise error(what, why="the manager is closed", fix="open another")
+        self._calls += 1
+        return self._calls
+
+    def _hold(self, items: SaveItems) -> None:
+        try:
+            items.hold(self._staging, copy=self._async_save)
+        except BaseException:
+            items.close()
+            raise
+
+    def _start(self, job: SaveJob) -> None:
         if not self._async_save:
             self._saver.run(job)
             return
-        self._pending = self._thread.submit(self._saver.run, job)
-        self._pending.add_done_callback(_log_failure)
+        try:
+            self._pending = self._thread.submit(self._saver.run, job)
+            self._pending.add_done_callback(_log_failure)
+        except BaseException:  # an interrupt: the thread may have the job
+            self._thread.submit(int).result()
+            job.source.close()
+            raise
 
     def wait(self) -> None:
-        """Block until no save is running; raise what it failed with."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Block until no save is running; raise what it failed with. Interrupted, it may be called again."""
+        if self._pending is None:
+            return
+        error = self._pending.exception()
+        self._pending = None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait for a running save, raise what it failed with, and release the directory. May be called again."""
@@ -266,10 +286,6 @@ class CheckpointManager:
         """Return the complete checkpoints, oldest first. Sizes are checked, hashes are not."""
         return find_checkpoints(self.directory)[0]
 
-    def latest(self) -> CheckpointInfo | None:
-        """Return the newest complete checkpoint, or None."""
-        return max(self.checkpoints(), key=lambda info: info.step, default=None)
-
     def resume(self, state: dict[str, Any], *, step: int | None = None) -> Resumed | None:
         """Load the newest checkpoint that is whole, or exactly ``step``, into ``state``; None if there is none at all.
 
@@ -283,9 +299,9 @@ class CheckpointManager:
         :class:`~hwrl.errors.CheckpointCorruptError` if ``step`` is not whole, or if files that match their hashes
         cannot be read all the same; ``state`` may be partly overwritten in that last case only.
         """
+        call = self._count_call("nothing can be loaded", CheckpointError)
         self.wait()
-        if self._closed:
-            raise CheckpointError("nothing can be loaded", why="the manager is closed", fix="open another")
+        self._agreement.begin(call)
         survey = self._survey()
         skipped = [Skipped(self.directory / name, reason) for name, reason in survey.skipped.items()]
         for one in skipped:
@@ -333,7 +349,7 @@ class CheckpointManager:
         return None
 
     def _load(self, info: CheckpointInfo, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
-        self._agreement.vote(lambda: _load_into(info, state))
+        self._fill(state, info)
         try:
             extra = json.loads((info.path / EXTRA_NAME).read_bytes())
             resumed = Resumed(info, dict(extra["all"]), [dict(one) for one in extra["ranks"]], skipped)
@@ -343,8 +359,27 @@ class CheckpointManager:
             raise corrupt(info.path, f"{EXTRA_NAME} is of {len(resumed.rank_extras)} ranks, the manifest of others")
         return resumed
 
+    def _fill(self, state: dict[str, Any], info: CheckpointInfo) -> None:
+        reader = LayoutReader(info)
+        load = StateLoad(info, reader)
+
+        def plan() -> tuple[int, list[str]]:
+            with distinct_names(CheckpointError):
+                require_memory(flatten_state_dict(state)[0])
+            return self._node.number, load.plan(state, reader.read_metadata())
+
+        with torch.device("cpu"):  # what torch's reader makes is not for the caller's default device
+            self._agreement.decide(plan, require_all_wanted)
+            self._agreement.vote(load.run)
+
 
 def _agreement(group: Group | None, timeout_s: float) -> Agreement:
+    if not isinstance(group, Group | None):
+        raise ConfigError(
+            f"group={group!r} is not possible",
+            why="ranks agree over the store of an hwrl.comm.Group",
+            fix="give hwrl.comm.Comm().default_group(), or .new_group(ranks) for some of its ranks",
+        )
     if group is None:
         return Agreement(None, rank=0, ranks=[0], timeout_s=timeout_s)
     opened = group.store.add(
@@ -354,17 +389,21 @@ def _agreement(group: Group | None, timeout_s: float) -> Agreement:
     return Agreement(store, rank=group.rank, ranks=range(group.size), timeout_s=timeout_s)
 
 
-def _load_into(info: CheckpointInfo, state: dict[str, Any]) -> None:
-    require_memory(flatten_state_dict(state)[0])
-    reader = LayoutReader(info)
-    load_state(info, reader, reader.read_metadata(), state)
-
-
 def _log_failure(saving: Future[None]) -> None:
     """Say now what the next call raises: there may be none before the program ends."""
     error = saving.exception()
     if error is not None:
         _log.error("a save in the background failed: %s", error)
+
+
+def _count(name: str, value: Any) -> int:
+    """Return ``value`` as the integer that a manifest can hold."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool) and (count := operator.index(value)) >= 0:
+            return count
+    raise CheckpointSaveError(
+        f"{name}={value!r} cannot be saved", why="it is no integer, or less than 0", fix="count from 0, in integers"
+    )
 
 
 def _json(value: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -374,24 +413,28 @@ def _json(value: Mapping[str, Any] | None) -> dict[str, Any]:
         copy: dict[str, Any] = json.loads(json.dumps(value))
     except (TypeError, ValueError) as exc:
         raise _not_json(str(exc)) from exc
-    for key in _keys_in(value):
-        if not isinstance(key, str):
-            raise _not_json(f"the key {key!r} is no string and would come back as one")
+    _refuse_altered(value)
     return copy
 
 
-def _keys_in(value: object) -> Iterator[object]:
+def _refuse_altered(value: object) -> None:
+    if isinstance(value, tuple):
+        raise _not_json(f"the tuple {value!r} would come back as a list")
     if isinstance(value, dict):
-        yield from value
+        for key in value:
+            if not isinstance(key, str):
+                raise _not_json(f"the key {key!r} is no string and would come back as one")
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         for one in value:
-            yield from _keys_in(one)
+            _refuse_altered(one)
 
 
 def _not_json(why: str) -> CheckpointSaveError:
     return CheckpointSaveError(
-        "the extra state cannot be saved", why=why, fix="give JSON with string keys; put tensors into the state"
+        "the extra state cannot be saved",
+        why=why,
+        fix="give JSON with string keys, and lists for tuples; put tensors into the state",
     )
 
 

@@ -23,11 +23,13 @@ class Node:
     """The ranks that share this rank's directory: which node of how many, and their rounds among themselves.
 
     ``home`` is there on the first of these ranks only: it creates the directory's entries, renames and removes them.
+    Likewise ``firsts``, the rounds of the first ranks of all nodes.
     """
 
     number: int
     count: int
     agreement: Agreement
+    firsts: Agreement | None
     home: CheckpointHome | None = None
 
     @property
@@ -40,7 +42,9 @@ def join_node(directory: Path, fs: DurableFS, agreement: Agreement) -> Node:
     """Return this rank's node; its ``home`` is not opened yet."""
     nodes = find_nodes(directory, fs, agreement)
     number = next(number for number, ranks in enumerate(nodes) if agreement.rank in ranks)
-    return Node(number, len(nodes), agreement.among(nodes[number], name=f"node{number}"))
+    mine = agreement.among(nodes[number], name=f"node{number}")
+    firsts = agreement.among([ranks[0] for ranks in nodes], name="firsts") if mine.decides else None
+    return Node(number, len(nodes), mine, firsts)
 
 
 def find_nodes(directory: Path, fs: DurableFS, agreement: Agreement) -> list[list[int]]:

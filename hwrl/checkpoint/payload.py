@@ -7,7 +7,7 @@ import io
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,6 +81,9 @@ def _at_once(actions: Sequence[Callable[[], _Result]]) -> list[_Result]:
     threads = [threading.Thread(target=run, args=pair) for pair in zip(actions, futures, strict=True)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        wait(futures)  # no Thread.join: interrupted, it takes the thread for ended (bpo-45274)
+    except BaseException:  # an interrupt: they still read what the caller will change
+        wait(futures)
+        raise
     return [future.result() for future in futures]

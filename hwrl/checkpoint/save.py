@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # what its planner calls first
@@ -34,8 +34,9 @@ EXPORT_NAME = "hf"
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What one rank brings to a save. The saver closes ``source``."""
+    """What one rank brings to a save, which is the ``call``-th call. The saver closes ``source``."""
 
+    call: int
     step: int
     weight_version: int
     source: SaveItems
@@ -56,10 +57,27 @@ class Saver:
     broken: list[Path] = field(default_factory=list)
     """Checkpoints whose content was found to be wrong, to be put aside by the next save."""
     _draft: Path | None = field(default=None, init=False)
+    _extra: Json = field(default_factory=dict, init=False)
+    """What goes into the file of that name, on the ranks that seal: of many ranks it is too much to send to each."""
+
+    def refuse(self, call: int, step: int, error: Exception) -> NoReturn:
+        """Take the place of :meth:`run` where this rank has no job: all ranks raise, and this one does not wait."""
+        told: Exception = error
+        if not isinstance(error, HwrlError):
+            told = _failed(step, _reason(error))
+            told.__cause__ = error
+
+        def fail() -> NoReturn:
+            raise told
+
+        self.agreement.begin(call)
+        self.agreement.vote(fail)
+        raise told
 
     def run(self, job: SaveJob) -> None:
         """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disks."""
-        sealed = False
+        sealed, self._extra = False, {}
+        self.agreement.begin(job.call)
         try:
             opened = self.agreement.decide(lambda: self._offer(job), lambda offers: self._open(job, offers))
             self.agreement.vote(lambda: self._prepare(job, opened))
@@ -95,19 +113,21 @@ class Saver:
                 why=f"{self.directory} already holds step {survey.newest}, complete",
                 fix="save later steps only; to go back, move the newer checkpoints away first",
             )
-        return {
-            "save_id": os.urandom(8).hex(),
-            "survey": asdict(survey),
-            "extra": {"all": offers[0]["extra"], "ranks": [offer["rank_extra"] for offer in offers]},
-        }
+        self._extra = {"all": offers[0]["extra"], "ranks": [offer["rank_extra"] for offer in offers]}
+        return {"save_id": os.urandom(8).hex(), "survey": asdict(survey)}
 
     def _prepare(self, job: SaveJob, opened: dict[str, Any]) -> None:
         """Have all files of this node on its disk, under a draft's name."""
-        node, plan = self.node.agreement, job.source.make_plan()
-        chosen = node.decide(lambda: encode_plan(plan), lambda plans: self._begin(job, opened, plans))
+        node = self.node.agreement
+        chosen = node.decide(lambda: self._plan(job), lambda plans: self._begin(job, opened, plans))
         draft = draft_path(self.directory, job.step, opened["save_id"])
-        items = [plan.items[position] for position in chosen[self.node.rank]]
+        items = [job.source.plan.items[position] for position in chosen[self.node.rank]]
         node.decide(lambda: self._write(job, draft, items), lambda parts: self._seal(job, opened, draft, parts))
+
+    def _plan(self, job: SaveJob) -> list[Json]:
+        if self.node.firsts is not None:
+            self._extra = self.node.firsts.decide(lambda: self._extra, lambda extras: extras[0])
+        return encode_plan(job.source.make_plan())
 
     def _begin(self, job: SaveJob, opened: dict[str, Any], offers: list[list[Json]]) -> list[list[int]]:
         """Make the draft; return which items each rank of the node writes: what several hold is written by one."""
@@ -135,7 +155,7 @@ class Saver:
         files = self.fs.take_records(draft)
         for part in parts:
             files |= {name: FileRecord(nbytes, sha256) for name, (nbytes, sha256) in part["files"].items()}
-        seal(self.fs, draft, entries, opened["extra"], self._manifest(job, opened["save_id"], files))
+        seal(self.fs, draft, entries, self._extra, self._manifest(job, opened["save_id"], files))
 
     def _manifest(self, job: SaveJob, save_id: str, files: Mapping[str, FileRecord]) -> Manifest:
         return Manifest(
@@ -202,8 +222,9 @@ def seal(fs: DurableFS, draft: Path, entries: list[Json], extra: Json, manifest:
         write_torch_metadata(fs, draft, entries)
     for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
         fs.write_file(draft / name, json.dumps(content).encode())
-    files = {**manifest.files, **fs.take_records(draft)}
-    fs.write_file(draft / MANIFEST_NAME, replace(manifest, files=files).to_bytes())
+    whole = replace(manifest, files={**manifest.files, **fs.take_records(draft)}).to_bytes()
+    Manifest.from_bytes(whole)  # raises for what could not be resumed
+    fs.write_file(draft / MANIFEST_NAME, whole)
     fs.take_records(draft)
     for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
         fs.sync_directory(directory)

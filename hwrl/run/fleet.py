@@ -348,5 +348,6 @@ def _first_line(exc: Exception) -> str:
 
 def _newest_step(config: Config) -> int:
     """Return the step that a resume will start from, so that sampling does not repeat what it drew before."""
-    complete = find_checkpoints(config.dir / "checkpoints")[0] if config.resume else []
+    directory = config.dir / "checkpoints"
+    complete = find_checkpoints(directory)[0] if config.resume and directory.is_dir() else []
     return max((info.step for info in complete), default=0)

@@ -175,6 +175,22 @@ def test_nodes_are_told_apart_where_their_paths_are_the_same(tmp_path: Path) -> 
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
+def _save_and_load_own_names(group: Group, directory: Path) -> list[float]:
+    def stage(value: float) -> dict[str, torch.Tensor]:
+        return {f"stage{group.rank // 2}.{group.rank}": torch.full((2,), value), "same": torch.full((1,), value)}
+
+    state = stage(-1.0)
+    with open_manager(group, directory) as manager:
+        manager.save(1, stage(5.0), rank_extra={"rank": group.rank})
+        resumed = manager.resume(state)
+    assert resumed is not None and resumed.rank_extras == [{"rank": rank} for rank in range(group.size)]
+    return [float(tensor.sum()) for tensor in state.values()]
+
+
+def test_names_of_some_ranks_are_resumed_where_they_were_saved(tmp_path: Path) -> None:
+    assert on_ranks(_save_and_load_own_names, 4, tmp_path) == [[10.0, 5.0]] * 4
+
+
 # -- one node's directory by itself --------------------------------------------------------------------------------
 
 

@@ -165,7 +165,7 @@ def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offlo
 
 
 def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(start: Callable[..., Run]) -> None:
-    run = start()
+    run = start("resume=true")  # of nothing: it starts at the beginning
     run.await_step(13)
     assert run.kill() >= 4
     run.wait()

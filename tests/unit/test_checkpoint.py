@@ -128,8 +128,7 @@ def test_sync_and_async_write_the_same_files(tmp_path: Path) -> None:
 def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
     with manager(tmp_path) as opened:
         opened.save(4, small(4), weight_version=9, export=lambda hf: (hf / "a.txt").write_text("hello"))
-        info = opened.latest()
-    assert info is not None
+        (info,) = opened.checkpoints()
     manifest = info.manifest
     assert (manifest.step, manifest.world_size, manifest.weight_version) == (4, 1, 9)
     assert set(manifest.versions) == {"hwrl", "python", "torch"}
@@ -202,7 +201,7 @@ def test_the_previous_checkpoint_outlives_the_writing_of_the_next(tmp_path: Path
 def test_an_empty_directory_has_nothing_to_resume(tmp_path: Path) -> None:
     with manager(tmp_path / "new" / "home") as opened:
         assert opened.resume(small(0)) is None
-        assert opened.latest() is None
+        assert opened.checkpoints() == []
 
 
 def test_a_chosen_step_is_loaded_or_refused(tmp_path: Path) -> None:
@@ -255,7 +254,7 @@ def test_state_that_only_a_pickle_could_hold_is_refused(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == [".hwrl.lock"]
 
 
-@pytest.mark.parametrize("extra", [{"a": {3: "x"}}, {"a": object()}, {"a": [{None: 1}]}])
+@pytest.mark.parametrize("extra", [{"a": {3: "x"}}, {"a": object()}, {"a": [{None: 1}]}, {"a": [(1, 2)]}])
 def test_extra_that_json_would_alter_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
     with manager(tmp_path) as opened, pytest.raises(CheckpointSaveError, match="extra state"):
         opened.save(1, small(1), extra=extra)

@@ -21,7 +21,7 @@ def _manager(directory: Path) -> CheckpointManager:
 
 def test_a_second_writer_is_refused_with_the_owner_named(tmp_path: Path) -> None:
     begin = datetime.now(UTC).replace(microsecond=0)
-    owner = rf"process {os.getpid()} on {socket.gethostname()} has it since (\S+)"
+    owner = rf"this very process is not closed: process {os.getpid()} on {socket.gethostname()} has it since (\S+)"
     with _manager(tmp_path):
         with pytest.raises(CheckpointError, match=f"(?s)already has a writer.*{owner}") as caught:
             _manager(tmp_path)
