@@ -92,9 +92,10 @@ def _drafting(home: CheckpointHome, step: int) -> Iterator[Path]:
         home.abandon(draft)
         if not isinstance(exc, OSError):
             raise
-        raise _failed(
-            step, f"{exc.strerror}: {exc.filename or home.directory}", fix="mend the cause, or give another --out"
-        ) from exc
+        why = f"{exc.strerror}: {exc.filename or home.directory}"
+        if any(info.step == step for info in home.complete()):
+            why = f"it is complete in {home.directory}, but its name may not be durable or not in the tracker ({why})"
+        raise _failed(step, why, fix="mend the cause, or give another --out") from exc
 
 
 def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:

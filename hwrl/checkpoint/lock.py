@@ -50,7 +50,7 @@ def find_owner(directory: Path) -> str | None:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
-    with os.fdopen(descriptor) as file:
+    with os.fdopen(descriptor, errors="replace") as file:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

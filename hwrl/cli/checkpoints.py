@@ -53,13 +53,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _checkpoints_in(directory: Path) -> Path:
     """Return ``directory``, or the ``checkpoints/`` in it if it has no step itself; raise if hwrl never saved there."""
+    from hwrl.checkpoint import find_checkpoints
     from hwrl.checkpoint.home import is_home
-    from hwrl.checkpoint.manifest import step_of
 
-    found = directory
-    if directory.is_dir() and not any(step_of(path.name) is not None for path in directory.iterdir()):
-        inner = directory / "checkpoints"
-        found = inner if inner.is_dir() else directory
+    found, inner = directory, directory / "checkpoints"
+    if inner.is_dir() and not any(find_checkpoints(directory)):
+        found = inner
     if not is_home(found):
         raise CheckpointNotFoundError(
             f"{found} holds no checkpoint",
@@ -221,7 +220,7 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         before = {info.step: info.nbytes for info in complete}
         for info in complete[-args.keep :]:
             verify_files(info, info.manifest.files)  # what is damaged must not outlive what is whole
-        if not any(info.manifest.nodes > 1 for info in complete):
+        if before and not any(info.manifest.nodes > 1 for info in complete):
             home.set_tracker(max(before))  # of a part, only its trainer knows
         home.retain(args.keep)
         kept = {info.step for info in home.complete()}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock
+from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock, find_owner
 from hwrl.errors import CheckpointError
 from hwrl.testing.processes import Processes
 from hwrl_cpu import INFO, CpuBackend
@@ -71,6 +71,8 @@ def test_a_lock_file_that_says_nonsense_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).write_text("{]")
     with pytest.raises(CheckpointError, match="has not written its name"):
         DirectoryLock(tmp_path)
+    (tmp_path / LOCK_NAME).write_bytes(b"\xff")
+    assert find_owner(tmp_path) == "its owner has not written its name"
     lock.close()
 
 
