@@ -69,7 +69,8 @@ def test_verl_finds_the_newest_checkpoint_at_any_time(tmp_path: Path, find: Find
             home, max_ckpt_to_keep=1, async_save=async_save, backend=CpuBackend(INFO), fs=fs
         ) as manager:
             manager.save(step, {"weight": torch.ones(3)})
-        names.append(str(home / f"global_step_{step}"))
-        assert find(str(home)) == names[-1]
+        newest = str(home / f"global_step_{step}")
+        names.append(newest)
+        assert find(str(home)) == newest
         assert list(dict.fromkeys(fs.found)) == names[-2:], "the one before until the next is announced, and no other"
-        assert int(names[-1].split("global_step_")[-1]) == step  # so verl reads the step
+        assert int(newest.split("global_step_")[-1]) == step  # so verl reads the step
