@@ -19,7 +19,8 @@ def rng_state(backend: Backend) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     return {
-        "device": {"type": backend.info.device_type, "state": backend.rng_state().tolist()},
+        "device": backend.rng_state().tolist(),
+        "device_type": backend.info.device_type,
         "host": torch.get_rng_state().tolist(),
         "numpy": {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].tolist()}},
         "python": [version, list(words), gauss],
@@ -36,8 +37,8 @@ def set_rng_state(state: dict[str, Any], backend: Backend) -> None:
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(torch.tensor(state["host"], dtype=torch.uint8))
-    saved_on, here = state["device"]["type"], backend.info.device_type
+    saved_on, here = state.get("device_type"), backend.info.device_type
     if saved_on == here:
-        backend.set_rng_state(torch.tensor(state["device"]["state"], dtype=torch.uint8))
+        backend.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8))
     else:
         _log.warning("random numbers on the device begin afresh: they were saved on %r, and this is %r", saved_on, here)
