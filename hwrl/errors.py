@@ -149,7 +149,7 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointSaveError(CheckpointError):
-    """Raised when a save, in the foreground or the background, did not commit."""
+    """Raised when a save, in the foreground or the background, or a join did not commit."""
 
 
 class ConfigError(HwrlError):

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.lock import DirectoryLock
-from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, is_in_use, step_name
+from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock
+from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, is_in_use, step_name, step_of
 from hwrl.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 DRAFT_PREFIX, TRASH_PREFIX, BROKEN_PREFIX = ".tmp_", ".trash_", ".broken_"
+_LEFTOVER = re.compile(  # of what hwrl makes, and nothing else: who opens a wrong directory loses nothing
+    r"\.tmp_global_step_\d+\.[0-9a-f]{16}|\.tmp_mark_[0-9a-f]{16}|\.trash_global_step_\d+\.[0-9a-f]{8}"
+    rf"|\.tmp_{re.escape(TRACKER_NAME)}"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +38,7 @@ class CheckpointHome:
             self._lock = DirectoryLock(directory)
         try:
             with usable(directory):
+                _read_tracker(directory)  # what cannot be replaced is refused now, and not after a save
                 self._sweep()
         except CheckpointError:
             self.close()
@@ -59,11 +65,10 @@ class CheckpointHome:
     def commit(self, draft: Path, step: int) -> None:
         """Give ``draft`` its name; when this returns, the checkpoint survives a crash of the machine.
 
-        An incomplete directory of that name is put aside first.
+        What has that name already is put aside first; nothing of it is deleted.
         """
         final = self.directory / step_name(step)
-        if final.is_symlink() or final.exists():
-            self._discard(final)
+        self.put_aside([final])
         self._fs.rename(draft, final)
         self._fs.sync_directory(self.directory)
 
@@ -71,15 +76,14 @@ class CheckpointHome:
     def announced(self) -> int:
         """The step that the tracker names, -1 if it names none."""
         try:
-            return int(_content(self.directory / TRACKER_NAME))
+            return int(_read_tracker(self.directory))
         except ValueError:
             return -1
 
     def set_tracker(self, step: int) -> None:
         """Make the tracker name ``step``, in one step."""
-        tracker = self.directory / TRACKER_NAME
-        if _content(tracker) != (text := str(step).encode()):
-            self._fs.replace_file(tracker, text)
+        if _read_tracker(self.directory) != (text := str(step).encode()):
+            self._fs.replace_file(self.directory / TRACKER_NAME, text)
 
     def retain(self, keep: int | None) -> None:
         """Remove all complete checkpoints but the newest ``keep``; None keeps all. What is not complete stays.
@@ -99,7 +103,7 @@ class CheckpointHome:
     def put_aside(self, paths: Collection[Path]) -> None:
         """Rename checkpoints that are not to be resumed, so that they are none any more; nothing of them is deleted."""
         for path in paths:
-            if path.exists():
+            if os.path.lexists(path):
                 self._fs.rename(path, path.with_name(f"{BROKEN_PREFIX}{path.name}.{os.urandom(4).hex()}"))
                 self._fs.sync_directory(self.directory)
 
@@ -121,9 +125,20 @@ class CheckpointHome:
             self._fs.remove_tree(path)
 
 
+def is_home(directory: Path) -> bool:
+    """Return whether ``directory`` exists and hwrl has saved there, or has begun to."""
+    return directory.is_dir() and any(
+        step_of(path.name) is not None
+        or path.name == LOCK_NAME
+        or path.name.startswith(BROKEN_PREFIX)
+        or _LEFTOVER.fullmatch(path.name)
+        for path in directory.iterdir()
+    )
+
+
 def leftovers(directory: Path) -> list[Path]:
     """Return what lies in ``directory`` because a save has not ended, or has not ended well."""
-    return sorted(path for path in directory.iterdir() if path.name.startswith((DRAFT_PREFIX, TRASH_PREFIX)))
+    return sorted(path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name))
 
 
 def set_aside(directory: Path) -> list[Path]:
@@ -149,8 +164,15 @@ def usable(directory: Path) -> Iterator[None]:
         ) from exc
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return b"" if path.is_symlink() else path.read_bytes()
-    except FileNotFoundError:
+def _read_tracker(directory: Path) -> bytes:
+    """Return what the tracker says, nothing if it is no regular file; CheckpointError if it cannot be replaced."""
+    path = directory / TRACKER_NAME
+    if path.is_symlink():
         return b""
+    if path.is_dir():
+        raise CheckpointError(
+            f"cannot keep checkpoints in {directory}",
+            why=f"{TRACKER_NAME} is a directory",
+            fix="remove it; a file of that name says which step is the newest",
+        )
+    return path.read_bytes() if path.is_file() else b""

@@ -4,46 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.home import CheckpointHome
-from hwrl.checkpoint.layout import LAYOUT_NAME, Json, LayoutReader
-from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, in_use, verify_files
-from hwrl.checkpoint.save import EXTRA_NAME, seal
-from hwrl.errors import CheckpointNotFoundError
+from hwrl.checkpoint.durable import DurableFS, FileRecord
+from hwrl.checkpoint.home import CheckpointHome, draft_path
+from hwrl.checkpoint.layout import Json, LayoutReader
+from hwrl.checkpoint.manifest import (
+    EXTRA_NAME,
+    LAYOUT_NAME,
+    CheckpointInfo,
+    corrupt,
+    find_checkpoints,
+    in_use,
+    read_extra,
+    verify_files,
+)
+from hwrl.checkpoint.save import seal
+from hwrl.errors import CheckpointNotFoundError, CheckpointSaveError
 
-_REWRITTEN = {LAYOUT_NAME, EXTRA_NAME}
+_REWRITTEN = (LAYOUT_NAME, EXTRA_NAME)
 
 
 def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = None) -> int:
     """Copy the parts of ``step``, or of the newest of which all are there, into ``out``; return the step.
 
-    Every file is verified before it is copied. Raises :class:`~hwrl.errors.CheckpointNotFoundError` if ``directories``
-    do not hold all parts of one save, and what :class:`CheckpointHome` raises about ``out``, which may be a trainer's
-    new directory.
+    Every file is verified as it is copied, and ``directories`` are left as they are. Nothing that is complete in
+    ``out`` is replaced or removed, and its tracker never goes back. Raises
+    :class:`~hwrl.errors.CheckpointNotFoundError` if ``directories`` do not hold all parts of one save,
+    :class:`~hwrl.errors.CheckpointCorruptError` if one of them is damaged, :class:`~hwrl.errors.CheckpointSaveError`
+    if ``out`` is one of them, has that step or a later one, or has no room, and what :class:`CheckpointHome` raises
+    about ``out``, which may be a trainer's new directory.
     """
     parts = _find_parts(directories, step)
+    manifest = parts[0].manifest
+    if any(out.exists() and out.samefile(directory) for directory in directories):
+        raise _failed(manifest.step, f"{out} is one of the directories with the parts", fix="give another --out")
     with contextlib.ExitStack() as stack:
         for part in parts:
             stack.enter_context(in_use(part))
-            verify_files(part, part.manifest.files)
         fs = DurableFS()
         home = CheckpointHome(out, fs)
         stack.callback(home.close)
-        manifest = parts[0].manifest
-        draft = home.begin(manifest.step, manifest.save_id)
-        for part in parts:
-            _copy_files(part, draft, fs)
-        entries = {(one["name"], tuple(one.get("offsets", ()))): one for part in parts[::-1] for one in _layout(part)}
-        extra = json.loads((parts[0].path / EXTRA_NAME).read_bytes())
-        files = fs.take_records(draft)
-        seal(fs, draft, list(entries.values()), extra, replace(manifest, node=0, nodes=1, files=files))
-        home.commit(draft, manifest.step)
-        home.set_tracker(manifest.step)
+        newest = max((info.step for info in home.complete()), default=-1)
+        if newest >= manifest.step:
+            raise _failed(manifest.step, f"{out} already holds step {newest}, complete", fix="give another --out")
+        with _drafting(home, manifest.step) as draft:
+            _fill(draft, parts, fs)
+            home.commit(draft, manifest.step)
+            home.set_tracker(max(manifest.step, home.announced))
     return manifest.step
 
 
@@ -68,13 +80,55 @@ def _find_parts(directories: Sequence[Path], step: int | None) -> list[Checkpoin
     return [info for _, info in sorted(whole[max(whole)].items())]
 
 
-def _copy_files(part: CheckpointInfo, draft: Path, fs: DurableFS) -> None:
-    for name in sorted(part.manifest.files.keys() - _REWRITTEN):
+@contextlib.contextmanager
+def _drafting(home: CheckpointHome, step: int) -> Iterator[Path]:
+    """Yield a new draft in ``home``, which is removed after an error; the disk's own is raised as hwrl's."""
+    save_id = os.urandom(8).hex()  # of its own: the parts' comes from a file
+    draft = draft_path(home.directory, step, save_id)
+    try:
+        home.begin(step, save_id)
+        yield draft
+    except BaseException as exc:
+        home.abandon(draft)
+        if not isinstance(exc, OSError):
+            raise
+        why = f"{exc.strerror}: {exc.filename or home.directory}"
+        if any(info.step == step for info in home.complete()):
+            why = f"it is complete in {home.directory}, but its name may not be durable or not in the tracker ({why})"
+        raise _failed(step, why, fix="mend the cause, or give another --out") from exc
+
+
+def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:
+    files: dict[str, FileRecord] = {}
+    for part in parts:
+        verify_files(part, _REWRITTEN)
+        files |= _copy_files(part, draft, fs)
+    entries = {(one["name"], tuple(one.get("offsets", ()))): one for part in parts[::-1] for one in _layout(part)}
+    shared, ranks = read_extra(parts[0])
+    manifest = replace(parts[0].manifest, node=0, nodes=1, files=files)
+    try:
+        seal(fs, draft, list(entries.values()), {"all": shared, "ranks": ranks}, manifest)
+    except ValueError as exc:
+        raise corrupt(parts[0].path, f"with the parts of the other nodes it is not whole: {exc}") from exc
+
+
+def _copy_files(part: CheckpointInfo, draft: Path, fs: DurableFS) -> dict[str, FileRecord]:
+    """Copy what is not written anew; raise CheckpointCorruptError if what was read is not what the manifest says."""
+    for name in sorted(part.manifest.files.keys() - {*_REWRITTEN}):
         fs.mkdir((draft / name).parent)
         with (part.path / name).open("rb") as source, fs.create_stream(draft / name, "wb") as target:
             shutil.copyfileobj(source, target, 16 << 20)
+    copied = fs.take_records(draft)
+    for name, record in copied.items():
+        if record != part.manifest.files[name]:
+            raise corrupt(part.path, f"the content of {name} does not match its hash")
+    return copied
 
 
 def _layout(part: CheckpointInfo) -> list[Json]:
     LayoutReader(part).read_metadata()  # raises if it makes no sense
     return [dict(entry) for entry in json.loads((part.path / LAYOUT_NAME).read_bytes())]
+
+
+def _failed(step: int, why: str, *, fix: str) -> CheckpointSaveError:
+    return CheckpointSaveError(f"joining the parts of step {step} failed", why=why, fix=fix)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -37,11 +38,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.manifest import MALFORMED, CheckpointInfo, Manifest, corrupt
+from hwrl.checkpoint.manifest import LAYOUT_NAME, MALFORMED, CheckpointInfo, Manifest, corrupt
 from hwrl.checkpoint.pieces import local_parts
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
-
-LAYOUT_NAME = "layout.json"
 
 Json = dict[str, Any]
 Keys = tuple[str | int, ...]
@@ -77,8 +76,11 @@ def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]
 
 def _decode_result(entry: Json) -> WriteResult:
     """Return what torch's writer would have said when it wrote ``entry``."""
-    place = StorageInfo(entry["file"], entry["start"], entry["nbytes"])
-    return WriteResult(index=_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=place)
+    return WriteResult(_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=_place_of(entry))
+
+
+def _place_of(entry: Json) -> StorageInfo:
+    return StorageInfo(entry["file"], entry["start"], entry["nbytes"])
 
 
 def _keys(entry: Json) -> Keys:
@@ -93,9 +95,12 @@ def _collect(entries: Iterable[Json], *, whole: bool) -> tuple[dict[str, Any], d
     state: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for entry in entries:
-        result = _decode_result(entry)
-        places[result.index] = result.storage_data
-        _add_chunk(state, _decode_item(entry))
+        item = _decode_item(entry)
+        data = item.tensor_data
+        if data is not None and math.prod(data.chunk.sizes) * data.properties.dtype.itemsize > entry["nbytes"]:
+            raise ValueError(f"{entry['name']!r} has no room in its {entry['nbytes']:,} bytes")
+        places[item.index] = _place_of(entry)
+        _add_chunk(state, item)
     for name, described in state.items():
         if isinstance(described, TensorStorageMetadata):
             _check_chunks(name, described, whole=whole)
@@ -264,9 +269,14 @@ class LayoutReader(FileSystemReader):
             raise corrupt(self._info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
 
     def _build(self, entries: Sequence[Json]) -> Metadata:
+        used: Counter[str] = Counter()
         for entry in entries:
             self._check_place(entry)
+            used[entry["file"]] += entry["nbytes"]
         state, places = _collect(entries, whole=self._info.manifest.nodes == 1)
+        for name, nbytes in used.items():  # or a few bytes would be said to be many tensors
+            if nbytes > self._info.manifest.files[name].nbytes:
+                raise corrupt(self._info.path, f"{LAYOUT_NAME} has {nbytes:,} bytes in {name}, which are not there")
         return Metadata(state, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
 
     def _check_place(self, entry: Json) -> None:
@@ -289,18 +299,40 @@ def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
 
 def _check_chunks(name: str, entry: TensorStorageMetadata, *, whole: bool) -> None:
     """Refuse a tensor of which an element lies in two chunks, or, of a ``whole`` one, in none: it would not be read."""
-    if [(tuple(chunk.offsets), chunk.sizes) for chunk in entry.chunks] == [((0,) * len(entry.size), entry.size)]:
-        return
-    size = torch.tensor(entry.size)
-    begins = torch.tensor([list(chunk.offsets) for chunk in entry.chunks]).reshape(len(entry.chunks), len(size))
-    sizes = torch.tensor([list(chunk.sizes) for chunk in entry.chunks]).reshape(len(entry.chunks), len(size))
-    ends = begins + sizes
-    inside = not ((begins < 0).any() or (sizes < 0).any() or (ends > size).any())
-    overlaps = ((begins[:, None] < ends[None]) & (begins[None] < ends[:, None])).all(-1)
-    alone = int(overlaps.sum()) == int(overlaps.diagonal().sum())
-    complete = not whole or int(sizes.prod(-1).sum()) == int(size.prod())
-    if not (inside and alone and complete):
+    chunks, size = entry.chunks, entry.size
+    inside = all(
+        0 <= begin <= begin + length <= limit
+        for chunk in chunks
+        for begin, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=True)
+    )
+    complete = not whole or sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
+    if not (inside and complete and (len(chunks) == 1 or are_apart(chunks))):
         raise ValueError(f"the parts of {name!r} do not make up the whole")
+
+
+def are_apart(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return whether no two chunks share an element.
+
+    Sorted along one axis, each is compared with the next, then with the next but one, as long as any reaches so far.
+    Memory is linear in the number of chunks; time, too, for what is divided along that axis only.
+    """
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len(filled) < 2 or not filled[0].sizes:
+        return len(filled) < 2  # what has no axis is one element
+    begins = np.array([tuple(chunk.offsets) for chunk in filled])
+    ends = begins + [tuple(chunk.sizes) for chunk in filled]
+    axis = max(range(begins.shape[1]), key=lambda axis: len(np.unique(begins[:, axis])))
+    order = begins[:, axis].argsort()
+    begins, ends = begins[order], ends[order]
+    reach = begins[:, axis].searchsorted(ends[:, axis])
+    for shift in range(1, len(filled)):
+        these = (reach > np.arange(shift, len(filled) + shift)).nonzero()[0]
+        if not len(these):
+            break
+        those = these + shift
+        if ((begins[these] < ends[those]) & (begins[those] < ends[these])).all(-1).any():
+            return False
+    return True
 
 
 def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from hwrl.errors import CheckpointError
 
 LOCK_NAME = ".hwrl.lock"
+_PATIENCE_S = 1.0  # for :func:`find_owner`, which may hold the lock for a moment
 
 
 class DirectoryLock:
@@ -21,7 +23,7 @@ class DirectoryLock:
     It is a lock of the kernel on a file; what stands in the file is only told to whom it is refused. The file is never
     removed: two processes could then hold locks on two files of that name. A forked child does not hold the lock, so
     that a worker that outlives its parent keeps nobody out. Raises CheckpointError, with the owner named, if another
-    process has it, and OSError if the file cannot be written. ``owner`` is what stands in the file.
+    process keeps it for a second, and OSError if the file cannot be written. ``owner`` is what stands in the file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -48,7 +50,7 @@ def find_owner(directory: Path) -> str | None:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
-    with os.fdopen(descriptor) as file:
+    with os.fdopen(descriptor, errors="replace") as file:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -57,19 +59,28 @@ def find_owner(directory: Path) -> str | None:
 
 
 def _take(descriptor: int, directory: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as exc:
-        raise CheckpointError(
-            f"{directory} already has a writer",
-            why=_describe_owner(os.read(descriptor, 4096).decode(errors="replace")),
-            fix="end that run, or choose another directory",
-        ) from exc
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not _try_take(descriptor):
+        if time.monotonic() > deadline_s:
+            raise CheckpointError(
+                f"{directory} already has a writer",
+                why=_describe_owner(os.read(descriptor, 4096).decode(errors="replace")),
+                fix="end that run, or choose another directory",
+            )
+        time.sleep(0.01)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now})
     with open(descriptor, "w", closefd=False) as file:  # unlike os.write, it writes all or raises
         file.truncate()
         file.write(owner)
+
+
+def _try_take(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _describe_owner(text: str) -> str:

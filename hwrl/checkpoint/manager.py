@@ -26,18 +26,18 @@ from hwrl.checkpoint.home import CheckpointHome, usable
 from hwrl.checkpoint.items import SaveItems, require_memory
 from hwrl.checkpoint.layout import LayoutReader, StateLoad, distinct_names, require_all_wanted
 from hwrl.checkpoint.manifest import (
-    MALFORMED,
     CheckpointInfo,
     Skipped,
     corrupt,
     find_checkpoints,
     inspect_checkpoint,
+    read_extra,
     step_name,
     verify_files,
 )
 from hwrl.checkpoint.nodes import join_node
 from hwrl.checkpoint.payload import MAX_FILES
-from hwrl.checkpoint.save import EXTRA_NAME, SaveJob, Saver
+from hwrl.checkpoint.save import SaveJob, Saver
 from hwrl.checkpoint.staging import Staging
 from hwrl.checkpoint.survey import Survey, look, merge
 from hwrl.comm import Group
@@ -350,14 +350,7 @@ class CheckpointManager:
 
     def _load(self, info: CheckpointInfo, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
         self._fill(state, info)
-        try:
-            extra = json.loads((info.path / EXTRA_NAME).read_bytes())
-            resumed = Resumed(info, dict(extra["all"]), [dict(one) for one in extra["ranks"]], skipped)
-        except (OSError, *MALFORMED) as exc:
-            raise corrupt(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
-        if len(resumed.rank_extras) != info.manifest.world_size:
-            raise corrupt(info.path, f"{EXTRA_NAME} is of {len(resumed.rank_extras)} ranks, the manifest of others")
-        return resumed
+        return Resumed(info, *read_extra(info), skipped)
 
     def _fill(self, state: dict[str, Any], info: CheckpointInfo) -> None:
         reader = LayoutReader(info)

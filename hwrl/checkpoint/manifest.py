@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hwrl.checkpoint.durable import FileRecord
-from hwrl.errors import CheckpointCorruptError
+from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
 
-MANIFEST_NAME = "MANIFEST.json"
+MANIFEST_NAME, LAYOUT_NAME, EXTRA_NAME = "MANIFEST.json", "layout.json", "extra.json"
 SCHEMA = 1
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading JSON raises that was damaged or forged; RecursionError is for a million brackets."""
@@ -138,6 +138,9 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         manifest = Manifest.from_bytes(manifest_path.read_bytes())
         if manifest.step != step_of(path.name):
             raise ValueError(f"its manifest is of step {manifest.step}")
+        for name in (LAYOUT_NAME, EXTRA_NAME):  # what is read must have been verified
+            if name not in manifest.files:
+                raise ValueError(f"its manifest does not name {name}")
         for name, record in manifest.files.items():
             _check_size(path, name, record.nbytes)
     except (OSError, *MALFORMED) as exc:
@@ -157,13 +160,34 @@ def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
             raise corrupt(info.path, f"the content of {name} does not match its hash")
 
 
+def read_extra(info: CheckpointInfo) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the state beside the tensors, rank 0's and each rank's own; CheckpointCorruptError if it says nonsense."""
+    try:
+        extra = json.loads((info.path / EXTRA_NAME).read_bytes())
+        shared, ranks = dict(extra["all"]), [dict(one) for one in extra["ranks"]]
+    except (OSError, *MALFORMED) as exc:
+        raise corrupt(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
+    if len(ranks) != info.manifest.world_size:
+        raise corrupt(info.path, f"{EXTRA_NAME} is of {len(ranks)} ranks, the manifest of others")
+    return shared, ranks
+
+
 def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[CheckpointInfo], list[Skipped]]:
     """Return the complete checkpoints in ``directory``, oldest step first, and what only looks like one.
 
-    Takes no lock and changes nothing; hashes are not read. Safe beside a running trainer.
+    Takes no lock and changes nothing; hashes are not read. Safe beside a running trainer. Raises
+    :class:`~hwrl.errors.CheckpointNotFoundError` if ``directory`` cannot be read.
     """
+    try:
+        paths = list(Path(directory).iterdir())
+    except OSError as exc:
+        raise CheckpointNotFoundError(
+            f"no checkpoint can be found in {directory}",
+            why=f"{exc.strerror}: {exc.filename}",
+            fix="give the directory that holds global_step_N/, of a run its checkpoints/",
+        ) from exc
     complete, skipped = [], []
-    for path in Path(directory).iterdir():
+    for path in paths:
         if step_of(path.name) is None:
             continue
         try:

@@ -21,14 +21,13 @@ from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome, draft_path
 from hwrl.checkpoint.items import SaveItems
-from hwrl.checkpoint.layout import LAYOUT_NAME, Json, decode_plan, encode_plan, write_torch_metadata
-from hwrl.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hwrl.checkpoint.layout import Json, decode_plan, encode_plan, write_torch_metadata
+from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
 from hwrl.checkpoint.nodes import Node
 from hwrl.checkpoint.payload import write_items
 from hwrl.checkpoint.survey import Survey, look, merge
 from hwrl.errors import CheckpointSaveError, HwrlError
 
-EXTRA_NAME = "extra.json"
 EXPORT_NAME = "hf"
 
 

@@ -32,7 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     export.add_argument("out", type=Path, metavar="OUT", help="the directory to write, which must not exist")
     export.add_argument("--model", type=Path, required=True, help="the model directory that training began from")
     export.add_argument("--step", type=int, help="default: the newest")
-    export.add_argument("--dtype", default="float32", help="default: float32, as parameters are trained")
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    export.add_argument("--dtype", default="float32", choices=dtypes, help="default: float32, as trained")
     join = _add(actions, "join", _join, "put together what nodes saved on disks of their own")
     join.add_argument("more", type=Path, nargs="+", metavar="DIR", help="the same directory of the other nodes")
     join.add_argument("--out", type=Path, required=True, help="the directory to write global_step_N/ into")
@@ -42,22 +43,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the action on ``args.dir``; 1 if a verified checkpoint is not whole."""
-    if not args.dir.is_dir():
-        raise CheckpointNotFoundError(
-            f"there is no directory {args.dir}",
-            why="it would hold global_step_N/",
-            fix="give the run's directory checkpoints/",
-        )
+    """Do the action on ``args.dir``, or on the ``checkpoints/`` in it; 1 if a verified checkpoint is not whole."""
+    args.dir = _checkpoints_in(args.dir)
     action: Callable[[argparse.Namespace], tuple[dict[str, Any], list[str], bool]] = args.action
     report, lines, ok = action(args)
     print(json.dumps({"directory": str(args.dir), **report}, indent=2) if args.json else "\n".join(lines))
     return 0 if ok else 1
 
 
+def _checkpoints_in(directory: Path) -> Path:
+    """Return ``directory``, or the ``checkpoints/`` in it if it has no step itself; raise if hwrl never saved there."""
+    from hwrl.checkpoint import find_checkpoints
+    from hwrl.checkpoint.home import is_home
+
+    found, inner = directory, directory / "checkpoints"
+    if inner.is_dir() and not any(find_checkpoints(directory)):
+        found = inner
+    if not is_home(found):
+        raise CheckpointNotFoundError(
+            f"{found} holds no checkpoint",
+            why="nothing was saved there" if found.is_dir() else "there is no such directory",
+            fix="give the directory of a run, or the one that has global_step_N/",
+        )
+    return found
+
+
 def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
-    parser.add_argument("dir", type=Path, metavar="DIR", help="the directory that holds global_step_N/")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="a run's directory, or the one that holds global_step_N/")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.set_defaults(action=action)
     return parser
@@ -69,7 +82,7 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
     complete, skipped = _find(args)
     path, unfinished, aside = args.dir / TRACKER_NAME, leftovers(args.dir), set_aside(args.dir)
-    owner, tracker = find_owner(args.dir), path.read_text() if path.is_file() else None
+    owner, tracker = find_owner(args.dir), path.read_text(errors="replace") if path.is_file() else None
     report = {
         "owner": owner,
         "tracker": tracker,
@@ -112,29 +125,29 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint.layout import read_tensors
-    from hwrl.checkpoint.manifest import in_use, verify_files
-    from hwrl.checkpoint.save import EXTRA_NAME
+    from hwrl.checkpoint.manifest import EXTRA_NAME, corrupt, in_use, read_extra, verify_files
 
     if args.out.exists():
         raise ConfigError(f"{args.out} exists", why="nothing is overwritten", fix="choose another directory")
-    complete, skipped = _find(args)
-    if not complete:
-        raise CheckpointNotFoundError(
-            f"{args.dir} holds no complete checkpoint",
-            why="; ".join(f"{one.path.name}: {one.reason}" for one in skipped) or "it holds none at all",
-            fix="give the run's directory checkpoints/, or wait for its first save",
-        )
-    info = complete[-1]
+    info = _complete(args)[-1]
     if info.manifest.nodes > 1:
         raise DataError(
             f"step {info.step} in {args.dir} is no whole model",
             why=f"it is the part of node {info.manifest.node} of {info.manifest.nodes}",
             fix="put the parts of all nodes together with `hwrl checkpoints join`, and export the result",
         )
+    if not args.model.is_dir():
+        raise DataError(
+            f"there is no directory {args.model}",
+            why="--model names it",
+            fix="give --model the directory that training began from",
+        )
     with in_use(info):
         verify_files(info, info.manifest.files)
         weights = read_tensors(info, prefix="model.")
-        adapter = json.loads((info.path / EXTRA_NAME).read_bytes())["all"].get("adapter")
+        adapter = read_extra(info)[0].get("adapter")
+        if adapter is not None and not (isinstance(adapter, dict) and {"base", "config"} <= adapter.keys()):
+            raise corrupt(info.path, f"{EXTRA_NAME} has an adapter that is none of hwrl's")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.out.parent) as directory:
         draft = Path(directory) / args.out.name
@@ -156,7 +169,7 @@ def _write_adapter(
 
     if model_identity(args.model) != base:
         raise _not_the_model(args, why="the adapter was trained on other weights")
-    dtype = _dtype(args.dtype)
+    dtype = _dtype(args)
     adapter = {named: weights[name].to(dtype) for name in weights if (named := adapter_name(name))}
     save_adapter(directory, adapter, config=config, model_directory=args.model.absolute())
 
@@ -164,7 +177,7 @@ def _write_adapter(
 def _write_model(args: argparse.Namespace, weights: dict[str, torch.Tensor], directory: Path) -> None:
     from hwrl.models import build_model, load_tokenizer
 
-    model = build_model(args.model, dtype=_dtype(args.dtype))
+    model = build_model(args.model, dtype=_dtype(args))
     own = model.state_dict()
     wrong = sorted(
         name for name in own.keys() | weights.keys() if name not in own or own[name].shape != _shape(weights, name)
@@ -187,7 +200,7 @@ def _not_the_model(args: argparse.Namespace, *, why: str) -> DataError:
 def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint.join import join_parts
 
-    directories = [args.dir, *args.more]
+    directories = [args.dir, *map(_checkpoints_in, args.more)]
     step = join_parts(directories, args.out, step=args.step)
     report = {"step": step, "out": str(args.out)}
     return report, [f"joined step {step} from {len(directories)} directories in {args.out}"], True
@@ -200,6 +213,7 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
     if args.keep < 1:
         raise ConfigError(f"--keep {args.keep} is not possible", why="the newest stays", fix="give 1 or more")
+    _complete(args)
     home = CheckpointHome(args.dir, DurableFS())
     try:
         complete = home.complete()
@@ -216,6 +230,18 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     nbytes = sum(before[step] for step in removed)
     report = {"removed": removed, "kept": sorted(kept), "freed_nbytes": nbytes}
     return report, [f"removed steps {removed}, {nbytes / 1e6:,.1f} MB; kept {sorted(kept)}"], True
+
+
+def _complete(args: argparse.Namespace) -> list[CheckpointInfo]:
+    """Return what is complete, oldest first; CheckpointNotFoundError if nothing is."""
+    complete, skipped = _find(args)
+    if not complete:
+        raise CheckpointNotFoundError(
+            f"{args.dir} holds no complete checkpoint",
+            why="; ".join(f"{one.path.name}: {one.reason}" for one in skipped) or "it holds none at all",
+            fix="wait for the first save, or restore one from a copy",
+        )
+    return complete
 
 
 def _find(args: argparse.Namespace) -> tuple[list[CheckpointInfo], list[Skipped]]:
@@ -266,10 +292,8 @@ def _shape(weights: dict[str, torch.Tensor], name: str) -> torch.Size | None:
     return weights[name].shape if name in weights else None
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(args: argparse.Namespace) -> torch.dtype:
     import torch
 
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"--dtype {name} is no dtype of torch", why="it is not known", fix="give float32 or bfloat16")
+    dtype: torch.dtype = getattr(torch, args.dtype)
     return dtype

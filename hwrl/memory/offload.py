@@ -97,16 +97,6 @@ class Offloader:
         """The bytes of host memory that are held for copies."""
         return self._pool.nbytes
 
-    @property
-    def params_offloaded(self) -> bool:
-        """Whether the parameters and buffers are on the host."""
-        return self._params.offloaded
-
-    @property
-    def optimizer_offloaded(self) -> bool:
-        """Whether the optimizer's state is on the host."""
-        return self._optimizer.offloaded
-
     def offload(self, *, params: bool = True, optimizer: bool = True) -> Transfer:
         """Move the chosen parts to the host and free their device memory; what is offloaded already stays so.
 
@@ -190,6 +180,8 @@ class Offloader:
         """Bring everything back and free the host memory, what is lent when it is given back. May be called again."""
         self.load()
         self._stream.synchronize()
+        for part in (self._params, self._optimizer):
+            part.forget()
         self._pool.close()
 
     def __enter__(self) -> Offloader:
@@ -292,6 +284,10 @@ class _Part:
         for guard in self._guards:
             guard.remove()
         self._away, self._starts, self._guards, self.offloaded = [], {}, [], False
+
+    def forget(self) -> None:
+        """Let go of the host's copies, of a part that is on the device."""
+        self._slab, self._copied = None, {}
 
     @property
     def lendable(self) -> tuple[torch.Tensor, Mapping[int, int], Loans] | None:

@@ -292,6 +292,24 @@ def test_keeping_none_is_refused(tmp_path: Path) -> None:
         manager(tmp_path, max_ckpt_to_keep=0)
 
 
+def test_opening_removes_what_hwrl_left_and_nothing_of_anybody_else(tmp_path: Path) -> None:
+    ours = [f".tmp_global_step_4.{'0a' * 8}", f".tmp_mark_{'0b' * 8}", f".trash_global_step_3.{'0c' * 4}"]
+    others = [
+        ".tmp_mine",
+        ".trash_notes",
+        ".tmp_global_step_4",
+        ".tmp_global_step_4.mine",
+        ".trash_global_step_x.00000000",
+    ]
+    for name in [*ours, *others]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+    (tmp_path / f".tmp_{TRACKER}").touch()
+    manager(tmp_path).close()
+    assert {path.name for path in tmp_path.iterdir()} == {*others, ".hwrl.lock"}
+    assert all((tmp_path / name / "precious").exists() for name in others)
+
+
 def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot keep checkpoints"):

@@ -2,10 +2,12 @@
 
 import ctypes
 import hashlib
+import itertools
 import json
 import os
 import pickle
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from hwrl.checkpoint import CheckpointManager, Manifest, find_checkpoints
+from hwrl.checkpoint.layout import are_apart
 from hwrl.checkpoint.manifest import in_use, inspect_checkpoint, verify_files
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
+_NUMBER = st.integers(0, 4)
 
 
 def _saved(directory: Path) -> None:
@@ -147,6 +154,16 @@ def _null_in_name(step: Path) -> None:
     _forge(step, lambda body: body["files"].update({"a\0b": {"nbytes": 1, "sha256": ""}}))
 
 
+def _unnamed_extra(step: Path) -> None:
+    (step / "extra.json").rename(step.parent / "outside")
+    (step / "extra.json").symlink_to(step.parent / "outside")
+    _forge(step, lambda body: body["files"].pop("extra.json"))
+
+
+def _no_files(step: Path) -> None:
+    _forge(step, lambda body: body["files"].clear())
+
+
 DAMAGES = [
     (_truncate, "has 100 bytes and the manifest says"),
     (_flip_tensor, "content of __0_0.distcp does not match"),
@@ -171,6 +188,8 @@ DAMAGES = [
     (_pipe_for_file, "extra.json is a symbolic link or no regular file"),
     (_file_for_directory, "Not a directory"),
     (_null_in_name, "null"),
+    (_unnamed_extra, "its manifest does not name extra.json"),
+    (_no_files, "its manifest does not name layout.json"),
 ]
 
 
@@ -188,7 +207,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
         assert reason in resumed.skipped[0].reason
         with pytest.raises(CheckpointCorruptError, match=re.escape(reason)):
             manager.resume(state, step=2)
-        shutil.rmtree(tmp_path / "outside", ignore_errors=True)
+        if (outside := tmp_path / "outside").is_dir():
+            shutil.rmtree(outside)
         damage(tmp_path / "global_step_1")
         with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
             manager.resume(state)
@@ -199,6 +219,7 @@ def test_the_step_can_be_saved_again_over_a_damaged_one(tmp_path: Path) -> None:
     _remove_manifest(tmp_path / "global_step_2")
     with CheckpointManager(tmp_path, backend=BACKEND) as manager:
         manager.save(2, {"weight": torch.full((64,), 5.0), "count": 5})
+    assert len(list(tmp_path.glob(".broken_global_step_2.*/__0_0.distcp"))) == 1, "nothing of it is deleted"
     state = {"weight": torch.zeros(64), "count": 0}
     with CheckpointManager(tmp_path, backend=BACKEND) as manager:
         resumed = manager.resume(state)
@@ -262,6 +283,9 @@ def test_no_pickle_in_the_data_is_executed(tmp_path: Path, name: str) -> None:
         ({"sizes": [63]}, "'weight' do not make up the whole"),
         ({"sizes": [65]}, "'weight' do not make up the whole"),
         ({"offsets": [-1]}, "'weight' do not make up the whole"),
+        ({"offsets": [0, 0]}, "cannot be read"),
+        ({"shape": [10**12], "sizes": [10**12]}, "'weight' has no room in its"),
+        ({"shape": [10**30], "sizes": [10**30]}, "cannot be read"),
     ],
 )
 def test_a_layout_that_lies_is_recognised(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
@@ -309,6 +333,54 @@ def test_a_layout_with_parts_missing_or_twice_loads_nothing(tmp_path: Path, doub
     ):
         manager.resume(state)
     assert not state["weight"].any()
+
+
+def _resume_with_little_memory(rank: int, home: Path) -> str:
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 512 * 2**20, resource.RLIM_INFINITY))
+    with (
+        CheckpointManager(home, backend=BACKEND) as manager,
+        pytest.raises(CheckpointCorruptError) as caught,
+    ):
+        manager.resume({"weight": torch.zeros(30_000), "count": 0})
+    return str(caught.value)
+
+
+def test_thousands_of_parts_take_no_memory_for_each_pair_of_them(tmp_path: Path) -> None:
+    """A forger says that each element of a tensor lies alone, all in the same bytes."""
+    _saved(tmp_path)
+    step = tmp_path / "global_step_2"
+    entries = json.loads((step / "layout.json").read_text())
+    weight = next(entry for entry in entries if entry["name"] == "weight")
+    forged = [{**weight, "shape": [30_000], "offsets": [at], "sizes": [1]} for at in range(30_000)]
+    _plant(step, "layout.json", json.dumps([*forged, *(one for one in entries if one is not weight)]).encode())
+    assert "in __0_0.distcp, which are not there" in run_processes(_resume_with_little_memory, 1, tmp_path)[0]
+
+
+@given(
+    st.integers(0, 3).flatmap(
+        lambda axes: st.lists(st.lists(st.tuples(_NUMBER, _NUMBER), min_size=axes, max_size=axes), max_size=6)
+    )
+)
+def test_chunks_are_apart_if_no_two_of_them_share_an_element(chunks: list[list[tuple[int, int]]]) -> None:
+    elements = [set(itertools.product(*(range(begin, begin + length) for begin, length in chunk))) for chunk in chunks]
+    apart = not any(one & other for one, other in itertools.combinations(elements, 2))
+    assert (
+        are_apart(
+            [
+                ChunkStorageMetadata(torch.Size([begin for begin, _ in one]), torch.Size([length for _, length in one]))
+                for one in chunks
+            ]
+        )
+        == apart
+    )
+
+
+def test_a_directory_in_the_place_of_the_tracker_is_refused_before_anything_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    with pytest.raises(CheckpointError, match=r"(?s)cannot keep checkpoints.*latest_.* is a directory"):
+        CheckpointManager(tmp_path, backend=BACKEND)
 
 
 def _obey_permissions() -> None:

@@ -1,15 +1,17 @@
 """One process writes to a directory of checkpoints; who else comes is told whose it is, and the dead own nothing."""
 
+import fcntl
 import os
 import signal
 import socket
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock
+from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock, find_owner
 from hwrl.errors import CheckpointError
 from hwrl.testing.processes import Processes
 from hwrl_cpu import INFO, CpuBackend
@@ -69,4 +71,15 @@ def test_a_lock_file_that_says_nonsense_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).write_text("{]")
     with pytest.raises(CheckpointError, match="has not written its name"):
         DirectoryLock(tmp_path)
+    (tmp_path / LOCK_NAME).write_bytes(b"\xff")
+    assert find_owner(tmp_path) == "its owner has not written its name"
     lock.close()
+
+
+def test_who_only_asks_for_the_owner_keeps_nobody_out(tmp_path: Path) -> None:
+    _manager(tmp_path).close()
+    asking = (tmp_path / LOCK_NAME).open()
+    fcntl.flock(asking, fcntl.LOCK_SH)  # as find_owner does, here for longer than it takes
+    threading.Timer(0.2, asking.close).start()
+    _manager(tmp_path).close()
+    assert asking.closed

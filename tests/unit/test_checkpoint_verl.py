@@ -1,4 +1,4 @@
-"""verl's own resume logic finds what hwrl saved."""
+"""verl's resume logic finds what hwrl saved: its rules, which stand here in our words, and its own code where it is."""
 
 import ast
 import importlib.util
@@ -10,32 +10,67 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager
+from hwrl.checkpoint import CheckpointManager, DurableFS
 from hwrl_cpu import INFO, CpuBackend
 
-FOUND = importlib.util.find_spec("verl")
+Find = Callable[[str], str | None]
+INSTALLED = importlib.util.find_spec("verl")  # in no environment of hwrl: it needs Ray, a device, and a minute to come
 
 
-def _verls_own(name: str) -> Callable[..., Any]:
-    """Return a function of verl's checkpoint manager, without importing verl: that takes Ray and a device."""
-    assert FOUND is not None and FOUND.origin is not None, "else the test is skipped"
-    source = Path(FOUND.origin).parent / "utils" / "checkpoint" / "checkpoint_manager.py"
+def _find_by_verls_rules(path: str) -> str | None:
+    """Do as verl 0.9.1: believe the tracker; begin afresh without one, or where the directory that it names is not."""
+    tracker = Path(path) / "latest_checkpointed_iteration.txt"
+    if not tracker.exists():
+        return None
+    step = int(tracker.read_bytes().decode())
+    found = Path(path) / f"global_step_{step}"
+    return str(found) if found.exists() else None
+
+
+def _find_by_verls_code(path: str) -> str | None:
+    """Call verl's function without importing verl."""
+    assert INSTALLED is not None and INSTALLED.origin is not None, "else the test is skipped"
+    source = Path(INSTALLED.origin).parent / "utils" / "checkpoint" / "checkpoint_manager.py"
     parsed = ast.parse(source.read_text())
     parsed.body = [node for node in parsed.body if isinstance(node, ast.FunctionDef)]
     namespace: dict[str, Any] = {"os": os, "torch": torch}
     exec(compile(parsed, source, "exec"), namespace)
-    own: Callable[..., Any] = namespace[name]
-    return own
+    found: str | None = namespace["find_latest_ckpt_path"](path)
+    return found
 
 
-@pytest.mark.skipif(FOUND is None, reason="verl is not installed")
+FINDERS = [
+    _find_by_verls_rules,
+    pytest.param(_find_by_verls_code, marks=pytest.mark.skipif(INSTALLED is None, reason="verl is not installed")),
+]
+
+
+class _Watching(DurableFS):
+    """Has ``find`` look for a checkpoint at each change of the disk."""
+
+    def __init__(self, directory: Path, find: Find) -> None:
+        super().__init__()
+        self._directory, self._find = directory, find
+        self.found: list[str | None] = []
+
+    def before(self, operation: str, path: Path) -> None:
+        if self._directory.exists():
+            self.found.append(self._find(str(self._directory)))
+
+
+@pytest.mark.parametrize("find", FINDERS)
 @pytest.mark.parametrize("async_save", [False, True])
-def test_verl_finds_the_newest_checkpoint(tmp_path: Path, async_save: bool) -> None:
-    find_latest = _verls_own("find_latest_ckpt_path")
-    assert find_latest(str(tmp_path)) is None
+def test_verl_finds_the_newest_checkpoint_at_any_time(tmp_path: Path, find: Find, async_save: bool) -> None:
+    home = tmp_path / "checkpoints"
+    names: list[str | None] = [None]
     for step in (1, 2, 10):
+        fs = _Watching(home, find)
         with CheckpointManager(
-            tmp_path, max_ckpt_to_keep=1, async_save=async_save, backend=CpuBackend(INFO)
+            home, max_ckpt_to_keep=1, async_save=async_save, backend=CpuBackend(INFO), fs=fs
         ) as manager:
             manager.save(step, {"weight": torch.ones(3)})
-        assert find_latest(str(tmp_path)) == str(tmp_path / f"global_step_{step}")
+        newest = str(home / f"global_step_{step}")
+        names.append(newest)
+        assert find(str(home)) == newest
+        assert list(dict.fromkeys(fs.found)) == names[-2:], "the one before until the next is announced, and no other"
+        assert int(newest.split("global_step_")[-1]) == step  # so verl reads the step

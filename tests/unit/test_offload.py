@@ -2,7 +2,7 @@
 
 import functools
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -61,6 +61,16 @@ def _used_nbytes() -> int:
     return BACKEND.memory_info().allocated_nbytes
 
 
+def _are_away(tensors: Iterable[torch.Tensor]) -> bool:
+    (nbytes,) = {bool(one.untyped_storage().nbytes()) for one in tensors}
+    return not nbytes
+
+
+def _away(net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
+    """Return whether the parameters, and whether the optimizer's state, are on the host."""
+    return _are_away(net.parameters()), _are_away(one["exp_avg"] for one in optimizer.state.values())
+
+
 def test_device_memory_is_freed_and_comes_back() -> None:
     net, optimizer = _net()
     _step(net, optimizer)
@@ -80,11 +90,11 @@ def test_parameters_and_optimizer_move_apart() -> None:
     _step(net, optimizer)
     with Offloader(net, optimizer, backend=BACKEND) as offloader:
         assert offloader.offload(params=False).nbytes > 2 * WIDTH * WIDTH * 4
-        assert (offloader.params_offloaded, offloader.optimizer_offloaded) == (False, True)
+        assert _away(net, optimizer) == (False, True)
         net(torch.ones(2, WIDTH))
         offloader.load()
         assert offloader.offload(optimizer=False).nbytes < 2 * WIDTH * WIDTH * 4
-        assert (offloader.params_offloaded, offloader.optimizer_offloaded) == (True, False)
+        assert _away(net, optimizer) == (True, False)
 
 
 def test_objects_views_and_values_survive() -> None:
@@ -199,13 +209,13 @@ def test_loaded_restores_the_state_it_found_on_errors_too() -> None:
     with Offloader(net, optimizer, backend=BACKEND) as offloader:
         offloader.offload(optimizer=False)
         with pytest.raises(ZeroDivisionError), offloader.loaded():
-            assert not offloader.params_offloaded
+            assert not _are_away(net.parameters())
             raise ZeroDivisionError
-        assert (offloader.params_offloaded, offloader.optimizer_offloaded) == (True, False)
+        assert _away(net, optimizer) == (True, False)
         offloader.load()
         with offloader.loaded():
             offloader.offload()
-        assert (offloader.params_offloaded, offloader.optimizer_offloaded) == (False, False)
+        assert _away(net, optimizer) == (False, False)
 
 
 def test_using_what_is_offloaded_raises_and_works_again_after_load() -> None:
@@ -239,7 +249,7 @@ def test_memory_that_cannot_be_given_back_is_refused_and_nothing_changes() -> No
         with pytest.raises(MemoryStateError, match="cannot be offloaded") as caught:
             offloader.offload()
         assert "parameter.data.clone()" in caught.value.fix
-        assert not offloader.params_offloaded
+        assert not _are_away(net.parameters())
         net(torch.ones(1, 4))
         net.bias.data = net.bias.data.clone()  # what the fix says
         assert offloader.offload().nbytes > 0
@@ -257,7 +267,7 @@ def _run_out_of_memory(rank: int) -> list[object]:
     used = _used_nbytes()
     with pytest.raises(MemoryStateError, match="cannot be loaded"):
         offloader.load()
-    away = offloader.params_offloaded and _used_nbytes() - used < TOLERANCE_NBYTES
+    away = _are_away(net.parameters()) and _used_nbytes() - used < TOLERANCE_NBYTES
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     offloader.load()
     return [away, before == [float(one.detach().sum()) for one in net.parameters()]]
@@ -275,3 +285,19 @@ def test_close_brings_everything_back() -> None:
     offloader.close()
     assert offloader.pool_nbytes == 0
     _step(net, optimizer)
+
+
+def test_close_gives_the_host_memory_back_to_the_system() -> None:
+    offloader = Offloader(nn.Linear(4096, 4096, bias=False), backend=BACKEND)  # 64 MiB, mapped by themselves
+    offloader.offload()
+    offloader.load()
+    held_nbytes, before_nbytes = offloader.pool_nbytes, _resident_nbytes()
+    offloader.close()
+    assert before_nbytes - _resident_nbytes() == pytest.approx(held_nbytes, rel=0.1)
+    assert offloader.offload().nbytes == held_nbytes, "it can be used again, and knows that the copies are gone"
+    offloader.close()
+
+
+def _resident_nbytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

@@ -2,8 +2,10 @@
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from hwrl.train.rng import rng_state, set_rng_state
@@ -31,3 +33,18 @@ def test_the_same_numbers_are_drawn_after_a_resume() -> None:
     torch.manual_seed(5)
     set_rng_state(state, BACKEND)
     assert [_draw() for _ in range(3)] == expected
+
+
+class _Elsewhere(CpuBackend):
+    """Another kind of device, whose generator has a state of another size."""
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+
+def test_a_run_goes_on_on_another_kind_of_device(caplog: pytest.LogCaptureFixture) -> None:
+    state = json.loads(json.dumps(rng_state(_Elsewhere(replace(INFO, device_type="elsewhere")))))
+    expected = _draw()
+    set_rng_state(state, BACKEND)
+    assert _draw() == expected
+    assert "begin afresh: they were saved on 'elsewhere', and this is 'cpu'" in caplog.text
