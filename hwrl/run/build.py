@@ -216,8 +216,8 @@ class TrainerParts:
         return {**figures, **{name: figures.get(name, 0.0) + value for name, value in unreported.items()}}
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
-        """Save this moment; return what it cost."""
-        with self._engine.saved_state() as (state, offloader):
+        """Save this moment; return what that cost."""
+        with self._trainer.saving(), self._engine.saved_state() as (state, offloader):
             report = self._checkpoints.save(
                 self._trainer.steps_done,
                 state,

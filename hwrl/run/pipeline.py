@@ -161,7 +161,9 @@ class Pipeline:
         return True
 
     def _save(self) -> None:
-        self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))
+        """Save a checkpoint; its figures go on the line of the step that is saved."""
+        figures = self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))[0]
+        self._figures.amend(figures)
         self._saved_step = self.step
 
     # -- evaluation ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,29 @@ def trained_prompts(run: Run) -> list[int]:
     return [number for line in lines for number in json.loads(line)["sequence_numbers"]]
 
 
+def documented_keys() -> set[str]:
+    """Return the keys in the table of docs/training.md; ``/x`` there goes on with the group of the key before it."""
+    table = Path("docs/training.md").read_text(encoding="utf-8").partition("| key | meaning |")[2].partition("\n\n")[0]
+    keys: list[str] = []
+    for row in table.splitlines()[2:]:
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+            keys.append(keys[-1].partition("/")[0] + name if name.startswith("/") else name)
+    return set(keys)
+
+
+OF_OTHER_RUNS = {f"sync/{name}" for name in ("base_sent", "base_nbytes", "adapter_nbytes")} | {  # with an adapter
+    f"rollout/{name}" for name in ("base_loads", "sleeps", "freed_nbytes", "sleep_s")  # the last three: of sleepers
+}
+
+
+def assert_documented(found: set[str]) -> None:
+    """The table has every key of a whole run, and none that no run has."""
+    exact = {key for key in documented_keys() if "<" not in key}
+    open_ended = "|".join(re.sub("<.*?>", "[^/]+", key) for key in documented_keys() - exact)
+    assert sorted(key for key in found - exact if not re.fullmatch(open_ended, key)) == []
+    assert exact - found == OF_OTHER_RUNS
+
+
 def assert_whole(run: Run) -> None:
     """All steps in order, every prompt exactly once."""
     assert [line["step"] for line in run.metrics()] == list(range(1, 25))
@@ -137,6 +161,10 @@ def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callabl
     assert max(line["staleness/max"] for line in metrics) == 2
     assert all(0 <= line["trainer/idle_ratio"] <= 1 and 0 <= line["rollout/idle_ratio"] <= 1 for line in metrics)
     assert metrics[-1]["eval/version"] == 24
+    saved = [line["step"] for line in metrics if {"checkpoint/blocked_s", "checkpoint/waited_s"} <= line.keys()]
+    assert saved == [5, 10, 15, 20, 24]
+    assert all((line["timing_s/save"] > 0) == (line["step"] - 1 in saved) for line in metrics[5:])
+    assert_documented(set().union(*metrics))
     for name in ("config.yaml", "reward.png", "model/config.json", "checkpoints/latest_checkpointed_iteration.txt"):
         assert (run.directory / name).stat().st_size > 0
     assert list((run.directory / "tensorboard").iterdir())
