@@ -64,6 +64,7 @@ def build_rollouter(config: Config, *, replica: str, seed: int, store_address: s
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
         reward_attempts=config.reward.attempts,
+        reward_threads=config.reward.threads,
     )
 
 

@@ -73,6 +73,8 @@ class RewardConfig(Section):
     """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
     attempts: Positive = 3
     """How often a function that raises is called before the prompt has failed."""
+    threads: Positive = 4
+    """So many calls at a time in each replica, in threads of its process; 1 for a function that is not thread-safe."""
 
     @field_validator("function")
     @classmethod
@@ -201,7 +203,7 @@ class AlgorithmConfig(Section):
     """``grpo``, ``dr_grpo`` or ``rloo``."""
     loss: LossName = "ppo_clip"
     """``ppo_clip``, ``tis`` or ``decoupled``."""
-    clip_ratio_low: PositiveReal = 0.2
+    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """How far the ratio may fall below 1."""
     clip_ratio_high: PositiveReal = 0.28
     """How far the ratio may rise above 1."""
@@ -240,8 +242,8 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints."""
 
-    save_every_steps: NotNegative = 0
-    """0: only at the end and when interrupted."""
+    save_every_steps: NotNegative = 50
+    """Training steps between two; also at the end and when interrupted, and with 0 only then."""
     async_save: bool = False
     """Write in the background, from a copy; what is offloaded is written from where it lies."""
     staging: Literal["host", "device"] = "host"
@@ -317,11 +319,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Values are read as YAML. Relative paths in the file and in the words are relative to the working directory.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not text in UTF-8", why=str(exc), fix="save it as UTF-8") from exc
     except yaml.YAMLError as exc:
         raise ConfigError(f"{path} is not YAML", why=str(exc), fix="mend the file") from exc
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{path} holds no sections",

@@ -105,7 +105,8 @@ class Pipeline:
                 self._view.say(f"skipped {path}: {reason}")
             self._view.say(f"resumed after step {self.step}")
         elif resume:
-            self._view.say(f"no checkpoint in {self._config.dir}: beginning at step 0")
+            every = f"checkpoint.save_every_steps={self._config.checkpoint.save_every_steps}"
+            self._view.say(f"no checkpoint in {self._config.dir} ({every}): beginning at step 0")
         if self._report is not None:
             self._report.close()
         self._report = RunReport(self._config.dir, resume_step=self.step)

@@ -222,6 +222,16 @@ def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoi
     assert_whole(run)
 
 
+def test_a_trainer_that_dies_before_anything_is_saved_begins_again_and_says_so(start: Callable[..., Run]) -> None:
+    run = start("checkpoint.save_every_steps=50")
+    run.await_step(3)
+    assert run.kill("ray::TrainActor") == 1
+    assert run.wait() == 0, run.output()
+    assert "last checkpoint" not in run.output()
+    assert f"no checkpoint in {run.directory} (checkpoint.save_every_steps=50): beginning at step 0" in run.output()
+    assert_whole(run)
+
+
 def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Callable[..., Run]) -> None:
     run = start("train.ranks=2", "async_training.staleness_threshold=0")
     run.await_step(6)
@@ -239,10 +249,18 @@ def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Cal
 
 def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Callable[..., Run], demo: Path) -> None:
     (demo / "slow.py").write_text(
-        "import time\n\n\ndef reward(prompt, response, answer):\n    time.sleep(0.2)\n    return len(response)\n"
+        "import time\n"
+        "running = []\n"
+        "def reward(prompt, response, answer):\n"
+        "    running.append(response)\n"
+        "    at_once = len(running)\n"
+        "    time.sleep(0.2)\n"
+        "    running.pop()\n"
+        "    return {'reward': len(response), 'at_once': at_once}\n"
     )
     run = start(
         f"reward.function={demo / 'slow.py'}:reward",
+        "reward.threads=2",
         "weights.timeout_s=1",
         "train.steps=3",
         "eval.every_steps=0",
@@ -252,6 +270,7 @@ def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Calla
     assert run.wait() == 0, run.output()
     last = run.metrics()[-1]
     assert (last["step"], last["ledger/rejected"], last["sync/quarantined"]) == (3, 0, 0)
+    assert 1 < max(line["reward/at_once"] for line in run.metrics()) <= 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

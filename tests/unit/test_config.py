@@ -72,12 +72,17 @@ def test_a_word_that_is_no_override_is_refused(tmp_path: Path, word: str, messag
         load_config(write(tmp_path, MINIMAL), [word])
 
 
-@pytest.mark.parametrize("content", ["a: [", "- 1\n", "just text"])
+@pytest.mark.parametrize("content", ["a: [", "- 1\n", "just text", "[]", "false", "dir: \xe9"])
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=str(path)):
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=f"^{path}"):
         load_config(path)
+
+
+def test_a_ratio_cannot_fall_below_zero(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_ratio_low: Input should be less than 1"):
+        load_config(write(tmp_path, MINIMAL), ["algorithm.clip_ratio_low=1"])
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
