@@ -19,6 +19,11 @@ FSDP = "fsdp"
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
 
+RUN_CONFIG = "config.yaml"
+"""In a run directory: the run's configuration, which begins with RUN_HEADER."""
+RUN_HEADER = b"# The configuration of the run in this directory; hwrl train writes it anew.\n"
+"""How the file begins, and no file that hwrl did not write."""
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveReal = Annotated[float, Field(gt=0)]
@@ -316,10 +321,12 @@ class Config(Section):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read ``path`` (YAML), apply ``key.subkey=value`` words in order, validate; ConfigError names what is wrong.
 
-    Values are read as YAML. Relative paths in the file and in the words are relative to the working directory.
+    Values are read as YAML. Relative paths in the file and in the words are relative to the working directory. The
+    configuration that a run directory holds has no ``dir``: it means the directory that it lies in.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        tree = yaml.safe_load(content.decode("utf-8"))
     except OSError as exc:
         raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
     except UnicodeDecodeError as exc:
@@ -333,6 +340,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             why=f"it is a {type(tree).__name__}",
             fix="write 'dir: …', 'model: {path: …}', …",
         )
+    if path.name == RUN_CONFIG and content.startswith(RUN_HEADER):
+        tree.setdefault("dir", str(path.parent))
     for word in overrides:
         _override(tree, word)
     return parse_config(tree)
@@ -354,6 +363,11 @@ def parse_config(tree: dict[str, Any]) -> Config:
 def dump_config(config: Config) -> str:
     """Return ``config`` as YAML, every key included, such that :func:`load_config` reads it back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def dump_run_config(config: Config) -> bytes:
+    """Return what a run directory's ``config.yaml`` holds: everything but the directory, which may be moved."""
+    return RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir"}), sort_keys=False).encode()
 
 
 def _override(tree: dict[str, Any], word: str) -> None:

@@ -189,7 +189,9 @@ class Fleet:
             return value_of(reference)
         except RayActorError as exc:
             raise EngineError(
-                "the ledger of prompts died", why=_first_line(exc), fix="resume=true continues from the last checkpoint, if there is one"
+                "the ledger of prompts died",
+                why=_first_line(exc),
+                fix="resume=true continues from the last checkpoint, if there is one",
             ) from exc
 
     def serve_joiners(self) -> None:

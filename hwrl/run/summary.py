@@ -12,23 +12,23 @@ import yaml
 
 from hwrl.checkpoint.lock import DirectoryLock
 from hwrl.errors import ConfigError
-from hwrl.run.config import Config, dump_config
-from hwrl.run.report import METRICS, read_metrics
+from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
+from hwrl.run.report import CURVE, METRICS, PROMPTS, read_metrics
 
-CONFIG = "config.yaml"
+MODEL = "model"
+"""The trained model's directory in the run directory."""
 
 FIXED_KEYS = (
     "seed",
-    "model.path",
     "model.lora_rank",
     "model.lora_alpha",
     "model.target_modules",
-    "data.train",
     "rollout.n",
     "train.batch_groups",
     "async_training.trigger_parameter_sync_step",
 )
-"""What a resumed run may not change: the accounts of prompts and versions rest on it."""
+"""What a resumed run may not change: the accounts of prompts and versions rest on it. Nor may it change the model and
+the training data, but those are known by what they hold, which the checkpoint tells, and may lie elsewhere."""
 
 
 @contextmanager
@@ -57,10 +57,24 @@ def _claim(config: Config, stack: ExitStack) -> None:
 
 
 def _write_config(config: Config) -> None:
-    path = config.dir / CONFIG
-    if path.exists() and (read_metrics(config.dir) or any(config.dir.glob("checkpoints/global_step_*"))):
-        _check_same_run(config, yaml.safe_load(path.read_text(encoding="utf-8")))
-    path.write_text(dump_config(config), encoding="utf-8")
+    path = config.dir / RUN_CONFIG
+    before = path.read_bytes() if path.exists() else b""
+    if not before.startswith(RUN_HEADER):
+        _refuse_to_overwrite(config)
+    elif read_metrics(config.dir) or any(config.dir.glob("checkpoints/global_step_*")):
+        _check_same_run(config, yaml.safe_load(before))
+    path.write_bytes(dump_run_config(config))
+
+
+def _refuse_to_overwrite(config: Config) -> None:
+    """Raise ConfigError if the directory, which is no run's yet, has a file of a name that a run writes."""
+    names = [name for name in (RUN_CONFIG, METRICS, PROMPTS, CURVE, MODEL) if (config.dir / name).exists()]
+    if names:
+        raise ConfigError(
+            f"the run would overwrite {', '.join(names)} in {config.dir}",
+            why=f"hwrl did not write that: no {RUN_CONFIG} there begins with {RUN_HEADER.decode().strip()!r}",
+            fix="choose another dir=…, or rename what is there",
+        )
 
 
 def _check_same_run(config: Config, before: dict[str, Any]) -> None:
@@ -70,7 +84,7 @@ def _check_same_run(config: Config, before: dict[str, Any]) -> None:
             why="its metrics and checkpoints would be mixed with the new run's",
             fix="add resume=true to continue it, choose another dir=…, or delete the directory",
         )
-    now = yaml.safe_load(dump_config(config))
+    now = config.model_dump(mode="json")
     changed = [key for key in FIXED_KEYS if _at(now, key) != _at(before, key)]
     if changed:
         raise ConfigError(
@@ -136,8 +150,8 @@ def summarise(config: Config, history: list[dict[str, float]], *, interrupted: b
     if any("sync/base_sent" in line for line in history):
         sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
         lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
-    lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / 'reward.png'}")
+    lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / CURVE}")
     lines += [f"goal missed: {sentence}" for sentence in missed]
     if interrupted:
-        lines.append(f"continue with: hwrl train {config.dir / CONFIG} resume=true")
+        lines.append(f"continue with: hwrl train {config.dir / RUN_CONFIG} resume=true")
     return Summary(not interrupted, missed, "\n".join(lines))

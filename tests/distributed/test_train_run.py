@@ -131,7 +131,8 @@ def documented_keys() -> set[str]:
 
 
 OF_OTHER_RUNS = {f"sync/{name}" for name in ("base_sent", "base_nbytes", "adapter_nbytes")} | {  # with an adapter
-    f"rollout/{name}" for name in ("base_loads", "sleeps", "freed_nbytes", "sleep_s")  # the last three: of sleepers
+    f"rollout/{name}"
+    for name in ("base_loads", "sleeps", "freed_nbytes", "sleep_s")  # the last three: of sleepers
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from hwrl.errors import CheckpointError, ConfigError, HwrlError
 from hwrl.lora import LoraSettings
 from hwrl.run.config import Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
-from hwrl.run.summary import claimed_directory
+from hwrl.run.summary import FIXED_KEYS, claimed_directory
 
 MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
 
@@ -228,6 +229,68 @@ def test_a_second_run_in_a_directory_is_refused_and_changes_nothing_there(tmp_pa
         assert (tmp_path / "run" / "config.yaml").read_text() == before
     with claimed_directory(run):
         pass
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "model", "metrics.jsonl"])
+def test_nothing_that_hwrl_did_not_write_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, {**MINIMAL, "dir": "."}).rename("mine.yaml")
+    (tmp_path / name).write_bytes(b"# m\xefne")
+    for words in ([], ["resume=true"]):
+        with (
+            pytest.raises(ConfigError, match=rf"would overwrite {name} in(.|\n)*dir="),
+            claimed_directory(load_config(path, words)),
+        ):
+            pass
+    assert (tmp_path / name).read_bytes() == b"# m\xefne"
+
+
+def begun_run(tmp_path: Path) -> Path:
+    """Return the directory of a run that did a step."""
+    with claimed_directory(load_config(write(tmp_path, MINIMAL), [f"dir={tmp_path / 'first'}"])):
+        (tmp_path / "first" / "metrics.jsonl").write_text('{"step": 1}\n')
+    return tmp_path / "first"
+
+
+def test_a_run_directory_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun_run(tmp_path).rename("second")
+    config = load_config(Path("second/config.yaml"), ["resume=true"])
+    assert config.dir == tmp_path / "second"
+    with claimed_directory(config):
+        pass
+    assert load_config(Path("second/config.yaml"), ["dir=third"]).dir == tmp_path / "third"
+    assert not (tmp_path / "first").exists()
+
+
+def test_a_copy_of_a_runs_configuration_says_where_its_run_goes(tmp_path: Path) -> None:
+    copy = (begun_run(tmp_path) / "config.yaml").rename(tmp_path / "mine.yaml")
+    with pytest.raises(ConfigError, match="dir: Field required"):
+        load_config(copy)
+
+
+@pytest.mark.parametrize("key", FIXED_KEYS)
+def test_a_resume_with_another_fixed_key_is_refused(tmp_path: Path, key: str) -> None:
+    own = begun_run(tmp_path) / "config.yaml"
+    with (
+        pytest.raises(ConfigError, match=f"with another {key}\n"),
+        claimed_directory(load_config(own, ["resume=true", f'{key}="7"'])),
+    ):
+        pass
+
+
+def test_a_resume_may_find_model_and_data_elsewhere(tmp_path: Path) -> None:
+    words = ["resume=true", "model.path=/elsewhere/model", "data.train=/elsewhere/train.jsonl"]
+    with claimed_directory(load_config(begun_run(tmp_path) / "config.yaml", words)):
+        pass
+
+
+def test_the_page_says_what_a_resume_may_not_change() -> None:
+    page = Path("docs/configuration.md").read_text(encoding="utf-8")
+    said = page.partition("A resumed run may not change ")[2].partition("hold:")[0]
+    assert sorted(re.findall("`(.*?)`", said)) == sorted([*FIXED_KEYS, "model.path", "data.train"])
 
 
 def row_of(name: str, field: FieldInfo) -> str:
