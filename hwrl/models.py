@@ -111,6 +111,18 @@ def load_tokenizer(directory: Path) -> Any:
         ) from exc
 
 
+def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> tuple[str, list[int]]:
+    """Return the text and the token ids that the model reads: a text as the tokenizer encodes it, special tokens
+    included; messages as the tokenizer's chat template writes them, up to where the answer begins.
+
+    Raises whatever the template raises, and ValueError if there is none.
+    """
+    if isinstance(prompt, str):
+        return prompt, tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+
+
 def _require_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise DataError(

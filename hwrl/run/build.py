@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.errors import ConfigError
-from hwrl.models import configuration_identity, load_generation_config, load_tokenizer
+from hwrl.models import configuration_identity, encode_prompt, load_generation_config, load_tokenizer
 from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
@@ -89,7 +89,7 @@ def _prompts(config: Config, path: Path) -> list[Prompt]:
     tokenizer = load_tokenizer(config.model.path)
     return load_prompts(
         path,
-        tokenize=lambda text: tokenizer(text)["input_ids"],
+        encode=lambda prompt: encode_prompt(tokenizer, prompt),
         max_prompt_tokens=config.data.max_prompt_tokens,
     )
 
@@ -185,7 +185,7 @@ class TrainerParts:
         if saved_hash != self._data_hash:
             raise ConfigError(
                 f"{self._config.data.train} does not hold the checkpoint's training data",
-                why="its hash is another, and the order of the prompts depends on it: some would be lost or trained twice",
+                why="its hash is another, and the order of the prompts depends on it: some would be lost or come twice",
                 fix="put the old file back, or begin a new run in another dir=…",
             )
 

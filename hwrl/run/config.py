@@ -61,7 +61,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts: rows with ``prompt`` (text) and ``answer`` (anything), as .jsonl or .parquet."""
+    """Prompts: rows with ``prompt`` (a text or messages) and ``answer`` (anything), as .jsonl or .parquet."""
 
     train: AbsolutePath
     """Prompts to train on."""
