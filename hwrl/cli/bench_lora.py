@@ -21,7 +21,7 @@ WARM_UP_STEPS = 3
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("words", nargs="*", metavar="key=value", help="configuration to add, to both kinds of runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration to add, to both kinds of runs")
     parser.add_argument(
         "--config", type=Path, help="configuration of the runs (default: the demo, with a larger model)"
     )
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
             for kind, found in histories.items():
                 print(f"round {number + 1} of {args.rounds}: base sent {kind}", file=sys.stderr, flush=True)
                 directory = Path(scratch) / f"{kind}-{number}"
-                words = [*args.words, f"model.lora_rank={args.rank}", f"weights.send_base={kind}"]
+                words = [*args.overrides, f"model.lora_rank={args.rank}", f"weights.send_base={kind}"]
                 history = train(config, [*words, f"train.steps={args.steps}"], directory=directory)
                 if history is None:
                     return INTERRUPTED

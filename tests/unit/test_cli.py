@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,9 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"hwrl {hwrl.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["doctro"], ["doctor", "--jsno"]], ids=repr)
+@pytest.mark.parametrize(
+    "words", [[], ["doctro"], ["doctor", "--jsno"], ["doctor", "a=b"], ["train", "c", "a=b", "--prnt"]], ids=repr
+)
 def test_wrong_usage_is_status_2(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words)
@@ -25,6 +28,27 @@ def test_what_a_command_needs_is_named_and_nothing_else(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit, match="2"):
         main(["train"])
     assert capsys.readouterr().err.endswith("the following arguments are required: config\n")
+
+
+@pytest.mark.parametrize(
+    "words", [["--print-config", "a=1", "b=2"], ["a=1", "--print-config", "b=2"], ["a=1", "b=2", "--print-config"]]
+)
+def test_overrides_may_stand_before_and_after_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("dir: run\nmodel: {path: m}\ndata: {train: t.jsonl}\nreward: {function: 'm:f'}\n")
+    renamed = {"a=1": "train.steps=3", "b=2": "train.steps=7"}
+    assert main(["train", str(config), *(renamed.get(word, word) for word in words)]) == 0
+    assert "steps: 7" in capsys.readouterr().out, "the later one counts"
+
+
+def test_overrides_of_a_benchmark_may_follow_its_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("{}")
+    assert main(["bench", "lora", "--config", str(config), "train.stepz=1", "--rank", "4", "dirr=2"]) == 1
+    told = capsys.readouterr().err
+    assert "train.stepz: there is no such key" in told and "dirr: there is no such key" in told
 
 
 def test_an_error_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
