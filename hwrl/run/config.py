@@ -304,6 +304,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _goals_are_measured(self) -> Config:
+        unmeasured = [name for name in self.goals if name.startswith("eval/")] if self.data.eval is None else []
+        if unmeasured:
+            raise ValueError(
+                f"goals: {', '.join(unmeasured)} cannot be reached without data.eval, prompts to evaluate on"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_engine_trains_adapters(self) -> Config:
         if self.model.lora_rank and self.train.engine != FSDP:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -134,6 +135,23 @@ def missed_goals(goals: dict[str, float], figures: dict[str, float]) -> list[str
         if reached is None or not reached >= goal:  # not a number reaches nothing
             missed.append(f"{name} is {'absent' if reached is None else f'{reached:.4g}'}, the goal is {goal:.4g}")
     return missed
+
+
+def unknown_goals(goals: dict[str, float], line: dict[str, float], *, evaluates: bool) -> list[str]:
+    """Return a sentence for each goal that is no figure of ``line``, a first step's, nor of an evaluation to come.
+
+    >>> unknown_goals({"eval/exat": 0.9}, {"reward/mean": 0.5, "reward/exact": 0.25}, evaluates=True)
+    ["no figure is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?"]
+    """
+    judged = [name.partition("/")[2] for name in line if name.startswith("reward/")]
+    evaluated = [f"eval/{figure}" for figure in ("reward", "version", *judged)] if evaluates else []
+    known = {*line, *evaluated} - {"eval/mean", "eval/std"}
+    sentences = []
+    for name in goals.keys() - known:
+        close = difflib.get_close_matches(name, known, n=1)
+        suggestion = f"; did you mean {close[0]}?" if close else ""
+        sentences.append(f"no figure is called {name!r} so far, and it is a goal{suggestion}")
+    return sentences
 
 
 def summarise(config: Config, history: list[dict[str, float]], *, interrupted: bool) -> Summary:

@@ -39,7 +39,7 @@ def test_overrides_are_applied_in_order_and_typed(tmp_path: Path) -> None:
 
 
 def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL), ["goals={eval/exact: 0.5}"])
+    config = load_config(write(tmp_path, MINIMAL), ["goals={reward/mean: 0.5}"])
     path = tmp_path / "again.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
@@ -98,6 +98,8 @@ def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
         load_config(write(tmp_path, MINIMAL), ["train.batch_groups=1", "train.ranks=2"])
     with pytest.raises(ConfigError, match=r"lora_rank=8 needs train\.engine=fsdp; megatron trains whole models"):
         load_config(write(tmp_path, MINIMAL), ["model.lora_rank=8", "train.engine=megatron"])
+    with pytest.raises(ConfigError, match=r"goals: eval/exact cannot be reached without data\.eval"):
+        load_config(write(tmp_path, MINIMAL), ["goals={eval/exact: 0.5}"])
     with pytest.raises(ConfigError, match=r"set free_cache_engine=true, too"):
         load_config(write(tmp_path, MINIMAL), ["rollout.sleep_level=2"])
 
