@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from hwrl.run.report import CURVE, METRICS, PROMPTS, read_metrics
 
 MODEL = "model"
 """The trained model's directory in the run directory."""
+
+_WRITTEN = (RUN_CONFIG, METRICS, PROMPTS, CURVE, MODEL)
 
 FIXED_KEYS = (
     "seed",
@@ -59,33 +61,39 @@ def _claim(config: Config, stack: ExitStack) -> None:
 
 def _write_config(config: Config) -> None:
     path = config.dir / RUN_CONFIG
-    before = path.read_bytes() if path.exists() else b""
-    if not before.startswith(RUN_HEADER):
-        _refuse_to_overwrite(config)
-    elif read_metrics(config.dir) or any(config.dir.glob("checkpoints/global_step_*")):
-        _check_same_run(config, yaml.safe_load(before))
-    path.write_bytes(dump_run_config(config))
+    before = path.read_bytes() if path.exists() else None
+    has_checkpoints = any(config.dir.glob("checkpoints/global_step_*"))
+    if before is None or not before.startswith(RUN_HEADER):
+        _refuse_to_overwrite(config, [RUN_CONFIG] if has_checkpoints else _WRITTEN)
+    if has_checkpoints or read_metrics(config.dir):
+        _check_same_run(config, before)
+    draft = path.with_name(f".{RUN_CONFIG}.draft")
+    draft.write_bytes(dump_run_config(config))
+    draft.replace(path)  # at once: half a file would not be known as hwrl's
 
 
-def _refuse_to_overwrite(config: Config) -> None:
-    """Raise ConfigError if the directory, which is no run's yet, has a file of a name that a run writes."""
-    names = [name for name in (RUN_CONFIG, METRICS, PROMPTS, CURVE, MODEL) if (config.dir / name).exists()]
-    if names:
+def _refuse_to_overwrite(config: Config, names: Sequence[str]) -> None:
+    """Raise ConfigError if the directory, in which no run has left its configuration, has one of the files."""
+    found = [name for name in names if (config.dir / name).exists()]
+    if found:
         raise ConfigError(
-            f"the run would overwrite {', '.join(names)} in {config.dir}",
+            f"the run would overwrite {', '.join(found)} in {config.dir}",
             why=f"hwrl did not write that: no {RUN_CONFIG} there begins with {RUN_HEADER.decode().strip()!r}",
             fix="choose another dir=…, or rename what is there",
         )
 
 
-def _check_same_run(config: Config, before: dict[str, Any]) -> None:
+def _check_same_run(config: Config, written: bytes | None) -> None:
+    """Raise ConfigError if the run may not go on; without the configuration ``written`` nothing is compared."""
     if not config.resume:
         raise ConfigError(
             f"{config.dir} already holds a run",
             why="its metrics and checkpoints would be mixed with the new run's",
             fix="add resume=true to continue it, choose another dir=…, or delete the directory",
         )
-    now = config.model_dump(mode="json")
+    if written is None:
+        return
+    now, before = config.model_dump(mode="json"), yaml.safe_load(written)
     changed = [key for key in FIXED_KEYS if _at(now, key) != _at(before, key)]
     if changed:
         raise ConfigError(
@@ -147,7 +155,9 @@ def unknown_goals(goals: dict[str, float], line: dict[str, float], *, evaluates:
     evaluated = [f"eval/{figure}" for figure in ("reward", "version", *judged)] if evaluates else []
     known = {*line, *evaluated} - {"eval/mean", "eval/std"}
     sentences = []
-    for name in goals.keys() - known:
+    for name in goals:
+        if name in known:
+            continue
         close = difflib.get_close_matches(name, known, n=1)
         suggestion = f"; did you mean {close[0]}?" if close else ""
         sentences.append(f"no figure is called {name!r} so far, and it is a goal{suggestion}")

@@ -267,6 +267,16 @@ def test_a_run_directory_can_be_moved(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "first").exists()
 
 
+def test_a_run_without_its_configuration_is_still_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "global_step_7").mkdir(parents=True)
+    (tmp_path / "run" / "model").mkdir()
+    path, place = write(tmp_path, MINIMAL), f"dir={tmp_path / 'run'}"
+    with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(path, [place])):
+        pass
+    with claimed_directory(load_config(path, [place, "resume=true"])):
+        assert load_config(tmp_path / "run" / "config.yaml").dir == tmp_path / "run"
+
+
 def test_a_copy_of_a_runs_configuration_says_where_its_run_goes(tmp_path: Path) -> None:
     copy = (begun_run(tmp_path) / "config.yaml").rename(tmp_path / "mine.yaml")
     with pytest.raises(ConfigError, match="dir: Field required"):
