@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,14 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
     return model
 
 
+def configuration_identity(directory: Path) -> str:
+    """Return a hash of the model's configuration in ``directory``, but for where it came from and what wrote it."""
+    _require_directory(directory)
+    configuration = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    told = {key: value for key, value in configuration.items() if key not in ("_name_or_path", "transformers_version")}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
 def model_identity(directory: Path) -> int:
     """Return a number below 2**60 that identifies the model in ``directory``: its configuration and all its weights.
 
@@ -100,6 +109,18 @@ def load_tokenizer(directory: Path) -> Any:
             why=str(exc).splitlines()[0],
             fix="put the model's tokenizer files into the directory",
         ) from exc
+
+
+def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> tuple[str, list[int]]:
+    """Return the text and the token ids that the model reads: a text as the tokenizer encodes it, special tokens
+    included; messages as the tokenizer's chat template writes them, up to where the answer begins.
+
+    Raises whatever the template raises, and ValueError if there is none.
+    """
+    if isinstance(prompt, str):
+        return prompt, tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
 
 
 def _require_directory(directory: Path) -> None:

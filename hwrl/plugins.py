@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
+
+import pluggy
 
 from hwrl.errors import ConfigError, EngineError
 from hwrl.loading import Installed, LoadFailure, load_hooks
@@ -36,7 +38,7 @@ def load_hook(
     found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
     installed = Installed(found, load_hooks)
     if name not in installed.names():
-        raise _unknown(name, asked_by, sorted({*built_in, *installed.names()}))
+        raise _unknown(name, asked_by, sorted({*built_in, *_with_hook(installed, hook)}))
     manager = installed.load(name)
     if isinstance(manager, LoadFailure):
         raise EngineError(
@@ -47,9 +49,17 @@ def load_hook(
         raise EngineError(
             f"{asked_by}={name} cannot be used",
             why=f"the plugin {name!r} does not have the hook {hook}",
-            fix="choose another one, or upgrade the plugin",
+            fix=f"choose one of {', '.join(sorted({*built_in, *_with_hook(installed, hook)}))}",
         )
     return caller
+
+
+def _with_hook(installed: Installed[pluggy.PluginManager], hook: str) -> Iterator[str]:
+    """Yield the names that may be chosen; of a plugin that cannot be loaded, too, for choosing it tells why."""
+    for name in installed.names():
+        manager = installed.load(name)
+        if isinstance(manager, LoadFailure) or getattr(manager.hook, hook).get_hookimpls():
+            yield name
 
 
 def _unknown(name: str, asked_by: str, known: list[str]) -> ConfigError:

@@ -20,8 +20,7 @@ _EXTRA_OF = dict.fromkeys(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 2 wrong usage."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(words).parse_args(words)
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
         status: int = args.run(args)
     except HwrlError as error:
@@ -34,6 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"  fix: pip install 'hwrl[{_EXTRA_OF[error.name]}]'", file=sys.stderr)
         return 1
     return status
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments; ``overrides``, where a command has them, may stand before and after its options."""
+    parser = _parser(words)
+    args, rest = parser.parse_known_args(words)
+    if rest and ("overrides" not in args or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes positional arguments from one place only
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hwrl.cli.arguments import add_json, positive_int, whole_number, write_json
 
 HELP = "asynchronous training against staleness_threshold=0, the same work on the same cores"
 
@@ -30,13 +31,13 @@ Row = dict[str, float | None]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each run (default 300)")
+    parser.add_argument("--steps", type=positive_int, default=300, help="training steps of each run (default 300)")
     parser.add_argument(
-        "--staleness", type=int, default=2, help="staleness_threshold of the asynchronous run (default 2)"
+        "--staleness", type=whole_number, default=2, help="staleness_threshold of the asynchronous run (default 2)"
     )
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each kind, alternating (default 1)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument("--rounds", type=positive_int, default=1, help="runs of each kind, alternating (default 1)")
+    parser.add_argument("--seed", type=whole_number, default=1)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
                 histories[kind].append(history)
     result = compare(histories)
     print(_table(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(args.json, result)
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hwrl.cli.arguments import add_json, folder, positive_float, positive_int, seconds, write_json
 from hwrl.cli.bench_checkpoint_ways import WAYS, Plan, serve
 from hwrl.errors import HwrlError
 
@@ -29,9 +29,9 @@ _MEASURED = ("raw_s", "step_s", "blocked_s", "next_step_s", "complete_s")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
-        "--gib", type=float, default=0.3, help="the state, GiB: parameters are a third, the rest AdamW's"
+        "--gib", type=positive_float, default=0.3, help="the state, GiB: parameters are a third, the rest AdamW's"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each way (default 3)")
+    parser.add_argument("--rounds", type=positive_int, default=3, help="measurements of each way (default 3)")
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"of: {', '.join(WAYS)}"
     )
@@ -41,11 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--staging", choices=("host", "device"), default="host", help="where hwrl copies what is not (default host)"
     )
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a training step (default 2048)")
-    parser.add_argument("--rollout-s", type=float, default=0.0, help="idle seconds between save and step (default 0)")
-    parser.add_argument("--dir", type=Path, help="where to save, on a disk or tmpfs (default: for temporary files)")
-    parser.add_argument("--timeout", type=float, default=75.0, help="seconds for all of one way (default 75)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument("--tokens", type=positive_int, default=2048, help="tokens of a training step (default 2048)")
+    parser.add_argument("--rollout-s", type=seconds, default=0.0, help="idle seconds between save and step (default 0)")
+    parser.add_argument("--dir", type=folder, help="where to save, on a disk or tmpfs (default: for temporary files)")
+    parser.add_argument("--timeout", type=positive_float, default=75.0, help="seconds for all of one way (default 75)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
             ways[name] = {"why_not": why_not} if why_not else _measure(name, plan, args.rounds, timeout_s=args.timeout)
     result = _result(args, ways)
     print(_table(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(args.json, result)
     return 0 if all("why_not" not in found for name, found in ways.items() if name == "hwrl") else 1
 
 

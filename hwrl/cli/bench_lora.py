@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from hwrl.cli.arguments import add_json, positive_int, write_json
 from hwrl.cli.bench_async import INTERRUPTED, History, train
 from hwrl.errors import ConfigError
 
@@ -21,16 +21,22 @@ WARM_UP_STEPS = 3
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("words", nargs="*", metavar="key=value", help="configuration to add, to both kinds of runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration to add, to both kinds of runs")
     parser.add_argument(
         "--config", type=Path, help="configuration of the runs (default: the demo, with a larger model)"
     )
-    parser.add_argument("--hidden", type=int, default=512, help="width of the demo's model (default 512)")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the demo's model (default 8)")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapter (default 16)")
-    parser.add_argument("--steps", type=int, default=20, help="training steps of each run (default 20)")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each kind, alternating (default 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument("--hidden", type=_width, default=512, help="width of the demo's model (default 512)")
+    parser.add_argument("--layers", type=positive_int, default=8, help="layers of the demo's model (default 8)")
+    parser.add_argument("--rank", type=positive_int, default=16, help="of the adapter (default 16)")
+    parser.add_argument("--steps", type=positive_int, default=20, help="training steps of each run (default 20)")
+    parser.add_argument("--rounds", type=positive_int, default=1, help="runs of each kind, alternating (default 1)")
+    add_json(parser)
+
+
+def _width(text: str) -> int:
+    if positive_int(text) % 32:
+        raise argparse.ArgumentTypeError(f"it must be a multiple of 32, and is {text}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,15 +54,14 @@ def run(args: argparse.Namespace) -> int:
             for kind, found in histories.items():
                 print(f"round {number + 1} of {args.rounds}: base sent {kind}", file=sys.stderr, flush=True)
                 directory = Path(scratch) / f"{kind}-{number}"
-                words = [*args.words, f"model.lora_rank={args.rank}", f"weights.send_base={kind}"]
+                words = [*args.overrides, f"model.lora_rank={args.rank}", f"weights.send_base={kind}"]
                 history = train(config, [*words, f"train.steps={args.steps}"], directory=directory)
                 if history is None:
                     return INTERRUPTED
                 found.append(history)
     result = compare(histories)
     print(_table(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(args.json, result)
     return 0
 
 

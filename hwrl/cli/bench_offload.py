@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hwrl.cli.arguments import add_json, positive_float, positive_int, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,11 @@ _NBYTES_OF_A_PARAMETER = 12  # float32, with AdamW's two moments
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--gib", type=float, default=1.0, help="parameters and AdamW's state together, GiB (default 1)")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each way (default 9)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument(
+        "--gib", type=positive_float, default=1.0, help="parameters and AdamW's state together, GiB (default 1)"
+    )
+    parser.add_argument("--rounds", type=positive_int, default=9, help="measurements of each way (default 9)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
     rounds = [bench.round() for _ in range(_WARM_UP + args.rounds)][_WARM_UP:]
     result = _result(bench, rounds)
     print(_table(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(args.json, result)
     return 0 if result["bit_exact"] and result["host_allocated_nbytes"] == 0 else 1
 
 

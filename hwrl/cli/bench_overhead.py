@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hwrl.cli.arguments import add_json, positive_int, write_json
 
 if TYPE_CHECKING:
     from hwrl.backend import Backend
@@ -33,8 +33,10 @@ class Call:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--calls", type=int, default=20_000, help="measured calls of each kind (default 20000)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument(
+        "--calls", type=positive_int, default=20_000, help="measured calls of each kind (default 20000)"
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     calls = (*_device_calls(backend), *_group_calls(backend))
     result = _result(args, {call.name: _measure(call, args.calls) for call in calls}, str(backend.device()))
     print(_table(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(args.json, result)
     return 0
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hwrl.cli.arguments import add_json, positive_float, positive_int, write_json
 from hwrl.cli.bench_peers import PEERS, Seat, one_line
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ HELP = "weight transfer against raw broadcasts of the same bytes, on this machin
 
 _WAYS = (
     "flat broadcast",
-    "flat broadcast, pieces",
+    "flat broadcast in pieces",
     "copy on the device",
     "per-tensor broadcast",
     "hwrl device",
@@ -49,12 +48,12 @@ _HIDDEN, _INTERMEDIATE, _KEY_VALUE = 896, 4864, 128  # the shapes of a common ha
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", choices=sorted(_MODELS), default="awkward", help="what is sent (default awkward)")
-    parser.add_argument("--mib", type=int, default=256, help="size of the awkward model, MiB (default 256)")
-    parser.add_argument("--receivers", type=int, default=1, help="receiving processes (default 1)")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each way (default 9)")
+    parser.add_argument("--mib", type=positive_int, default=256, help="size of the awkward model, MiB (default 256)")
+    parser.add_argument("--receivers", type=positive_int, default=1, help="receiving processes (default 1)")
+    parser.add_argument("--rounds", type=positive_int, default=9, help="measurements of each way (default 9)")
     parser.add_argument("--ways", nargs="+", choices=_WAYS, metavar="WAY", help=f"only these of: {', '.join(_WAYS)}")
-    parser.add_argument("--slab-mib", type=int, help="slab size, MiB (default: what suits the device)")
-    parser.add_argument("--slabs", type=int, default=4, help="slabs under way at once (default 4)")
+    parser.add_argument("--slab-mib", type=positive_int, help="slab size, MiB (default: what suits the device)")
+    parser.add_argument("--slabs", type=positive_int, default=4, help="slabs under way at once (default 4)")
     parser.add_argument(
         "--peers",
         nargs="+",
@@ -64,9 +63,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"also measure these packages' own ways, where they are installed: all, or some of {', '.join(PEERS)}",
     )
     parser.add_argument(
-        "--peer-timeout", type=float, default=180.0, metavar="SECONDS", help="give a peer up after this (default 180)"
+        "--peer-timeout",
+        type=positive_float,
+        default=180.0,
+        metavar="SECONDS",
+        help="give a peer up after this (default 180)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    add_json(parser)
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
     names = PEERS if "all" in args.peers else dict.fromkeys(args.peers)
     result["peers"] = {name: _measure_peer(name, size, plan, timeout_s=args.peer_timeout) for name in names}
     print(_table(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(args.json, result)
     return 0 if result["bit_exact"] else 1
 
 

@@ -133,7 +133,7 @@ def _backend_lines(backend: dict[str, Any]) -> Iterator[str]:
 def _live_lines(name: str, live: dict[str, Any]) -> Iterator[str]:
     yield f"\nlive check of {name}"
     if "device_count" in live:
-        yield f"  {'devices':<14} {live['device_count']}"
+        yield f"  {'devices':<24} {live['device_count']}"
     for capability, (state, reason) in live.get("capabilities", {}).items():
-        yield f"  {capability:<14} {state:<12} {reason}"
-    yield f"  {'result':<14} {'computed and copied correctly' if live['ok'] else live['why']}"
+        yield f"  {capability:<24} {state:<12} {reason}"
+    yield f"  {'result':<24} {'computed and copied correctly' if live['ok'] else live['why']}"

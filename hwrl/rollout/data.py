@@ -13,12 +13,18 @@ import numpy as np
 from hwrl.errors import DataError
 from hwrl.rollout.groups import Ints
 
+Messages = list[dict[str, Any]]
+"""A conversation: each message has the texts ``role`` and ``content``, and what else the chat template reads."""
+Encode = Callable[[str | Messages], tuple[str, Sequence[int]]]
+"""Turns a prompt, a text or messages, into the text and the token ids that the model reads."""
+
 
 @dataclass(frozen=True)
 class Prompt:
     """One row: the prompt as text and as token ids (int32), and what the reward function needs to judge an answer.
 
-    ``max_new_tokens`` is this prompt's own limit on responses, if it has one.
+    ``text`` of a conversation is what the chat template made of it. ``max_new_tokens`` is this prompt's own limit on
+    responses, if it has one.
     """
 
     text: str
@@ -46,32 +52,55 @@ class PromptStream:
         return self._prompts[int(self._order[place])]
 
 
-def load_prompts(path: Path, *, tokenize: Callable[[str], Sequence[int]], max_prompt_tokens: int) -> list[Prompt]:
-    """Read every row of ``path`` (``.jsonl`` or ``.parquet``): ``prompt``, a text, and ``answer``, anything.
+def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int) -> list[Prompt]:
+    """Read every row of ``path`` (``.jsonl`` or ``.parquet``): ``prompt``, text or messages, and ``answer``, anything.
 
     A row may set ``max_new_tokens``, a limit on its responses below the run's. Raises DataError, with the row's
-    number, for a row without prompt and answer, and for a prompt that is empty or longer than ``max_prompt_tokens``.
+    number, for a row without prompt and answer, for messages that ``encode`` refuses, and for a prompt that is empty or
+    longer than ``max_prompt_tokens``.
     """
     prompts = []
     for number, row in enumerate(_rows(path), start=1):
-        text = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(text, str) or "answer" not in row:
+        place = f"{path}, row {number}"
+        if not isinstance(row, dict) or "answer" not in row or not _is_prompt(row.get("prompt")):
             raise DataError(
-                f"{path}, row {number} is not a prompt",
-                why=f"it needs a text 'prompt' and an 'answer', and is {str(row)[:80]!r}",
-                fix='write rows like {"prompt": "2 + 2 =", "answer": "4"}',
+                f"{place} is not a prompt",
+                why="it needs a 'prompt', a text or a list of messages with the texts 'role' and 'content', and an "
+                f"'answer', and is {str(row)[:80]!r}",
+                fix='write rows like {"prompt": "2 + 2 =", "answer": "4"}, or '
+                '{"prompt": [{"role": "user", "content": "2 + 2 = ?"}], "answer": "4"}',
             )
-        token_ids = np.array(tokenize(text), dtype=np.int32)
+        text, token_ids = _encoded(row["prompt"], encode, place=place)
         if not 1 <= len(token_ids) <= max_prompt_tokens:
             raise DataError(
-                f"{path}, row {number} has a prompt of {len(token_ids)} tokens",
+                f"{place} has a prompt of {len(token_ids)} tokens",
                 why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
                 fix="drop or shorten the row, or raise data.max_prompt_tokens",
             )
-        prompts.append(Prompt(text, token_ids, row["answer"], _own_limit(row, place=f"{path}, row {number}")))
+        prompts.append(Prompt(text, token_ids, row["answer"], _own_limit(row, place=place)))
     if not prompts:
         raise DataError(f"{path} holds no prompts", why="the file is empty", fix="add at least one row")
     return prompts
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(map(_is_message, value)))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _encoded(prompt: str | Messages, encode: Encode, *, place: str) -> tuple[str, Ints]:
+    try:
+        text, token_ids = encode(prompt)
+    except Exception as exc:  # a chat template is a program: it may raise anything, and refuses roles in that way
+        raise DataError(
+            f"the prompt of {place} cannot be encoded",
+            why=str(exc) or repr(exc),
+            fix="mend the row, or, if the model's tokenizer has no chat template, write the prompt as a text",
+        ) from exc
+    return text, np.array(token_ids, dtype=np.int32)
 
 
 def _own_limit(row: dict[str, Any], *, place: str) -> int | None:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.errors import ConfigError
-from hwrl.models import load_generation_config, load_tokenizer
+from hwrl.models import configuration_identity, encode_prompt, load_generation_config, load_tokenizer
 from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
@@ -22,7 +22,7 @@ from hwrl.rollout.reward import load_reward
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.summary import SENT
+from hwrl.run.summary import MODEL, SENT
 from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gather import SharedWeights
@@ -64,6 +64,7 @@ def build_rollouter(config: Config, *, replica: str, seed: int, store_address: s
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
         reward_attempts=config.reward.attempts,
+        reward_threads=config.reward.threads,
     )
 
 
@@ -88,7 +89,7 @@ def _prompts(config: Config, path: Path) -> list[Prompt]:
     tokenizer = load_tokenizer(config.model.path)
     return load_prompts(
         path,
-        tokenize=lambda text: tokenizer(text)["input_ids"],
+        encode=lambda prompt: encode_prompt(tokenizer, prompt),
         max_prompt_tokens=config.data.max_prompt_tokens,
     )
 
@@ -150,6 +151,7 @@ class TrainerParts:
             max_staleness=config.async_training.staleness_threshold,
             trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
         )
+        self._model_identity = configuration_identity(config.model.path)
         self._data_hash = hashlib.sha256(config.data.train.read_bytes()).hexdigest()
         self._checkpoints = CheckpointManager(
             config.dir / "checkpoints",
@@ -167,6 +169,7 @@ class TrainerParts:
             if resumed is None:
                 return None
             self._check_data(resumed.extra["data"])
+            self._check_model(resumed.extra["model"])
             self._check_base(resumed.extra["adapter"])
             self._engine.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
@@ -181,9 +184,17 @@ class TrainerParts:
     def _check_data(self, saved_hash: str) -> None:
         if saved_hash != self._data_hash:
             raise ConfigError(
-                f"{self._config.data.train} has changed since the checkpoint",
-                why="the order of the prompts depends on it, so prompts would be lost or trained twice",
+                f"{self._config.data.train} does not hold the checkpoint's training data",
+                why="its hash is another, and the order of the prompts depends on it: some would be lost or come twice",
                 fix="put the old file back, or begin a new run in another dir=…",
+            )
+
+    def _check_model(self, saved: str) -> None:
+        if saved != self._model_identity:
+            raise ConfigError(
+                f"the checkpoint is not of the model in {self._config.model.path}",
+                why="the configuration there, config.json, is another than when the run began",
+                fix="put the old model back, or begin a new run in another dir=…",
             )
 
     def _check_base(self, saved: dict[str, Any] | None) -> None:
@@ -216,8 +227,8 @@ class TrainerParts:
         return {**figures, **{name: figures.get(name, 0.0) + value for name, value in unreported.items()}}
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
-        """Save this moment; return what it cost."""
-        with self._engine.saved_state() as (state, offloader):
+        """Save this moment; return what that cost."""
+        with self._trainer.saving(), self._engine.saved_state() as (state, offloader):
             report = self._checkpoints.save(
                 self._trainer.steps_done,
                 state,
@@ -226,6 +237,7 @@ class TrainerParts:
                     "trainer": self._trainer.state_dict(),
                     "ledger": ledger,
                     "data": self._data_hash,
+                    "model": self._model_identity,
                     "adapter": self._adapter(),
                 },
                 rank_extra={"rng": rng_state(get_backend())},
@@ -236,7 +248,7 @@ class TrainerParts:
     def export(self) -> None:
         """Write the trained model to the run directory, for transformers."""
         with self._engine.on_device(optimizer=False):
-            self._engine.export(self._config.dir / "model")
+            self._engine.export(self._config.dir / MODEL)
 
     def close(self) -> None:
         """End the transfer and the checkpoints; raises if a save in the background failed."""

@@ -19,6 +19,11 @@ FSDP = "fsdp"
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
 
+RUN_CONFIG = "config.yaml"
+"""In a run directory: the run's configuration, which begins with RUN_HEADER."""
+RUN_HEADER = b"# The configuration of the run in this directory; hwrl train writes it anew.\n"
+"""How the file begins, and no file that hwrl did not write."""
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveReal = Annotated[float, Field(gt=0)]
@@ -56,7 +61,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts: rows with ``prompt`` (text) and ``answer`` (anything), as .jsonl or .parquet."""
+    """Prompts: rows with ``prompt`` (a text or messages) and ``answer`` (anything), as .jsonl or .parquet."""
 
     train: AbsolutePath
     """Prompts to train on."""
@@ -73,6 +78,8 @@ class RewardConfig(Section):
     """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
     attempts: Positive = 3
     """How often a function that raises is called before the prompt has failed."""
+    threads: Positive = 4
+    """So many calls at a time in each replica, in threads of its process; 1 for a function that is not thread-safe."""
 
     @field_validator("function")
     @classmethod
@@ -203,7 +210,7 @@ class AlgorithmConfig(Section):
     """``grpo``, ``dr_grpo`` or ``rloo``."""
     loss: LossName = "ppo_clip"
     """``ppo_clip``, ``tis`` or ``decoupled``."""
-    clip_ratio_low: PositiveReal = 0.2
+    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """How far the ratio may fall below 1."""
     clip_ratio_high: PositiveReal = 0.28
     """How far the ratio may rise above 1."""
@@ -242,8 +249,8 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints."""
 
-    save_every_steps: NotNegative = 0
-    """0: only at the end and when interrupted."""
+    save_every_steps: NotNegative = 50
+    """Training steps between two; also at the end and when interrupted, and with 0 only then."""
     async_save: bool = False
     """Write in the background, from a copy; what is offloaded is written from where it lies."""
     staging: Literal["host", "device"] = "host"
@@ -299,6 +306,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _goals_are_measured(self) -> Config:
+        unmeasured = [name for name in self.goals if name.startswith("eval/")] if self.data.eval is None else []
+        if unmeasured:
+            raise ValueError(
+                f"goals: {', '.join(unmeasured)} cannot be reached without data.eval, prompts to evaluate on"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_engine_trains_adapters(self) -> Config:
         if self.model.lora_rank and self.train.engine != FSDP:
             raise ValueError(
@@ -316,20 +332,27 @@ class Config(Section):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read ``path`` (YAML), apply ``key.subkey=value`` words in order, validate; ConfigError names what is wrong.
 
-    Values are read as YAML. Relative paths in the file and in the words are relative to the working directory.
+    Values are read as YAML. Relative paths in the file and in the words are relative to the working directory. The
+    configuration that a run directory holds has no ``dir``: it means the directory that it lies in.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        content = path.read_bytes()
+        tree = yaml.safe_load(content.decode("utf-8"))
     except OSError as exc:
         raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not text in UTF-8", why=str(exc), fix="save it as UTF-8") from exc
     except yaml.YAMLError as exc:
         raise ConfigError(f"{path} is not YAML", why=str(exc), fix="mend the file") from exc
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{path} holds no sections",
             why=f"it is a {type(tree).__name__}",
             fix="write 'dir: …', 'model: {path: …}', …",
         )
+    if path.name == RUN_CONFIG and content.startswith(RUN_HEADER):
+        tree.setdefault("dir", str(path.parent))
     for word in overrides:
         _override(tree, word)
     return parse_config(tree)
@@ -351,6 +374,11 @@ def parse_config(tree: dict[str, Any]) -> Config:
 def dump_config(config: Config) -> str:
     """Return ``config`` as YAML, every key included, such that :func:`load_config` reads it back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def dump_run_config(config: Config) -> bytes:
+    """Return what a run directory's ``config.yaml`` holds: everything but the directory, which may be moved."""
+    return RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir"}), sort_keys=False).encode()
 
 
 def _override(tree: dict[str, Any], word: str) -> None:

@@ -81,7 +81,7 @@ class Fleet:
                 why=str(cause),
                 fix="mend the cause, or raise train.max_restarts; resume=true continues the run",
             ) from cause
-        self._say(f"a trainer died ({cause}); starting again from the last checkpoint")
+        self._say(f"a trainer died ({cause}); all its ranks start again")
         for trainer in self._trainers:
             ray.kill(trainer)
         self._gather(self._launch_trainers())
@@ -189,7 +189,9 @@ class Fleet:
             return value_of(reference)
         except RayActorError as exc:
             raise EngineError(
-                "the ledger of prompts died", why=_first_line(exc), fix="resume=true continues from the last checkpoint"
+                "the ledger of prompts died",
+                why=_first_line(exc),
+                fix="resume=true continues from the last checkpoint, if there is one",
             ) from exc
 
     def serve_joiners(self) -> None:

@@ -21,7 +21,7 @@ from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
 from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, is_local, value_of
 from hwrl.run.report import RunReport, View
-from hwrl.run.summary import Summary, claimed_directory, summarise
+from hwrl.run.summary import Summary, claimed_directory, summarise, unknown_goals
 
 
 def run_training(config: Config, view: View) -> Summary:
@@ -57,7 +57,7 @@ class Pipeline:
         self._report: RunReport | None = None
         self._window = FigureWindow([])
         self._evaluating: Any = None
-        self._saved_step = 0
+        self._saved_step = self._first_step = 0
         self._overdue_checked_s = time.monotonic()
         self.step = 0
 
@@ -99,13 +99,15 @@ class Pipeline:
         """Load the newest checkpoint into trainers and ledger if asked to; open the report from that step on."""
         found = self._fleet.on_trainers("resume")[0] if resume else None
         self.step = self._saved_step = 0 if found is None else int(found["step"])
+        self._first_step = self.step + 1
         self._fleet.on_ledger("load_state_dict", _BEGINNING if found is None else found["ledger"])
         if found is not None:
             for path, reason in found["skipped"]:
                 self._view.say(f"skipped {path}: {reason}")
             self._view.say(f"resumed after step {self.step}")
         elif resume:
-            self._view.say(f"no checkpoint in {self._config.dir}: beginning at step 0")
+            every = f"checkpoint.save_every_steps={self._config.checkpoint.save_every_steps}"
+            self._view.say(f"no checkpoint in {self._config.dir} ({every}): beginning at step 0")
         if self._report is not None:
             self._report.close()
         self._report = RunReport(self._config.dir, resume_step=self.step)
@@ -142,6 +144,10 @@ class Pipeline:
         line = self._figures.add(
             self.step, {**figures, **self._window.figures(figures, taken)}, prompts=taken.sequence_numbers
         )
+        if self.step == self._first_step:
+            evaluates = self._config.data.eval is not None
+            for sentence in unknown_goals(self._config.goals, line, evaluates=evaluates):
+                self._view.say(sentence)
         line = self._collect_evaluation() or line
         if _is_due(self.step, self._config.eval.every_steps):
             self._begin_evaluation()
@@ -161,7 +167,9 @@ class Pipeline:
         return True
 
     def _save(self) -> None:
-        self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))
+        """Save a checkpoint; its figures go on the line of the step that is saved."""
+        figures = self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))[0]
+        self._figures.amend(figures)
         self._saved_step = self.step
 
     # -- evaluation ---------------------------------------------------------------------------------------------

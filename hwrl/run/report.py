@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 METRICS = "metrics.jsonl"
 PROMPTS = "trained_prompts.jsonl"
+CURVE = "reward.png"
 
 Figures = dict[str, float]
 
@@ -68,7 +69,7 @@ class RunReport:
         self._prompts.close()
         self._events.close()
         if self.history:
-            draw_curve(self.history, self._directory / "reward.png")
+            draw_curve(self.history, self._directory / CURVE)
 
 
 def read_metrics(directory: Path) -> list[Figures]:

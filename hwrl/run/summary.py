@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,23 +13,25 @@ import yaml
 
 from hwrl.checkpoint.lock import DirectoryLock
 from hwrl.errors import ConfigError
-from hwrl.run.config import Config, dump_config
-from hwrl.run.report import METRICS, read_metrics
+from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
+from hwrl.run.report import CURVE, METRICS, PROMPTS, read_metrics
 
-CONFIG = "config.yaml"
+MODEL = "model"
+"""The trained model's directory in the run directory."""
+
+_WRITTEN = (RUN_CONFIG, METRICS, PROMPTS, CURVE, MODEL)
 
 FIXED_KEYS = (
     "seed",
-    "model.path",
     "model.lora_rank",
     "model.lora_alpha",
     "model.target_modules",
-    "data.train",
     "rollout.n",
     "train.batch_groups",
     "async_training.trigger_parameter_sync_step",
 )
-"""What a resumed run may not change: the accounts of prompts and versions rest on it."""
+"""What a resumed run may not change: the accounts of prompts and versions rest on it. Nor may it change the model and
+the training data, but those are known by what they hold, which the checkpoint tells, and may lie elsewhere."""
 
 
 @contextmanager
@@ -57,20 +60,40 @@ def _claim(config: Config, stack: ExitStack) -> None:
 
 
 def _write_config(config: Config) -> None:
-    path = config.dir / CONFIG
-    if path.exists() and (read_metrics(config.dir) or any(config.dir.glob("checkpoints/global_step_*"))):
-        _check_same_run(config, yaml.safe_load(path.read_text(encoding="utf-8")))
-    path.write_text(dump_config(config), encoding="utf-8")
+    path = config.dir / RUN_CONFIG
+    before = path.read_bytes() if path.exists() else None
+    has_checkpoints = any(config.dir.glob("checkpoints/global_step_*"))
+    if before is None or not before.startswith(RUN_HEADER):
+        _refuse_to_overwrite(config, [RUN_CONFIG] if has_checkpoints else _WRITTEN)
+    if has_checkpoints or read_metrics(config.dir):
+        _check_same_run(config, before)
+    draft = path.with_name(f".{RUN_CONFIG}.draft")
+    draft.write_bytes(dump_run_config(config))
+    draft.replace(path)  # at once: half a file would not be known as hwrl's
 
 
-def _check_same_run(config: Config, before: dict[str, Any]) -> None:
+def _refuse_to_overwrite(config: Config, names: Sequence[str]) -> None:
+    """Raise ConfigError if the directory, in which no run has left its configuration, has one of the files."""
+    found = [name for name in names if (config.dir / name).exists()]
+    if found:
+        raise ConfigError(
+            f"the run would overwrite {', '.join(found)} in {config.dir}",
+            why=f"hwrl did not write that: no {RUN_CONFIG} there begins with {RUN_HEADER.decode().strip()!r}",
+            fix="choose another dir=…, or rename what is there",
+        )
+
+
+def _check_same_run(config: Config, written: bytes | None) -> None:
+    """Raise ConfigError if the run may not go on; without the configuration ``written`` nothing is compared."""
     if not config.resume:
         raise ConfigError(
             f"{config.dir} already holds a run",
             why="its metrics and checkpoints would be mixed with the new run's",
             fix="add resume=true to continue it, choose another dir=…, or delete the directory",
         )
-    now = yaml.safe_load(dump_config(config))
+    if written is None:
+        return
+    now, before = config.model_dump(mode="json"), yaml.safe_load(written)
     changed = [key for key in FIXED_KEYS if _at(now, key) != _at(before, key)]
     if changed:
         raise ConfigError(
@@ -122,6 +145,25 @@ def missed_goals(goals: dict[str, float], figures: dict[str, float]) -> list[str
     return missed
 
 
+def unknown_goals(goals: dict[str, float], line: dict[str, float], *, evaluates: bool) -> list[str]:
+    """Return a sentence for each goal that is no figure of ``line``, a first step's, nor of an evaluation to come.
+
+    >>> unknown_goals({"eval/exat": 0.9}, {"reward/mean": 0.5, "reward/exact": 0.25}, evaluates=True)
+    ["no figure is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?"]
+    """
+    judged = [name.partition("/")[2] for name in line if name.startswith("reward/")]
+    evaluated = [f"eval/{figure}" for figure in ("reward", "version", *judged)] if evaluates else []
+    known = {*line, *evaluated} - {"eval/mean", "eval/std"}
+    sentences = []
+    for name in goals:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        suggestion = f"; did you mean {close[0]}?" if close else ""
+        sentences.append(f"no figure is called {name!r} so far, and it is a goal{suggestion}")
+    return sentences
+
+
 def summarise(config: Config, history: list[dict[str, float]], *, interrupted: bool) -> Summary:
     """Return how the run with the metrics ``history`` ended."""
     last = history[-1] if history else {}
@@ -136,8 +178,8 @@ def summarise(config: Config, history: list[dict[str, float]], *, interrupted: b
     if any("sync/base_sent" in line for line in history):
         sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
         lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
-    lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / 'reward.png'}")
+    lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / CURVE}")
     lines += [f"goal missed: {sentence}" for sentence in missed]
     if interrupted:
-        lines.append(f"continue with: hwrl train {config.dir / CONFIG} resume=true")
+        lines.append(f"continue with: hwrl train {config.dir / RUN_CONFIG} resume=true")
     return Summary(not interrupted, missed, "\n".join(lines))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.backend import Backend, Capability
+from hwrl.errors import ConfigError
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
@@ -54,13 +55,20 @@ _OUTCOMES = ("passed", "skipped", "failed")
 def run_kit(backend: Backend, *, keyword: str = "") -> tuple[int, list[str]]:
     """Run every contract on ``backend``, print each result and a summary; return pytest's exit status and what failed.
 
-    ``keyword`` is a pytest expression that selects checks. Child processes find the backend by its name.
+    ``keyword`` is a pytest expression that selects checks; ConfigError if it selects none. Child processes find the
+    backend by its name.
     """
     chosen = _Chosen(backend)
     suite = Path(__file__).with_name("suite.py")
     # Neither the configuration nor the conftest files of the folder that the user happens to be in.
     isolated = ["-c", os.devnull, f"--rootdir={suite.parent}", "--noconftest", "-p", "no:cacheprovider"]
     status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [chosen])
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise ConfigError(
+            "nothing was checked",
+            why=f"no check's name matches {keyword!r}",
+            fix="leave -k out, or give it a word of a contract's or a check's name, like TestDeviceMap",
+        )
     print("\n".join(chosen.summary()))
     return int(status), chosen.failed
 

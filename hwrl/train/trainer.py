@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +79,10 @@ class AsyncTrainer:
             synced = self.publish() if self.steps_done % self._trigger_parameter_sync_step == 0 else {}
         weights = {**_move_figures(moved), "weights/version": float(self.version)}
         return {**consumed, **trained, **synced, **weights, **self._seconds_since_last()}
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Account the time inside to ``timing_s/save`` of the next step: the trainer does not wait meanwhile."""
+        return self._clock.during("save")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state; the engine's is apart, because it holds tensors."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.backend import Backend
+from hwrl.errors import ConfigError
 from hwrl.registry import Registry
 from hwrl.testing.conformance import run_kit
 
@@ -79,6 +80,13 @@ def test_the_kit_catches(name: str, faulty: Backend, monkeypatch: pytest.MonkeyP
 def test_the_checks_that_catch_faults_pass_without_them(faulty: Backend) -> None:
     cheap = " or ".join(set(FAULTS.values()))
     assert run_kit(faulty, keyword=f"not TestComm and ({cheap})") == (pytest.ExitCode.OK, [])
+
+
+def test_a_keyword_that_selects_nothing_is_an_error() -> None:
+    backend = Registry(env={"HWRL_BACKEND": "cpu"}).get_backend()
+    with pytest.raises(ConfigError, match=r"nothing was checked(.|\n)*matches 'no_such'(.|\n)*like TestDeviceMap"):
+        run_kit(backend, keyword="no_such")
+    assert run_kit(backend, keyword="TestDeviceMap")[0] == pytest.ExitCode.OK
 
 
 def test_the_reference_backend_conforms() -> None:

@@ -97,7 +97,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Pee
 
 def test_a_peer_is_measured_in_turns_with_the_raw_ways(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ways = bench(Stored)["peers"]["stored"]["ways"]
-    assert set(ways) == {"flat broadcast", "flat broadcast, pieces", "stored"}
+    assert set(ways) == {"flat broadcast", "flat broadcast in pieces", "stored"}
     assert ways["stored"]["bit_exact"] and ways["stored"]["of_raw"] > 0 and ways["stored"]["gb_per_s"] > 0
     assert "stored 1" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,30 @@ def trained_prompts(run: Run) -> list[int]:
     return [number for line in lines for number in json.loads(line)["sequence_numbers"]]
 
 
+def documented_keys() -> set[str]:
+    """Return the keys in the table of docs/training.md; ``/x`` there goes on with the group of the key before it."""
+    table = Path("docs/training.md").read_text(encoding="utf-8").partition("| key | meaning |")[2].partition("\n\n")[0]
+    keys: list[str] = []
+    for row in table.splitlines()[2:]:
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+            keys.append(keys[-1].partition("/")[0] + name if name.startswith("/") else name)
+    return set(keys)
+
+
+OF_OTHER_RUNS = {f"sync/{name}" for name in ("base_sent", "base_nbytes", "adapter_nbytes")} | {  # with an adapter
+    f"rollout/{name}"
+    for name in ("base_loads", "sleeps", "freed_nbytes", "sleep_s")  # the last three: of sleepers
+}
+
+
+def assert_documented(found: set[str]) -> None:
+    """The table has every key of a whole run, and none that no run has."""
+    exact = {key for key in documented_keys() if "<" not in key}
+    open_ended = "|".join(re.sub("<.*?>", "[^/]+", key) for key in documented_keys() - exact)
+    assert sorted(key for key in found - exact if not re.fullmatch(open_ended, key)) == []
+    assert exact - found == OF_OTHER_RUNS
+
+
 def assert_whole(run: Run) -> None:
     """All steps in order, every prompt exactly once."""
     assert [line["step"] for line in run.metrics()] == list(range(1, 25))
@@ -126,9 +151,11 @@ def assert_whole(run: Run) -> None:
 
 
 def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callable[..., Run]) -> None:
-    run = start("async_training.staleness_threshold=2", "goals={eval/exact: 1.01}")
+    run = start("async_training.staleness_threshold=2", "goals={eval/exact: 1.01, eval/exat: 0.9}")
     assert run.wait() == 1, run.output()
     assert "goal missed: eval/exact" in run.output()
+    said = "no figure is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?\n"
+    assert run.output().count("no figure is called") == 1 and said in run.output().partition("step 24/24")[0]
     assert_whole(run)
     metrics = run.metrics()
     keys = {"step", "time_s", "reward/mean", "staleness/mean", "weights/version", "actor/loss", "trainer/idle_ratio"}
@@ -137,6 +164,10 @@ def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callabl
     assert max(line["staleness/max"] for line in metrics) == 2
     assert all(0 <= line["trainer/idle_ratio"] <= 1 and 0 <= line["rollout/idle_ratio"] <= 1 for line in metrics)
     assert metrics[-1]["eval/version"] == 24
+    saved = [line["step"] for line in metrics if {"checkpoint/blocked_s", "checkpoint/waited_s"} <= line.keys()]
+    assert saved == [5, 10, 15, 20, 24]
+    assert all((line["timing_s/save"] > 0) == (line["step"] - 1 in saved) for line in metrics[5:])
+    assert_documented(set().union(*metrics))
     for name in ("config.yaml", "reward.png", "model/config.json", "checkpoints/latest_checkpointed_iteration.txt"):
         assert (run.directory / name).stat().st_size > 0
     assert list((run.directory / "tensorboard").iterdir())
@@ -194,6 +225,16 @@ def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoi
     assert_whole(run)
 
 
+def test_a_trainer_that_dies_before_anything_is_saved_begins_again_and_says_so(start: Callable[..., Run]) -> None:
+    run = start("checkpoint.save_every_steps=50")
+    run.await_step(3)
+    assert run.kill("ray::TrainActor") == 1
+    assert run.wait() == 0, run.output()
+    assert "last checkpoint" not in run.output()
+    assert f"no checkpoint in {run.directory} (checkpoint.save_every_steps=50): beginning at step 0" in run.output()
+    assert_whole(run)
+
+
 def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Callable[..., Run]) -> None:
     run = start("train.ranks=2", "async_training.staleness_threshold=0")
     run.await_step(6)
@@ -211,10 +252,18 @@ def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Cal
 
 def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Callable[..., Run], demo: Path) -> None:
     (demo / "slow.py").write_text(
-        "import time\n\n\ndef reward(prompt, response, answer):\n    time.sleep(0.2)\n    return len(response)\n"
+        "import time\n"
+        "running = []\n"
+        "def reward(prompt, response, answer):\n"
+        "    running.append(response)\n"
+        "    at_once = len(running)\n"
+        "    time.sleep(0.2)\n"
+        "    running.pop()\n"
+        "    return {'reward': len(response), 'at_once': at_once}\n"
     )
     run = start(
         f"reward.function={demo / 'slow.py'}:reward",
+        "reward.threads=2",
         "weights.timeout_s=1",
         "train.steps=3",
         "eval.every_steps=0",
@@ -224,6 +273,7 @@ def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Calla
     assert run.wait() == 0, run.output()
     last = run.metrics()[-1]
     assert (last["step"], last["ledger/rejected"], last["sync/quarantined"]) == (3, 0, 0)
+    assert 1 < max(line["reward/at_once"] for line in run.metrics()) <= 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from hwrl.errors import CheckpointError, ConfigError, HwrlError
 from hwrl.lora import LoraSettings
 from hwrl.run.config import Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
-from hwrl.run.summary import claimed_directory
+from hwrl.run.summary import FIXED_KEYS, claimed_directory
 
 MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
 
@@ -38,7 +39,7 @@ def test_overrides_are_applied_in_order_and_typed(tmp_path: Path) -> None:
 
 
 def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL), ["goals={eval/exact: 0.5}"])
+    config = load_config(write(tmp_path, MINIMAL), ["goals={reward/mean: 0.5}"])
     path = tmp_path / "again.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config
@@ -72,12 +73,17 @@ def test_a_word_that_is_no_override_is_refused(tmp_path: Path, word: str, messag
         load_config(write(tmp_path, MINIMAL), [word])
 
 
-@pytest.mark.parametrize("content", ["a: [", "- 1\n", "just text"])
+@pytest.mark.parametrize("content", ["a: [", "- 1\n", "just text", "[]", "false", "dir: \xe9"])
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=str(path)):
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=f"^{path}"):
         load_config(path)
+
+
+def test_a_ratio_cannot_fall_below_zero(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_ratio_low: Input should be less than 1"):
+        load_config(write(tmp_path, MINIMAL), ["algorithm.clip_ratio_low=1"])
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -92,6 +98,8 @@ def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
         load_config(write(tmp_path, MINIMAL), ["train.batch_groups=1", "train.ranks=2"])
     with pytest.raises(ConfigError, match=r"lora_rank=8 needs train\.engine=fsdp; megatron trains whole models"):
         load_config(write(tmp_path, MINIMAL), ["model.lora_rank=8", "train.engine=megatron"])
+    with pytest.raises(ConfigError, match=r"goals: eval/exact cannot be reached without data\.eval"):
+        load_config(write(tmp_path, MINIMAL), ["goals={eval/exact: 0.5}"])
     with pytest.raises(ConfigError, match=r"set free_cache_engine=true, too"):
         load_config(write(tmp_path, MINIMAL), ["rollout.sleep_level=2"])
 
@@ -223,6 +231,78 @@ def test_a_second_run_in_a_directory_is_refused_and_changes_nothing_there(tmp_pa
         assert (tmp_path / "run" / "config.yaml").read_text() == before
     with claimed_directory(run):
         pass
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "model", "metrics.jsonl"])
+def test_nothing_that_hwrl_did_not_write_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, {**MINIMAL, "dir": "."}).rename("mine.yaml")
+    (tmp_path / name).write_bytes(b"# m\xefne")
+    for words in ([], ["resume=true"]):
+        with (
+            pytest.raises(ConfigError, match=rf"would overwrite {name} in(.|\n)*dir="),
+            claimed_directory(load_config(path, words)),
+        ):
+            pass
+    assert (tmp_path / name).read_bytes() == b"# m\xefne"
+
+
+def begun_run(tmp_path: Path) -> Path:
+    """Return the directory of a run that did a step."""
+    with claimed_directory(load_config(write(tmp_path, MINIMAL), [f"dir={tmp_path / 'first'}"])):
+        (tmp_path / "first" / "metrics.jsonl").write_text('{"step": 1}\n')
+    return tmp_path / "first"
+
+
+def test_a_run_directory_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun_run(tmp_path).rename("second")
+    config = load_config(Path("second/config.yaml"), ["resume=true"])
+    assert config.dir == tmp_path / "second"
+    with claimed_directory(config):
+        pass
+    assert load_config(Path("second/config.yaml"), ["dir=third"]).dir == tmp_path / "third"
+    assert not (tmp_path / "first").exists()
+
+
+def test_a_run_without_its_configuration_is_still_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "global_step_7").mkdir(parents=True)
+    (tmp_path / "run" / "model").mkdir()
+    path, place = write(tmp_path, MINIMAL), f"dir={tmp_path / 'run'}"
+    with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(path, [place])):
+        pass
+    with claimed_directory(load_config(path, [place, "resume=true"])):
+        assert load_config(tmp_path / "run" / "config.yaml").dir == tmp_path / "run"
+
+
+def test_a_copy_of_a_runs_configuration_says_where_its_run_goes(tmp_path: Path) -> None:
+    copy = (begun_run(tmp_path) / "config.yaml").rename(tmp_path / "mine.yaml")
+    with pytest.raises(ConfigError, match="dir: Field required"):
+        load_config(copy)
+
+
+@pytest.mark.parametrize("key", FIXED_KEYS)
+def test_a_resume_with_another_fixed_key_is_refused(tmp_path: Path, key: str) -> None:
+    own = begun_run(tmp_path) / "config.yaml"
+    with (
+        pytest.raises(ConfigError, match=f"with another {key}\n"),
+        claimed_directory(load_config(own, ["resume=true", f'{key}="7"'])),
+    ):
+        pass
+
+
+def test_a_resume_may_find_model_and_data_elsewhere(tmp_path: Path) -> None:
+    words = ["resume=true", "model.path=/elsewhere/model", "data.train=/elsewhere/train.jsonl"]
+    with claimed_directory(load_config(begun_run(tmp_path) / "config.yaml", words)):
+        pass
+
+
+def test_the_page_says_what_a_resume_may_not_change() -> None:
+    page = Path("docs/configuration.md").read_text(encoding="utf-8")
+    said = page.partition("A resumed run may not change ")[2].partition("hold:")[0]
+    assert sorted(re.findall("`(.*?)`", said)) == sorted([*FIXED_KEYS, "model.path", "data.train"])
 
 
 def row_of(name: str, field: FieldInfo) -> str:

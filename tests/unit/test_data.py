@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.rollout.data import Prompt, PromptStream, load_prompts
+from hwrl.models import encode_prompt, load_tokenizer
+from hwrl.rollout.data import Messages, Prompt, PromptStream, load_prompts
 from hwrl.rollout.reward import judge, load_reward
+from hwrl.run.demo import write_demo
 
 
-def tokenize(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
+def encode(prompt: str | Messages) -> tuple[str, list[int]]:
+    assert isinstance(prompt, str), "conversations are for real tokenizers"
+    return prompt, [ord(letter) for letter in prompt]
 
 
 def read(path: Path, *, longest: int = 10) -> list[Prompt]:
-    return load_prompts(path, tokenize=tokenize, max_prompt_tokens=longest)
+    return load_prompts(path, encode=encode, max_prompt_tokens=longest)
 
 
 def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
@@ -44,6 +49,12 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "x", "answer": 1}\n{broken\n', "line 2 is not JSON"),
         ("a.jsonl", '{"prompt": "x"}\n', "row 1 is not a prompt"),
         ("a.jsonl", '["x"]\n', "row 1 is not a prompt"),
+        ("a.jsonl", '{"prompt": [], "answer": 1}\n', "row 1 is not a prompt"),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user"}], "answer": 1}\n',
+            "row 1 is not a prompt(.|\n)*'role' and 'content'",
+        ),
         ("a.jsonl", '{"prompt": "", "answer": 1}\n', "row 1 has a prompt of 0 tokens"),
         ("a.jsonl", '{"prompt": "12345678901", "answer": 1}\n', "prompt of 11 tokens"),
         ("a.jsonl", '{"prompt": "x", "answer": 1, "max_new_tokens": "9"}\n', "row 1 has no usable max_new_tokens"),
@@ -55,6 +66,61 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, content: s
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
+
+
+TEMPLATE = """\
+<bos>{% for message in messages %}\
+{% if message.role not in ["system", "user"] %}{{ raise_exception("unknown role " + message.role) }}{% endif %}\
+{{ message.content }}>{% endfor %}{% if add_generation_prompt %}1{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo(directory, seed=1, prompts=16)
+    return load_tokenizer(directory / "model")
+
+
+def row_of(prompt: object) -> dict[str, object]:
+    return {"prompt": prompt, "answer": "1"}
+
+
+def encoded(path: Path, tokenizer: Any, *rows: dict[str, object]) -> list[tuple[str, list[str]]]:
+    """Return each prompt's text and tokens, from a file of each kind."""
+    path.with_suffix(".jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
+    files = [path.with_suffix(suffix) for suffix in (".jsonl", ".parquet")]
+    read = [load_prompts(file, encode=partial(encode_prompt, tokenizer), max_prompt_tokens=9) for file in files]
+    one, other = [
+        [(p.text, tokenizer.convert_ids_to_tokens(p.token_ids.tolist())) for p in prompts] for prompts in read
+    ]
+    assert one == other
+    return one
+
+
+def test_a_conversation_goes_through_the_chat_template_and_gets_its_special_tokens_once(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    talk = [{"role": "system", "content": "7"}, {"role": "user", "content": "21"}]
+    assert encoded(tmp_path / "talk", tokenizer, row_of(talk)) == [
+        ("<bos>7>21>1", ["<bos>", "7", ">", "2", "1", ">", "1"])
+    ]
+
+
+def test_a_text_is_encoded_as_it_is_with_the_tokenizers_special_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    assert encoded(tmp_path / "text", tokenizer, row_of("21>")) == [("21>", ["<bos>", "2", "1", ">"])]
+
+
+def test_messages_are_refused_with_the_row_where_the_template_refuses_them_or_is_missing(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row_of([{"role": role, "content": "1"}]) for role in ("user", "tool")]
+    with pytest.raises(DataError, match=r"row 1 cannot be encoded(.|\n)*chat_template is not set(.|\n)*as a text"):
+        encoded(tmp_path / "talk", tokenizer, *rows)
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    with pytest.raises(DataError, match=r"row 2 cannot be encoded(.|\n)*unknown role tool"):
+        encoded(tmp_path / "talk", tokenizer, *rows)
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:

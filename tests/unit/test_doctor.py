@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -76,6 +77,8 @@ def test_the_text_shows_every_backend_with_its_reason() -> None:
     assert ended.returncode == 0
     for part in ("chosen: cpu", "every machine has a CPU", "/dev/nvidia", "/dev/davinci", "names: ascend, npu"):
         assert part in ended.stdout
+    live = ended.stdout.partition("live check of cpu\n")[2].partition("\n\n")[0].splitlines()
+    assert all(re.fullmatch(r"  .{24} \S.*", line) for line in live), "names and answers each have a column"
 
 
 def test_a_misspelt_name_fails_with_a_suggestion() -> None:

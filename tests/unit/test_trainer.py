@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -116,6 +117,18 @@ def test_the_seconds_of_a_step_add_up_to_all_the_time_since_the_last(model_direc
     figures = trainer.step([group_of(version=0)])
     assert figures["timing_s/train"] > figures["timing_s/wait"] >= 0
     assert figures["timing_s/sync"] > 0
+
+
+def test_a_save_between_two_steps_is_no_waiting(model_directory: Path) -> None:
+    trainer = trainer_of(model_directory, Outlet())
+    trainer.step([group_of(version=0)])
+    begin_s = time.perf_counter()
+    with trainer.saving():
+        engine_on(model_directory)
+    saving_s = time.perf_counter() - begin_s
+    figures = trainer.step([group_of(version=0)])
+    assert figures["timing_s/save"] == pytest.approx(saving_s, rel=0.5)
+    assert figures["timing_s/wait"] < saving_s / 2
 
 
 @pytest.mark.parametrize("offload", [False, True])
