@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwrl.lora import LoraSettings, add_adapter, divided
 from hwrl.registry import get_backend
@@ -77,6 +77,15 @@ class Policy:
 
 def _sent(weights: Weights) -> Weights:
     return {name: tensor.to(get_backend().device(), copy=True) for name, tensor in weights.items()}
+
+
+def write_model(directory: Path, form: str, **settings: Any) -> None:
+    """Write a small model of another form than the demo's, which transformers calls ``form``."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {} if form == "gpt2" else {"intermediate_size": 128, "num_key_value_heads": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": END, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(form, max_position_embeddings=LONGEST, **sizes, **ends, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
 def engine_of(
