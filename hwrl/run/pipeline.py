@@ -19,7 +19,8 @@ from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import Taken
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
-from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, is_local, value_of
+from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, value_of
+from hwrl.run.inputs import is_local
 from hwrl.run.report import RunReport, View
 from hwrl.run.summary import Summary, claimed_directory, summarise
 

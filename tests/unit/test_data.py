@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.rollout.data import Prompt, PromptStream, load_prompts
+from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.reward import judge, load_reward
 
 
@@ -55,6 +55,14 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, content: s
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
+
+
+def test_a_token_that_the_model_does_not_know_is_told_with_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "2 $", "answer": 1}\n{"prompt": "2 €", "answer": 1}\n', encoding="utf-8")
+    check_vocabulary(read(path), path=path, vocabulary=0x20AD)
+    with pytest.raises(DataError, match=r"row 2 has a token that the model does not know(.|\n)*8364(.|\n)*has 8364"):
+        check_vocabulary(read(path), path=path, vocabulary=0x20AC)
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ def engine_of(
     lora: LoraSettings | None = None,
     may_sleep: bool = False,
     tensor_parallel: int = 1,
+    temperature: float = 1.0,
+    max_length: int = LONGEST,
     **options: Any,
 ) -> VllmEngine:
     settings = RolloutSettings(
@@ -101,7 +103,8 @@ def engine_of(
         dtype=torch.float32 if lora is None else LORA_DTYPE,
         eos_ids=[END],
         max_running=16,
-        max_length=LONGEST,
+        max_length=max_length,
+        temperature=temperature,
         lora=lora,
         may_sleep=may_sleep,
         tensor_parallel=tensor_parallel,
