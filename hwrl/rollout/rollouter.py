@@ -294,8 +294,7 @@ class Rollouter:
                 work.figures.append(
                     judge(self._reward, prompt=work.prompt.text, response=text, answer=work.prompt.answer)
                 )
-            # The user's code may raise anything, or call sys.exit; it is counted and reported.
-            except (Exception, SystemExit) as exc:  # noqa: BLE001
+            except (Exception, SystemExit) as exc:  # noqa: BLE001 - the user's code may do anything; it is reported
                 work.errors += 1
                 reason = f"the reward function raised {exc!r} for the response {text!r}"
             else:
