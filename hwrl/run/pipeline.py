@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from hwrl.errors import EngineError
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import Taken
@@ -183,7 +184,7 @@ class Pipeline:
         reference, self._evaluating = self._evaluating, None
         try:
             evaluation: Evaluation = value_of(reference)
-        except RayActorError:
+        except (RayActorError, EngineError):  # it died, or its rollouter has ended
             self._view.say("an evaluation was lost with its replica")
             return None
         figures = {f"eval/{name}": value for name, value in evaluation.figures.items()}
