@@ -75,6 +75,16 @@ def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
     raise NotImplementedError
 
 
+@hookspec
+def hwrl_check_engine(asked_by: str, options: Mapping[str, Any]) -> None:
+    """Look, before anything starts, whether this machine has the framework, and whether it knows ``options``. Optional.
+
+    ``asked_by`` is the key that names the plugin, ``train.engine`` or ``rollout.engine``; ``options`` are the user's
+    for it. Raise what the engine's own hook would raise. The limits are a probe's: no torch, milliseconds.
+    """
+    raise NotImplementedError
+
+
 @hookspec(firstresult=True)
 def hwrl_train_engine(
     settings: EngineSettings, options: Mapping[str, Any], backend: Backend, group: Group | None

@@ -48,6 +48,16 @@ def load_generation_config(directory: Path) -> Any:
         raise _not_a_model(directory, exc) from exc
 
 
+def vocabulary_size(directory: Path) -> int:
+    """Return how many tokens the model in ``directory`` knows, which may be more than its tokenizer has."""
+    _require_directory(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise _not_a_model(directory, exc) from exc
+    return int(config.get_text_config().vocab_size)
+
+
 def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
     """Return the model in ``directory``, on the host; DataError if there is none that transformers can read."""
     _require_directory(directory)

@@ -27,13 +27,15 @@ def load_hook(
     *,
     asked_by: str,
     built_in: Iterable[str] = (),
+    optional: bool = False,
     entry_points: Iterable[EntryPoint] | None = None,
 ) -> Any:
     """Return the function that calls ``hook`` of the plugin ``name``; it takes keyword arguments.
 
     ``asked_by`` is the configuration key that holds ``name``, and ``built_in`` are the names that need no plugin: both
-    for the errors. ``entry_points`` default to what is installed. Raises ConfigError if no plugin has that name,
-    EngineError if it is broken or does not have the hook.
+    for the errors. If the hook is ``optional`` and the plugin does not have it, the function does nothing.
+    ``entry_points`` default to what is installed. Raises ConfigError if no plugin has that name, EngineError if it is
+    broken or does not have the hook.
     """
     found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
     installed = Installed(found, load_hooks)
@@ -45,7 +47,7 @@ def load_hook(
             f"{asked_by}={name} cannot be used", why=str(manager), fix="mend, upgrade or uninstall that distribution"
         )
     caller = getattr(manager.hook, hook)
-    if not caller.get_hookimpls():
+    if not caller.get_hookimpls() and not optional:
         raise EngineError(
             f"{asked_by}={name} cannot be used",
             why=f"the plugin {name!r} does not have the hook {hook}",

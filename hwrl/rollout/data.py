@@ -114,6 +114,17 @@ def _own_limit(row: dict[str, Any], *, place: str) -> int | None:
     )
 
 
+def check_vocabulary(prompts: Iterable[Prompt], *, path: Path, vocabulary: int) -> None:
+    """Raise DataError, with the row's number, if a prompt of ``path`` has a token that is none of ``vocabulary``."""
+    for number, prompt in enumerate(prompts, start=1):
+        if prompt.token_ids.max() >= vocabulary:
+            raise DataError(
+                f"{path}, row {number} has a token that the model does not know",
+                why=f"it is token {prompt.token_ids.max()}, and the model has {vocabulary} (vocab_size in config.json)",
+                fix="put the tokenizer that belongs to the model into model.path",
+            )
+
+
 def check_prompt_file(path: Path, *, key: str = "data.train or data.eval") -> None:
     """Raise DataError if ``path``, which the configuration's ``key`` names, is no file of a known kind."""
     if not path.is_file():

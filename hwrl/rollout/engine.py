@@ -20,9 +20,10 @@ class RolloutSettings:
 
     ``model_directory`` describes the model; its weights are not read, they come from the trainer, in ``dtype``. The
     tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each of at most ``max_length``
-    tokens, prompt and response together. ``seed`` is that of sampling. With ``lora`` the weights come in two parts, a
-    base and an adapter of that form. ``may_sleep`` says whether :meth:`RolloutEngine.sleep` will be called. The engine
-    uses the first ``tensor_parallel`` devices that the process sees, and takes weights on the first.
+    tokens, prompt and response together. ``seed`` is that of sampling, and ``temperature`` that of the requests to
+    come, so that an engine can refuse it at once. With ``lora`` the weights come in two parts, a base and an adapter of
+    that form. ``may_sleep`` says whether :meth:`RolloutEngine.sleep` will be called. The engine uses the first
+    ``tensor_parallel`` devices that the process sees, and takes weights on the first.
     """
 
     model_directory: Path
@@ -31,6 +32,7 @@ class RolloutSettings:
     max_running: int
     max_length: int
     seed: int = 0
+    temperature: float = 1.0
     lora: LoraSettings | None = None
     may_sleep: bool = False
     tensor_parallel: int = 1

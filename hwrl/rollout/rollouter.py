@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from hwrl.clock import ActivityClock
-from hwrl.errors import DataError
+from hwrl.errors import DataError, EngineError
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine, Sampling
 from hwrl.rollout.groups import PromptGroup, Response
@@ -125,6 +125,7 @@ class Rollouter:
         self._evaluation: tuple[list[Prompt], Future[Evaluation]] | None = None
         self._examination: _Examination | None = None
         self._done: list[PromptGroup] = []
+        self._ended = False
         self._guard = threading.Lock()
 
     # -- what others may call -----------------------------------------------------------------------------------
@@ -132,11 +133,14 @@ class Rollouter:
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[Evaluation]:
         """Generate greedily for ``prompts``, soon, beside the training prompts; the answer comes in the future.
 
-        New weights are taken meanwhile as ever. One evaluation at a time.
+        New weights are taken meanwhile as ever. One evaluation at a time. If :meth:`run` ends before, or has ended, the
+        future has an EngineError.
         """
         future: Future[Evaluation] = Future()
         with self._guard:
-            if self._evaluation is not None or self._examination is not None:
+            if self._ended:
+                future.set_exception(_no_evaluation())
+            elif self._evaluation is not None or self._examination is not None:
                 future.set_exception(InvalidStateError("an evaluation is already under way"))
             else:
                 self._evaluation = (list(prompts), future)
@@ -155,6 +159,7 @@ class Rollouter:
                 if not self.turn():
                     stop.wait(0.002)
         finally:
+            self._refuse_evaluations()
             self._judges.shutdown(wait=False, cancel_futures=True)
             self.engine.abort()
             self._work.clear()
@@ -289,7 +294,7 @@ class Rollouter:
                 work.figures.append(
                     judge(self._reward, prompt=work.prompt.text, response=text, answer=work.prompt.answer)
                 )
-            except Exception as exc:  # noqa: BLE001 - the user's code may raise anything; it is counted and reported
+            except (Exception, SystemExit) as exc:  # noqa: BLE001 - the user's code may do anything; it is reported
                 work.errors += 1
                 reason = f"the reward function raised {exc!r} for the response {text!r}"
             else:
@@ -305,6 +310,16 @@ class Rollouter:
         with self._guard:
             (prompts, answer), self._evaluation = self._evaluation, None
             self._examination = _Examination([self._begin(prompt, greedy, size=1) for prompt in prompts], answer)
+
+    def _refuse_evaluations(self) -> None:
+        """Tell who waits for an evaluation, and who asks for one from now on, that none will come."""
+        with self._guard:
+            self._ended = True
+            if self._evaluation is not None:
+                self._evaluation[1].set_exception(_no_evaluation())
+            if self._examination is not None:
+                self._examination.answer.set_exception(_no_evaluation())
+            self._evaluation = self._examination = None
 
     def _end_evaluation(self) -> None:
         """Answer the evaluation if all of it is judged."""
@@ -324,6 +339,12 @@ class Rollouter:
             return
         version = min(int(response.versions.min()) for work in works for response in work.whole())
         answer.set_result(Evaluation(version, _means([figures for work in works for figures in work.figures])))
+
+
+def _no_evaluation() -> EngineError:
+    return EngineError(
+        "there is no evaluation", why="the rollouter has ended", fix="look why, or evaluate with another replica"
+    )
 
 
 def _is_judged(work: _Work) -> bool:

@@ -12,9 +12,15 @@ from torch._C._distributed_c10d import PrefixStore
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.errors import ConfigError
-from hwrl.models import configuration_identity, encode_prompt, load_generation_config, load_tokenizer
+from hwrl.models import (
+    configuration_identity,
+    encode_prompt,
+    load_generation_config,
+    load_tokenizer,
+    vocabulary_size,
+)
 from hwrl.registry import get_backend
-from hwrl.rollout.data import Prompt, PromptStream, load_prompts
+from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.engine import RolloutEngine, RolloutSettings, Sampling
 from hwrl.rollout.inlet import AdapterInlet, Link, ModelInlet, WeightsInlet
@@ -87,11 +93,13 @@ def _transfer_timeout_s(config: Config) -> float:
 
 def _prompts(config: Config, path: Path) -> list[Prompt]:
     tokenizer = load_tokenizer(config.model.path)
-    return load_prompts(
+    prompts = load_prompts(
         path,
         encode=lambda prompt: encode_prompt(tokenizer, prompt),
         max_prompt_tokens=config.data.max_prompt_tokens,
     )
+    check_vocabulary(prompts, path=path, vocabulary=vocabulary_size(config.model.path))
+    return prompts
 
 
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
@@ -102,6 +110,7 @@ def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> Rollo
         max_running=config.rollout.max_running,
         max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         seed=seed,
+        temperature=config.rollout.temperature,
         lora=config.model.lora,
         may_sleep=config.rollout.free_cache_engine,
         tensor_parallel=config.rollout.tensor_parallel,

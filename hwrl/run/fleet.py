@@ -17,6 +17,7 @@ from hwrl.errors import ConfigError, EngineError, HwrlError
 from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
+from hwrl.run.inputs import is_local
 from hwrl.run.placement import Seat, choose_transport, machine_devices, seat
 
 POLL_S = 1.0
@@ -301,11 +302,6 @@ def _reserve(bundles: list[tuple[int, ...]], resource: str) -> Any:
             fix="set rollout.tensor_parallel to what a machine has left besides the trainer, or add machines",
         )
     return group
-
-
-def is_local() -> bool:
-    """Return whether the run starts a Ray cluster of its own on this machine."""
-    return "RAY_ADDRESS" not in os.environ
 
 
 def value_of(reference: Any) -> Any:

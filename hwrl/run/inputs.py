@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from hwrl.errors import ConfigError
@@ -15,6 +17,7 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 def check_inputs(config: Config) -> None:
     """Raise an HwrlError if the model, a prompt file, the reward function or an engine is not there.
 
+    Raises what a plugin's ``hwrl_check_engine`` raises, too, unless the run joins a cluster (``RAY_ADDRESS``).
     Loading the reward function or a plugin runs its module. What is inside the files is read later, by the processes
     that need it.
     """
@@ -27,8 +30,15 @@ def check_inputs(config: Config) -> None:
         require_peft()
     if config.train.engine != FSDP:
         load_train_engine(config)
+        _check_engine(config.train.engine, "train.engine", config.train.engine_options)
     if config.rollout.engine != EMBEDDED:
         load_rollout_engine(config)
+        _check_engine(config.rollout.engine, "rollout.engine", config.rollout.engine_options)
+
+
+def is_local() -> bool:
+    """Return whether the run starts a Ray cluster of its own on this machine."""
+    return "RAY_ADDRESS" not in os.environ
 
 
 def load_train_engine(config: Config) -> Any:
@@ -39,6 +49,12 @@ def load_train_engine(config: Config) -> Any:
 def load_rollout_engine(config: Config) -> Any:
     """Return the hook that makes the rollout engine; ``rollout.engine`` names a plugin."""
     return load_hook(config.rollout.engine, "hwrl_rollout_engine", asked_by="rollout.engine", built_in=[EMBEDDED])
+
+
+def _check_engine(name: str, asked_by: str, options: Mapping[str, Any]) -> None:
+    """Let the plugin look at its options; on a cluster only the machines with the devices need have its framework."""
+    if is_local():
+        load_hook(name, "hwrl_check_engine", asked_by=asked_by, optional=True)(asked_by=asked_by, options=options)
 
 
 def _check_model(config: Config) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from hwrl.errors import EngineError
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import Taken
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
-from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, is_local, value_of
+from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, value_of
+from hwrl.run.inputs import is_local
 from hwrl.run.report import RunReport, View
 from hwrl.run.summary import Summary, claimed_directory, summarise, unknown_goals
 
@@ -190,7 +192,7 @@ class Pipeline:
         reference, self._evaluating = self._evaluating, None
         try:
             evaluation: Evaluation = value_of(reference)
-        except RayActorError:
+        except (RayActorError, EngineError):  # it died, or its rollouter has ended
             self._view.say("an evaluation was lost with its replica")
             return None
         figures = {f"eval/{name}": value for name, value in evaluation.figures.items()}

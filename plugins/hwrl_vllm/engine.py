@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from hwrl.backend import Backend, Capability
-from hwrl.errors import ConfigError, EngineError, UnsupportedError
+from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
 from hwrl.lora import add_adapter, divided
 from hwrl.models import build_model
 from hwrl.registry import engine_args
@@ -21,6 +22,7 @@ from hwrl.rollout.engine import (
     GenerationRequest,
     RolloutEngine,
     RolloutSettings,
+    Sampling,
     require_adapter,
     require_awake,
     require_base,
@@ -31,8 +33,8 @@ from hwrl.rollout.engine import (
     require_weights,
 )
 from hwrl.rollout.groups import Response
-from hwrl_vllm.lora import request_lora, require_dtype
-from hwrl_vllm.options import engine_arguments
+from hwrl_vllm.lora import request_lora, require_dtype, require_places
+from hwrl_vllm.options import engine_arguments, places_of
 from hwrl_vllm.worker import Lent
 
 Weights = Mapping[str, torch.Tensor]
@@ -60,10 +62,11 @@ class VllmEngine(RolloutEngine):
     """Generates with vLLM; ``options`` are further arguments of vLLM's ``EngineArgs``.
 
     Requests in flight keep their attention cache across an update and go on with the new weights, but no request
-    that begins after it reads what was cached before. If an update fails the engine has no weights, and refuses to
-    generate until one has succeeded.
+    that begins after it reads what was cached before. If an update or a step fails the engine has no weights, and
+    refuses to generate until an update has succeeded; a step that fails drops what was pending.
 
-    With ``settings.may_sleep`` it starts in vLLM's sleep mode; ConfigError if vLLM has none on this device.
+    With ``settings.may_sleep`` it starts in vLLM's sleep mode. ConfigError if vLLM has none on this device, has no
+    place for a part of the adapter, or would not sample at ``settings.temperature``.
     """
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
@@ -71,27 +74,32 @@ class VllmEngine(RolloutEngine):
         self._workers = settings.tensor_parallel
         if self._workers > 1:
             backend.require(Capability.DEVICE_IPC, needed_for=f"share weights among {self._workers} workers of vLLM")
-        self._vllm = _start(settings, options)
         with torch.device("meta"):
             model = build_model(settings.model_directory, dtype=settings.dtype)
             self._base, self._adapter = divided(add_adapter(model, settings.lora) if settings.lora else model)
         self._form = settings.lora.peft_config() if settings.lora else {}
         self._requests: dict[str, _Growing] = {}
-        self._updates = 0
+        self._cache = 0
         self._asleep: frozenset[str] = frozenset()
-        if settings.may_sleep:
-            self._vllm.collective_rpc("hwrl_prepare_sleep")
+        self._vllm = _start(settings, options)
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             require_fit(request, max_length=self._settings.max_length)
-        for request in requests:
-            self._add(request)
+        how = [_sampling(request.sampling, self._settings.eos_ids) for request in requests]
+        for request, sampling in zip(requests, how, strict=True):
+            self._add(request, sampling)
 
     def step(self) -> list[Completion]:
         require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")
         require_weights(self.version, pending=self.pending())
-        outputs = self._vllm.step()
+        with self._or_no_weights("generating"):
+            outputs = self._vllm.step()
         return [completion for output in outputs for completion in self._take(output)]
 
     def pending(self) -> int:
@@ -134,19 +142,46 @@ class VllmEngine(RolloutEngine):
         require_none_pending(self.pending())
         if self._asleep:
             return 0
-        free_nbytes = self._free_nbytes()
-        self._vllm.sleep(level)
+        with self._or_no_weights("falling asleep"):
+            free_nbytes = self._free_nbytes()
+            self._vllm.sleep(level)
+            freed_nbytes = self._free_nbytes() - free_nbytes
         self._asleep = MEMORY_TAGS
+        self._cache += 1
         if level > 1:
             self.version, self.base = -1, None
-        return self._free_nbytes() - free_nbytes
+        return freed_nbytes
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
         self._require_sleep_mode()
         asleep = self._asleep.intersection(tags)
         if asleep:
-            self._vllm.wake_up(sorted(asleep))
+            with self._or_no_weights("waking up"):
+                self._vllm.wake_up(sorted(asleep))
             self._asleep -= asleep
+
+    def _prepare(self) -> None:
+        """Look whether vLLM does what the settings ask of it, and prepare its workers."""
+        if self._settings.may_sleep:
+            self._vllm.collective_rpc("hwrl_prepare_sleep")
+        if self._adapter:
+            require_places(self._vllm.collective_rpc("hwrl_layers_without_place", args=(list(self._adapter),)))
+
+    @contextmanager
+    def _or_no_weights(self, activity: str) -> Iterator[None]:
+        """Turn an error of vLLM's into an EngineError; what its workers hold and compute is not known any more."""
+        try:
+            yield
+        except Exception as exc:
+            self.version, self.base = -1, None
+            dropped = self.abort()
+            if isinstance(exc, torch.OutOfMemoryError):  # Backend.allocating translates that
+                raise
+            raise EngineError(
+                f"vLLM failed while {activity}; its {dropped} requests are dropped, and it has no weights",
+                why=f"{type(exc).__name__}: {exc}",
+                fix="load a whole version before the next step; if a worker has died, with a new engine",
+            ) from exc
 
     def _free_nbytes(self) -> int:
         return sum(self._vllm.collective_rpc("hwrl_free_nbytes"))
@@ -187,26 +222,20 @@ class VllmEngine(RolloutEngine):
 
     def _serve(self, version: int) -> None:
         self.version = version
-        self._updates += 1
+        self._cache += 1
         self._begin_again()
 
-    def _add(self, request: GenerationRequest) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = SamplingParams(
-            temperature=request.sampling.temperature,
-            max_tokens=request.sampling.max_new_tokens,
-            stop_token_ids=list(self._settings.eos_ids),
-            logprobs=0,  # of the token that was chosen, and of no other
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        # The salt keeps what was cached under other weights from being read.
-        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self._updates)}
-        self._requests[str(request.request_id)] = _Growing(request)
-        adapter = request_lora() if self._settings.lora else None
-        self._vllm.add_request(str(request.request_id), prompt, sampling, lora_request=adapter)
+    def _add(self, request: GenerationRequest, sampling: Any) -> None:
+        # The salt keeps what was cached under other weights, or before a sleep, from being read.
+        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self._cache)}
+        name, adapter = str(request.request_id), request_lora() if self._settings.lora else None
+        try:
+            self._vllm.add_request(name, prompt, sampling, lora_request=adapter)
+        except Exception as exc:  # since 0.28 vLLM's own are no ValueError
+            raise EngineError(
+                f"vLLM refuses request {name}", why=str(exc), fix="correct the prompt, or what is said there"
+            ) from exc
+        self._requests[name] = _Growing(request)
 
     def _take(self, output: Any) -> list[Completion]:
         """Append what a request has generated; return its completion if it is finished."""
@@ -224,23 +253,69 @@ class VllmEngine(RolloutEngine):
         without = {name: growing.request for name, growing in self._requests.items() if not growing.token_ids}
         self._vllm.abort_request(list(without))
         for request in without.values():
-            self._add(request)
+            self._add(request, _sampling(request.sampling, self._settings.eos_ids))
+
+
+def _sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
+    """Return vLLM's form of ``wanted``; EngineError if vLLM does not take it as it is."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    try:
+        sampling = SamplingParams(
+            temperature=wanted.temperature,
+            max_tokens=wanted.max_new_tokens,
+            stop_token_ids=list(eos_ids),
+            logprobs=0,  # of the token that was chosen, and of no other
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        if sampling.temperature != wanted.temperature:
+            raise ValueError(f"it would sample at temperature {sampling.temperature}")
+    except Exception as exc:  # since 0.28 vLLM's own are no ValueError
+        raise EngineError(
+            f"vLLM cannot generate {wanted.max_new_tokens} tokens at temperature {wanted.temperature}",
+            why=str(exc),
+            fix="set rollout.temperature to what vLLM takes as it is, for example 1.0",
+        ) from exc
+    return sampling
 
 
 def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
+    """Return vLLM's engine; ConfigError if it refuses what it is told, EngineError if it fails in another way."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the rollouter decides when a step is taken
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # replicas and trainer share the host's cores
+    try:
+        return _make(settings, options)
+    except (HwrlError, torch.OutOfMemoryError):  # Backend.allocating translates that
+        raise
+    except ValueError as exc:
+        raise ConfigError(
+            "vLLM refuses its engine arguments", why=str(exc), fix=f"correct {places_of(str(exc), options)}"
+        ) from exc
+    except Exception as exc:
+        raise EngineError(
+            "vLLM does not start",
+            why=f"{type(exc).__name__}: {exc}",
+            fix="mend what the reason names; vLLM's own log may say more",
+        ) from exc
+
+
+def _make(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     require_dtype(settings)
+    _require_temperature(settings)
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _require_temperature(settings: RolloutSettings) -> None:
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except ValueError as exc:
+        _sampling(Sampling(1, settings.temperature), settings.eos_ids)
+    except EngineError as exc:
         raise ConfigError(
-            "vLLM refuses its engine arguments",
-            why=str(exc),
-            fix="correct rollout.engine_options, or what is said there",
+            f"rollout.temperature={settings.temperature} cannot be used with vLLM", why=exc.why, fix=exc.fix
         ) from exc

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
-
-import torch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 from hwrl.errors import ConfigError
-from hwrl.rollout.engine import RolloutSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from hwrl.rollout.engine import RolloutSettings
 
 ADAPTER = 1
 """vLLM's number of the one adapter that an engine has."""
+
+_TENSOR = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$")
 
 
 def lora_arguments(rank: int, *, tensor_parallel: int) -> dict[str, Any]:
     """Return the engine arguments for one adapter of ``rank``; vLLM knows some sizes only, and a smaller one fits.
 
-    Several workers divide both of its factors: vLLM 0.23 cannot divide one alone in layers that it merges.
+    Several workers divide both of its factors: vLLM 0.23 cannot divide one alone in layers that it merges. Raises
+    ConfigError if there is no size for it.
     """
     from vllm.config.lora import MaxLoRARanks
 
-    room = min((size for size in get_args(MaxLoRARanks) if size >= rank), default=rank)
+    sizes = get_args(MaxLoRARanks)
+    if rank > max(sizes):
+        raise ConfigError(
+            f"vLLM cannot serve an adapter of rank {rank}",
+            why=f"the ranks that it has room for are {', '.join(map(str, sizes))}",
+            fix=f"set model.lora_rank to {max(sizes)} or less",
+        )
+    room = min(size for size in sizes if size >= rank)
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -32,6 +45,7 @@ def lora_arguments(rank: int, *, tensor_parallel: int) -> dict[str, Any]:
 
 def require_dtype(settings: RolloutSettings) -> None:
     """Raise ConfigError if vLLM cannot serve an adapter in ``settings.dtype`` here."""
+    import torch
     from vllm.platforms import current_platform
 
     if settings.lora is not None and settings.dtype == torch.float32 and not current_platform.is_cpu():
@@ -47,6 +61,30 @@ def request_lora() -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER, "no-directory")
+
+
+def layers_without_place(manager: Any, names: Iterable[str]) -> list[str]:
+    """Return the layers of an adapter of tensors ``names`` (PEFT's) in which a worker's model can have none.
+
+    vLLM looks for them only where it reads adapters from directories. Otherwise it leaves them out, so that the model
+    is not the one that is trained. ``manager`` is that of a worker.
+    """
+    adapters = manager._adapter_manager
+    places = {part for path in adapters.modules for part in adapters.packed_modules.get(path, [path])}
+    layers = {_TENSOR.sub("", name).removeprefix("base_model.model.") for name in names}
+    return sorted(layers - places)
+
+
+def require_places(without_place: Iterable[Sequence[str]]) -> None:
+    """Raise ConfigError if a worker answered with layers of the adapter that its model has no place for."""
+    layers = sorted(set().union(*without_place))
+    if layers:
+        raise ConfigError(
+            "vLLM cannot serve this adapter",
+            why=f"its form of the model takes none in {', '.join(layers[:3])} ({len(layers)} in all); they would be "
+            "left out, and the responses come from another policy than is trained",
+            fix="take these layers out of model.target_modules, or set rollout.engine=embedded",
+        )
 
 
 def replace_adapter(manager: Any, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Collection, Mapping
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import ConfigError
-from hwrl.rollout.engine import RolloutSettings
 from hwrl_vllm.lora import lora_arguments
+
+if TYPE_CHECKING:
+    from hwrl.rollout.engine import RolloutSettings
 
 _HAVE_KEYS = {
     "model": "model.path",
@@ -23,6 +28,9 @@ _HAVE_KEYS = {
     "max_loras": "model.lora_rank",
     "fully_sharded_loras": "rollout.tensor_parallel",
     "max_model_len": "data.max_prompt_tokens or rollout.max_new_tokens",
+    "lora_dtype": "model.dtype",
+    "lora_target_modules": "model.target_modules",
+    "device_ids": "rollout.tensor_parallel",
 }
 
 _FIXED: dict[str, Any] = {
@@ -32,6 +40,7 @@ _FIXED: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",  # at the temperature of sampling, as the trainer computes them
     # A token that was scheduled before an update must not come out after it.
     "async_scheduling": False,
+    "stream_interval": 1,  # a token bears the version that is served when it comes out
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "worker_extension_cls": "hwrl_vllm.worker.WeightLoading",
@@ -39,17 +48,36 @@ _FIXED: dict[str, Any] = {
 }
 """Arguments on which the engine's promises rest."""
 
+_DRAFT = "a draft model would get no weights, and log-probabilities of drafted tokens are not known to be the policy's"
+_OTHER_MODEL = "the replica would compute another model than the trainer, which reads model.path alone"
+_OTHER_POLICY = "nothing but rollout.temperature may shape the sampling, because the trainer computes with that alone"
+_ELSEWHERE = "what is cached outside the engine may come from other weights"
+_MOVED = "it moves weights about, so that an update would miss some"
+_OTHER_WORKERS = "hwrl places a replica's workers: in its process, or on rollout.tensor_parallel devices of its machine"
+
+_REFUSED = {
+    "worker_cls": "updates and sleep are made for vLLM's own workers",
+    "scheduler_cls": "versions are right only if no token is scheduled before an update and comes out after it",
+    "logits_processors": _OTHER_POLICY,
+    "watermark_config": _OTHER_POLICY,
+    "override_generation_config": _OTHER_POLICY,
+    **dict.fromkeys(["speculative_config", "spec_method", "spec_model", "spec_tokens"], _DRAFT),
+    **dict.fromkeys(["hf_overrides", "hf_config_path", "model_class_overrides", "model_weights"], _OTHER_MODEL),
+    **dict.fromkeys(["kv_transfer_config", "kv_offloading_backend"], _ELSEWHERE),
+    **dict.fromkeys(["enable_eplb", "enable_elastic_ep", "offload_backend", "offload_group_size"], _MOVED),
+    **dict.fromkeys(["nnodes", "node_rank", "prefill_context_parallel_size"], _OTHER_WORKERS),
+}
+"""Arguments that are left at vLLM's defaults, because hwrl's promises hold with no other value."""
+
 
 def engine_arguments(
     settings: RolloutSettings, options: Mapping[str, Any], *, device: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, Any]:
     """Return the arguments of an engine: hwrl's, those that the ``device`` needs, and ``options``, the user's.
 
-    ``known`` are the names that the installed vLLM has. Raises ConfigError for an option that is not among them, or
-    that hwrl decides.
+    ``known`` are the names that the installed vLLM has. Raises what :func:`check_options` raises.
     """
-    for name in options:
-        _check(name, known)
+    check_options(options, known=known)
     return {
         **_FIXED,
         "model": str(settings.model_directory),
@@ -67,11 +95,37 @@ def engine_arguments(
     }
 
 
+def check_options(options: Iterable[str], *, known: Collection[str]) -> None:
+    """Raise ConfigError for an option that is not among ``known``, vLLM's arguments, or that is not the user's."""
+    for name in options:
+        _check(name, known)
+
+
+def known_arguments(package: Path) -> set[str]:
+    """Return the names of the engine arguments of the vLLM in the folder ``package``, without importing it.
+
+    That would take ten seconds.
+    """
+    module = ast.parse((package / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    (found,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    return {ast.unparse(node.target) for node in found.body if isinstance(node, ast.AnnAssign)}
+
+
+def places_of(message: str, options: Iterable[str]) -> str:
+    """Return which keys of the configuration vLLM speaks of in ``message``; ``options`` are the user's."""
+    words = set(re.findall(r"\w+", message))
+    keys = [key for name, key in _HAVE_KEYS.items() if name in words and "_" in name]
+    own = [f"rollout.engine_options.{name}" for name in options if name in words]
+    return " or ".join([*keys, *own]) or "rollout.engine_options"
+
+
 def _check(name: str, known: Collection[str]) -> None:
     if name in _HAVE_KEYS:
         why, fix = "hwrl has a key for it", f"set {_HAVE_KEYS[name]}"
     elif name in _FIXED:
         why, fix = f"updates and log-probabilities are right only with {_FIXED[name]!r}", "remove it"
+    elif name in _REFUSED:
+        why, fix = _REFUSED[name], "remove it"
     elif name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         why = "this version of vLLM has no such engine argument"

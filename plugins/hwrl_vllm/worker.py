@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from hwrl.backend import Backend
 from hwrl.registry import get_backend
 from hwrl_vllm.copies import CopyPlan, Recorder
-from hwrl_vllm.lora import replace_adapter, with_loaders_names
+from hwrl_vllm.lora import layers_without_place, replace_adapter, with_loaders_names
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,18 @@ class WeightLoading:
                 self._hwrl_reload(weights)
             self._hwrl_copies = recorder.plan(self.model_runner.get_model().parameters())
             self._hwrl_recorded = True
+            if self._hwrl_copies is None:
+                _log.info("updates run vLLM's loaders, as they do more than copy: %s", recorder.obstacle)
         get_backend().synchronize()  # the lender may write there again
 
     def hwrl_load_adapter(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
         """Load ``weights`` (PEFT's names), a whole adapter of the form that PEFT's ``config`` says. Blocks."""
         replace_adapter(self.model_runner.lora_manager, weights, config)
         get_backend().synchronize()
+
+    def hwrl_layers_without_place(self, names: Collection[str]) -> list[str]:
+        """Return the layers of an adapter of tensors ``names`` (PEFT's) in which this model can have none."""
+        return layers_without_place(self.model_runner.lora_manager, names)
 
     def hwrl_free_nbytes(self) -> int:
         """Return the free memory of this worker's device."""

@@ -16,7 +16,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from hwrl.cli import main
-from hwrl.errors import CheckpointError, ConfigError, HwrlError
+from hwrl.errors import CheckpointError, ConfigError, EngineError, HwrlError
 from hwrl.lora import LoraSettings
 from hwrl.run.config import Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
@@ -170,9 +170,36 @@ def test_inputs_are_checked_before_anything_starts(tmp_path: Path, word: str, me
         check_inputs(load_config(path, [word.format(tmp_path=tmp_path)]))
 
 
-def test_the_check_of_inputs_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = sys.modules['ray'] = None; import hwrl.run.inputs"
+def test_the_check_of_inputs_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text("class EngineArgs:\n    block_size: int = 1\n")
+    path = write(tmp_path, runnable(tmp_path))
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['ray'] = None\n"
+        "from pathlib import Path\nfrom hwrl.run.config import load_config\nfrom hwrl.run.inputs import check_inputs\n"
+        f"words = ['rollout.engine=vllm', 'rollout.engine_options={{block_size: 8}}']\n"
+        f"sys.path.append({str(tmp_path)!r}); check_inputs(load_config(Path({str(path)!r}), words))\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollout.engine=vllm"], r"vLLM is not installed(.|\n)*pip install hwrl\[vllm\]"),
+        (["train.engine=megatron"], r"megatron-core is not installed"),
+    ],
+)
+def test_an_engine_that_is_not_installed_is_told_of_at_once_unless_a_cluster_may_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = load_config(write(tmp_path, runnable(tmp_path)), words)
+    with pytest.raises(EngineError, match=message):
+        check_inputs(config)
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    check_inputs(config)
 
 
 def test_hwrl_train_checks_its_inputs_and_takes_a_reward_from_the_working_directory(

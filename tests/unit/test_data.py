@@ -13,7 +13,7 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.models import encode_prompt, load_tokenizer
-from hwrl.rollout.data import Messages, Prompt, PromptStream, load_prompts
+from hwrl.rollout.data import Messages, Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.reward import judge, load_reward
 from hwrl.run.demo import write_demo
 
@@ -121,6 +121,14 @@ def test_messages_are_refused_with_the_row_where_the_template_refuses_them_or_is
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     with pytest.raises(DataError, match=r"row 2 cannot be encoded(.|\n)*unknown role tool"):
         encoded(tmp_path / "talk", tokenizer, *rows)
+
+
+def test_a_token_that_the_model_does_not_know_is_told_with_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "2 $", "answer": 1}\n{"prompt": "2 €", "answer": 1}\n', encoding="utf-8")
+    check_vocabulary(read(path), path=path, vocabulary=0x20AD)
+    with pytest.raises(DataError, match=r"row 2 has a token that the model does not know(.|\n)*8364(.|\n)*has 8364"):
+        check_vocabulary(read(path), path=path, vocabulary=0x20AC)
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ def test_only_the_plugin_that_is_asked_for_is_imported(entry_points: list[EntryP
     assert [entry.name for entry in entry_points if entry.value in sys.modules] == ["good"]
 
 
+def test_an_optional_hook_may_be_missing(entry_points: list[EntryPoint]) -> None:
+    check = load_hook("good", "hwrl_check_engine", asked_by="train.engine", optional=True, entry_points=entry_points)
+    check(asked_by="train.engine", options={})
+
+
 def test_an_unknown_name_is_told_with_the_known_ones_and_the_likely_one(entry_points: list[EntryPoint]) -> None:
     with pytest.raises(ConfigError) as caught:
         load("goood", entry_points)

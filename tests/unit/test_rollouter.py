@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.errors import DataError
+from hwrl.errors import DataError, EngineError
 from hwrl.rollout import sleeper
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.engine import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, Sampling
@@ -243,6 +244,13 @@ def test_a_reward_that_raises_is_retried_then_the_prompt_has_failed_with_the_rea
     assert rollouter.stats()["reward_errors"] == 4
 
 
+def test_a_reward_that_exits_has_failed_like_one_that_raises() -> None:
+    desk = Desk([0])
+    rollouter = rollouter_of(desk, reward=lambda prompt, response, answer: sys.exit(3))
+    turn_until(rollouter, lambda: bool(desk.failed))
+    assert "SystemExit(3)" in desk.failed[0][1] and rollouter.stats()["reward_errors"] == 3.0
+
+
 def test_an_evaluation_goes_on_beside_training_and_tells_its_oldest_version() -> None:
     desk, inlet = Desk([5]), Inlet()
     rollouter = rollouter_of(desk, inlet=inlet)
@@ -265,6 +273,24 @@ def test_an_evaluation_that_cannot_be_judged_says_so() -> None:
     turn_until(rollouter, answer.done)
     with pytest.raises(DataError, match="1 of 1 evaluation prompts"):
         answer.result(timeout=0)
+
+
+def test_an_evaluation_that_a_run_leaves_unfinished_is_told_and_later_ones_are_refused() -> None:
+    class Failing(CountingEngine):
+        def step(self) -> list[Completion]:
+            raise RuntimeError("the device is gone")
+
+    waits, stop = rollouter_of(Desk([])), threading.Event()
+    stop.set()
+    asked = waits.evaluate([Lengths()[0]])  # not begun yet
+    waits.run(stop)
+    fails = rollouter_of(Desk([]), engine=Failing())
+    begun = fails.evaluate([Lengths()[0]])
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        fails.run(threading.Event())
+    for answer in (asked, waits.evaluate([Lengths()[0]]), begun, fails.evaluate([Lengths()[0]])):
+        with pytest.raises(EngineError, match="the rollouter has ended"):
+            answer.result(timeout=0)
 
 
 def test_the_seconds_of_all_activities_add_up() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwrl.lora import LoraSettings, add_adapter, divided
 from hwrl.registry import get_backend
@@ -79,12 +79,23 @@ def _sent(weights: Weights) -> Weights:
     return {name: tensor.to(get_backend().device(), copy=True) for name, tensor in weights.items()}
 
 
+def write_model(directory: Path, form: str, **settings: Any) -> None:
+    """Write a small model of another form than the demo's, which transformers calls ``form``."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {} if form == "gpt2" else {"intermediate_size": 128, "num_key_value_heads": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": END, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(form, max_position_embeddings=LONGEST, **sizes, **ends, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+
+
 def engine_of(
     model_directory: Path,
     *,
     lora: LoraSettings | None = None,
     may_sleep: bool = False,
     tensor_parallel: int = 1,
+    temperature: float = 1.0,
+    max_length: int = LONGEST,
     **options: Any,
 ) -> VllmEngine:
     settings = RolloutSettings(
@@ -92,7 +103,8 @@ def engine_of(
         dtype=torch.float32 if lora is None else LORA_DTYPE,
         eos_ids=[END],
         max_running=16,
-        max_length=LONGEST,
+        max_length=max_length,
+        temperature=temperature,
         lora=lora,
         may_sleep=may_sleep,
         tensor_parallel=tensor_parallel,

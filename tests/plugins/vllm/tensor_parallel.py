@@ -10,7 +10,7 @@ import pytest
 
 from hwrl.errors import EngineError
 from hwrl.lora import LoraSettings
-from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
+from tests.plugins.vllm.serving import Policy, engine_of, finish, generate, requests_of
 
 
 def main(model_directory: Path) -> None:
@@ -31,13 +31,19 @@ def main(model_directory: Path) -> None:
 
 
 def _check_adapter(model_directory: Path) -> None:
-    lora = LoraSettings(rank=4, alpha=8.0)
+    lora, before = LoraSettings(rank=4, alpha=8.0), multiprocessing.active_children()
     policy, engine = Policy(model_directory, lora=lora), engine_of(model_directory, lora=lora, tensor_parallel=2)
     engine.load_base(policy.change().items(), base=1)
     for version in range(3):
         engine.load_adapter(policy.change_adapter().items(), version=version, base=1)
         requests = requests_of(4)
         policy.check_greedy(requests, generate(engine, requests))
+    engine.submit(requests_of(2, new=40))
+    engine.step()
+    next(worker for worker in multiprocessing.active_children() if worker not in before).kill()
+    with pytest.raises(EngineError, match="vLLM failed while generating; its 2 requests are dropped"):
+        finish(engine)
+    assert (engine.version, engine.base) == (-1, None)
     engine.close()
 
 

@@ -170,6 +170,46 @@ def test_what_does_not_fit_is_refused_and_nothing_of_it_is_taken(engine: VllmEng
     assert engine.pending() == 0
 
 
+@pytest.mark.parametrize("temperature", [-1.0, 0.005])
+def test_a_temperature_that_vllm_does_not_take_as_it_is_is_refused(
+    engine: VllmEngine, model_directory: Path, temperature: float
+) -> None:
+    with pytest.raises(EngineError, match=rf"at temperature {temperature}(.|\n)*set rollout\.temperature"):
+        engine.submit([*requests_of(1), *requests_of(1, temperature=temperature)])
+    assert engine.pending() == 0
+    with pytest.raises(ConfigError, match=rf"rollout\.temperature={temperature} cannot be used with vLLM"):
+        engine_of(model_directory, temperature=temperature)
+
+
+def test_a_request_that_vllm_refuses_is_told_with_its_reason(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise ValueError("the queue is full")
+
+    monkeypatch.setattr(engine._vllm, "add_request", refuse)  # no request of hwrl's is known to be refused
+    (request,) = requests_of(1)
+    with pytest.raises(EngineError, match=rf"vLLM refuses request {request.request_id}(.|\n)*the queue is full"):
+        engine.submit([request])
+    assert engine.pending() == 0
+
+
+def test_what_fails_in_a_step_leaves_no_weights_and_a_whole_version_heals(engine: VllmEngine, policy: Policy) -> None:
+    (beyond,) = requests_of(1)
+    beyond.prompt_ids[:] = 1_000_000
+    engine.submit([*requests_of(2, new=20), beyond])
+    with pytest.raises(EngineError, match=r"vLLM failed while generating; its 3 requests are dropped(.|\n)*IndexError"):
+        engine.step()
+    assert (engine.version, engine.pending()) == (-1, 0)
+    engine.submit(requests_of(1))
+    with pytest.raises(EngineError, match="the engine has no weights"):
+        engine.step()
+    engine.abort()
+    engine.load_weights(policy.change().items(), version=next(_versions))
+    requests = requests_of(3)
+    policy.check_greedy(requests, generate(engine, requests))
+
+
 # -- updates that fail ----------------------------------------------------------------------------------------------
 
 
@@ -266,10 +306,40 @@ def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: Vll
             call()
 
 
+def test_what_was_cached_before_a_sleep_is_not_read_after_it(
+    engine: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_settings", replace(engine._settings, may_sleep=True))
+    for name in ("sleep", "wake_up"):  # as if vLLM kept what it has cached
+        monkeypatch.setattr(engine._vllm, name, lambda argument: None)
+    requests = requests_of(4, prompt=2 * BLOCK + 6)
+    generate(engine, requests)
+    engine.sleep(level=1)
+    engine._vllm.collective_rpc("hwrl_load_weights", args=(policy.change(),))  # it would show
+    engine.wake()
+    policy.check_greedy(requests, generate(engine, requests))
+
+
 @pytest.mark.skipif(not ON_HOST, reason="on devices vLLM has sleep mode")
 def test_what_vllm_refuses_is_told_with_its_reason(model_directory: Path) -> None:
     with pytest.raises(ConfigError, match="Sleep mode is not supported on current platform"):
         engine_of(model_directory, may_sleep=True)
+
+
+def test_what_vllm_refuses_of_hwrls_own_is_answered_with_its_key(model_directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len(.|\n)*correct data\.max_prompt_tokens or rollout\.max_new"):
+        engine_of(model_directory, max_length=1 << 20)
+
+
+def test_vllm_that_fails_at_its_start_in_another_way_is_told_of_with_its_error(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("vllm.v1.engine.llm_engine.LLMEngine.from_engine_args", fail)
+    with pytest.raises(EngineError, match=r"vLLM does not start(.|\n)*RuntimeError: no such kernel"):
+        engine_of(model_directory)
 
 
 @pytest.mark.skipif(not ON_HOST and get_backend().device_count() < 2, reason="needs two devices")

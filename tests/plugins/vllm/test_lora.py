@@ -16,7 +16,16 @@ from hwrl.registry import get_backend
 from hwrl.rollout.engine import RolloutSettings
 from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine
-from tests.plugins.vllm.serving import BLOCK, ON_HOST, Policy, engine_of, finish, generate, requests_of
+from tests.plugins.vllm.serving import (
+    BLOCK,
+    ON_HOST,
+    Policy,
+    engine_of,
+    finish,
+    generate,
+    requests_of,
+    write_model,
+)
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
@@ -137,3 +146,20 @@ def test_an_adapter_that_was_loaded_is_neither_kept_nor_changed(engine: VllmEngi
 def test_an_engine_with_an_adapter_takes_no_whole_model(engine: VllmEngine, policy: Policy) -> None:
     with pytest.raises(UnsupportedError, match="takes no whole model"):
         engine.load_weights(policy.change().items(), version=next(_versions))
+
+
+def test_an_adapter_in_layers_in_which_vllm_has_none_is_refused_at_the_start(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen2")
+    lora = LoraSettings(rank=4, alpha=8.0, target_modules=("q_proj", "lm_head"))
+    with pytest.raises(ConfigError, match=r"takes none in lm_head \(1 in all\)(.|\n)*out of model\.target_modules"):
+        engine_of(tmp_path, lora=lora)
+
+
+def test_an_adapter_in_every_linear_layer_has_its_places_in_merged_ones(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen2")
+    policy = Policy(tmp_path, lora=LORA)
+    engine = engine_of(tmp_path, lora=LORA)
+    engine.load_base(policy.change().items(), base=BASE)
+    engine.load_adapter(policy.change_adapter().items(), version=next(_versions), base=BASE)
+    check_serving(engine, policy)
+    engine.close()

@@ -1,8 +1,11 @@
-"""What a user may tell vLLM's engine; needs no vLLM."""
+"""What a user may tell vLLM's engine."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,10 @@ import torch
 import hwrl_npu
 from hwrl.errors import ConfigError
 from hwrl.rollout.engine import RolloutSettings
-from hwrl_vllm.options import engine_arguments
+from hwrl_vllm.lora import lora_arguments
+from hwrl_vllm.options import engine_arguments, places_of
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
 SETTINGS = RolloutSettings(
     model_directory=Path("/m"), dtype=torch.bfloat16, eos_ids=[1], max_running=8, max_length=64, seed=3
@@ -55,9 +61,53 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
         ("max_num_seqs", r"set rollout\.max_running"),
         ("tensor_parallel_size", r"set rollout\.tensor_parallel"),
         ("logprobs_mode", "right only with 'processed_logprobs'"),
+        ("stream_interval", "right only with 1"),
+        ("lora_target_modules", r"set model\.target_modules"),
+        ("scheduler_cls", "no token is scheduled before an update and comes out after it"),
+        ("logits_processors", r"nothing but rollout\.temperature may shape"),
+        ("speculative_config", "a draft model would get no weights"),
+        ("hf_overrides", "another model than the trainer"),
+        ("kv_transfer_config", "outside the engine may come from other weights"),
+        ("offload_group_size", "an update would miss some"),
         ("no_such_thing_at_all", "has no such engine argument"),
     ],
 )
 def test_an_option_that_is_not_the_users_is_refused_with_the_remedy(name: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=rf"rollout\.engine_options\.{name} cannot be set(.|\n)*{remedy}"):
         arguments({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("message", "places"),
+    [
+        ("User-specified max_model_len (9) is greater than 8", "data.max_prompt_tokens or rollout.max_new_tokens"),
+        (
+            "max_num_batched_tokens (8) < max_num_seqs",
+            "rollout.max_running or rollout.engine_options.max_num_batched_tokens",
+        ),
+        ("this model has no such dtype", "rollout.engine_options"),
+    ],
+)
+def test_what_vllm_refuses_is_answered_with_the_keys_that_say_it(message: str, places: str) -> None:
+    assert places_of(message, ["block_size", "enforce_eager"]) == places
+
+
+@needs_vllm
+def test_the_arguments_of_the_installed_vllm_are_known_without_importing_it() -> None:
+    code = (
+        "import importlib.util, pathlib, sys\n"
+        "from hwrl_vllm.options import known_arguments\n"
+        "print(*known_arguments(pathlib.Path(importlib.util.find_spec('vllm').origin).parent))\n"
+        "assert not {'vllm', 'torch'} & set(sys.modules)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True).stdout.split()
+    from vllm import EngineArgs
+
+    assert {*told} == {field.name for field in dataclasses.fields(EngineArgs)}
+
+
+@needs_vllm
+def test_a_rank_for_which_vllm_has_no_room_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(ConfigError, match=r"512(.|\n)*set model\.lora_rank to 512 or less"):
+        lora_arguments(513, tensor_parallel=1)
+    assert lora_arguments(9, tensor_parallel=1)["max_lora_rank"] == 16
