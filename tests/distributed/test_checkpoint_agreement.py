@@ -195,7 +195,7 @@ class Interrupting(CpuBackend):
 
 def _be_interrupted(group: Group, directory: Path) -> list[str]:
     texts, backend = [], Interrupting() if group.rank == 1 else BACKEND
-    with open_manager(group, directory, backend=backend, async_save=True, timeout_s=2.0) as manager:
+    with open_manager(group, directory, backend=backend, async_save=True, timeout_s=10.0) as manager:
         for step in (1, 2, 3):
             try:
                 manager.save(step, {"weight": torch.ones(2)})
