@@ -81,10 +81,7 @@ def test_an_option_that_is_not_the_users_is_refused_with_the_remedy(name: str, r
     ("message", "places"),
     [
         ("User-specified max_model_len (9) is greater than 8", "data.max_prompt_tokens or rollout.max_new_tokens"),
-        (
-            "max_num_batched_tokens (8) < max_num_seqs",
-            "rollout.max_running or rollout.engine_options.max_num_batched_tokens",
-        ),
+        ("max_num_seqs is more than block_size", "rollout.max_running or rollout.engine_options.block_size"),
         ("this model has no such dtype", "rollout.engine_options"),
     ],
 )
