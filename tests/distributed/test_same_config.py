@@ -50,7 +50,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Figures]]
     for name in BACKENDS:
         command = [HWRL, "train", str(config), *WORDS, f"dir={directory / name}"]
         env = os.environ | {"HWRL_BACKEND": name}
-        ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=150, check=False)
+        ended = subprocess.run(command, env=env, text=True, capture_output=True, timeout=280, check=False)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         found[name] = read_metrics(directory / name)
     return found

@@ -50,17 +50,17 @@ class Run:
         self._log.seek(0)
         return self._log.read()
 
-    def wait(self, *, timeout_s: float = 120.0) -> int:
+    def wait(self, *, timeout_s: float = 240.0) -> int:
         return self.process.wait(timeout_s)
 
     def metrics(self) -> list[dict[str, float]]:
         return read_metrics(self.directory)
 
-    def await_step(self, step: int, *, timeout_s: float = 90.0) -> None:
+    def await_step(self, step: int, *, timeout_s: float = 240.0) -> None:
         """Return when ``step`` is in the metrics; fail if the run ends first."""
         self._await(lambda: bool(self.metrics()) and self.metrics()[-1]["step"] >= step, timeout_s, f"step {step}")
 
-    def await_output(self, text: str, *, timeout_s: float = 60.0) -> None:
+    def await_output(self, text: str, *, timeout_s: float = 120.0) -> None:
         self._await(lambda: text in self.output(), timeout_s, repr(text))
 
     def processes(self, title: str) -> list[int]:
