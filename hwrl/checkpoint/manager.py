@@ -195,20 +195,30 @@ class CheckpointManager:
         Without ``async_save`` the checkpoint is complete and durable when this returns. With it, the caller may change
         the state as soon as this returns; the call waits for a previous save that is still running. Raises
         :class:`~hwrl.errors.CheckpointSaveError` if this save, or the previous one in the background, failed; then
-        the checkpoints before it are untouched and the next save may succeed.
+        the checkpoints before it are untouched and the next save may succeed. A call that raises the previous failure
+        saves nothing, unless another rank goes on, because it was told before: then it takes part in that save.
         """
         call = self._count_call(f"step {step} cannot be saved", CheckpointSaveError)
         started_s = time.perf_counter()
-        self.wait()
+        failed = self._previous_failure()
+        if failed is not None and len(self._agreement.ranks) == 1:
+            raise failed
         waited_s = time.perf_counter()
         try:
             counts = _count("step", step), _count("weight_version", weight_version)
             items = SaveItems(state, offloader=offloader)
-            job = SaveJob(call, *counts, items, _json(extra), _json(rank_extra), export)
+            goes_on = failed is None
+            job = SaveJob(call, *counts, items, _json(extra), _json(rank_extra), export, goes_on=goes_on)
             self._hold(items)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
             self._saver.refuse(call, step, exc)
+        except BaseException as exc:
+            with contextlib.suppress(Exception):
+                self._saver.refuse(call, step, RuntimeError(f"interrupted by {exc!r}"))
+            raise
         self._start(job)
+        if failed is not None:
+            raise failed
         blocked_s = time.perf_counter() - waited_s
         return SaveReport(
             waited_s=waited_s - started_s,
@@ -218,6 +228,14 @@ class CheckpointManager:
             lent_nbytes=items.lent_nbytes,
             held_nbytes=self._staging.nbytes,
         )
+
+    def _previous_failure(self) -> Exception | None:
+        """Wait; return what the save that ran failed with."""
+        try:
+            self.wait()
+        except Exception as exc:  # noqa: BLE001 - raised by the caller
+            return exc
+        return None
 
     def _count_call(self, what: str, error: type[CheckpointError]) -> int:
         """Return the number of this call, which all ranks make, however it ends on each."""
@@ -240,8 +258,9 @@ class CheckpointManager:
         try:
             self._pending = self._thread.submit(self._saver.run, job)
             self._pending.add_done_callback(_log_failure)
-        except BaseException:  # an interrupt: the thread may have the job
-            self._thread.submit(int).result()
+        except BaseException:  # an interrupt, and the thread may have the job; or it takes none
+            with contextlib.suppress(RuntimeError):
+                self._thread.submit(int).result()
             job.source.close()
             raise
 

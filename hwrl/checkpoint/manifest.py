@@ -19,7 +19,7 @@ from hwrl.checkpoint.durable import FileRecord
 from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 MANIFEST_NAME, LAYOUT_NAME, EXTRA_NAME = "MANIFEST.json", "layout.json", "extra.json"
-SCHEMA = 1
+SCHEMA = 2
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading JSON raises that was damaged or forged; RecursionError is for a million brackets."""
 _MAX_MANIFEST_NBYTES = 1 << 28

@@ -26,7 +26,7 @@ from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Man
 from hwrl.checkpoint.nodes import Node
 from hwrl.checkpoint.payload import write_items
 from hwrl.checkpoint.survey import Survey, look, merge
-from hwrl.errors import CheckpointSaveError, HwrlError
+from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
 
 EXPORT_NAME = "hf"
 
@@ -42,6 +42,8 @@ class SaveJob:
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
     export: Callable[[Path], object] | None
+    goes_on: bool = True
+    """Whether this rank's program goes on, and does not hear from the same call that the save before failed."""
 
 
 @dataclass
@@ -79,6 +81,8 @@ class Saver:
         self.agreement.begin(job.call)
         try:
             opened = self.agreement.decide(lambda: self._offer(job), lambda offers: self._open(job, offers))
+            if opened is None:
+                return
             self.agreement.vote(lambda: self._prepare(job, opened))
             sealed = True
             self.agreement.vote(lambda: self._commit(job.step))
@@ -97,12 +101,15 @@ class Saver:
         home = self.node.home
         return {
             "step": job.step,
+            "goes_on": job.goes_on,
             "extra": job.extra,
             "rank_extra": job.rank_extra,
             "holds": None if home is None else look(home, without=self.broken),
         }
 
-    def _open(self, job: SaveJob, offers: list[dict[str, Any]]) -> dict[str, Any]:
+    def _open(self, job: SaveJob, offers: list[dict[str, Any]]) -> dict[str, Any] | None:
+        if not any(offer["goes_on"] for offer in offers):
+            return None
         if len({offer["step"] for offer in offers}) > 1:
             raise _failed(job.step, f"the ranks are at steps {[offer['step'] for offer in offers]}")
         survey = merge([offer["holds"] for offer in offers if offer["holds"] is not None])
@@ -188,7 +195,7 @@ class Saver:
         try:
             self.node.home.set_tracker(step)
             self.node.home.retain(self.keep)
-        except OSError as exc:
+        except (OSError, CheckpointError) as exc:
             raise _not_all_done(step, exc) from exc
 
     def _export(self, export: Callable[[Path], object], directory: Path) -> None:
@@ -244,10 +251,10 @@ def _failed(step: int, why: str) -> CheckpointSaveError:
     )
 
 
-def _not_all_done(step: int, exc: OSError) -> CheckpointSaveError:
+def _not_all_done(step: int, exc: OSError | CheckpointError) -> CheckpointSaveError:
     return CheckpointSaveError(
         f"step {step} is complete, but its name may not be durable, or not all that follows was done",
-        why=f"{exc.strerror}: {exc.filename}",
+        why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
         fix="mend the cause; the next save sets the tracker right and removes old checkpoints",
     )
 

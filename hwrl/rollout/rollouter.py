@@ -309,7 +309,8 @@ class Rollouter:
         greedy = replace(self._sampling, temperature=0.0)
         with self._guard:
             (prompts, answer), self._evaluation = self._evaluation, None
-            self._examination = _Examination([self._begin(prompt, greedy, size=1) for prompt in prompts], answer)
+            self._examination = _Examination([], answer)  # first: who waits is told if the engine fails
+            self._examination.works.extend(self._begin(prompt, greedy, size=1) for prompt in prompts)
 
     def _refuse_evaluations(self) -> None:
         """Tell who waits for an evaluation, and who asks for one from now on, that none will come."""
@@ -325,20 +326,26 @@ class Rollouter:
         """Answer the evaluation if all of it is judged."""
         if self._examination is None or not all(_is_judged(work) for work in self._examination.works):
             return
-        with self._guard:
-            works, answer, self._examination = self._examination.works, self._examination.answer, None
+        works, answer = self._examination.works, self._examination.answer
         unjudged = sum(not work.figures for work in works)
-        if unjudged:
-            answer.set_exception(
-                DataError(
-                    f"{unjudged} of {len(works)} evaluation prompts could not be judged",
-                    why="the reward function raised",
-                    fix="mend the reward function; reward_errors in the metrics counts such errors",
-                )
-            )
+        evaluation = None if unjudged else _evaluation_of(works)
+        with self._guard:
+            self._examination = None
+        if evaluation is not None:
+            answer.set_result(evaluation)
             return
-        version = min(int(response.versions.min()) for work in works for response in work.whole())
-        answer.set_result(Evaluation(version, _means([figures for work in works for figures in work.figures])))
+        answer.set_exception(
+            DataError(
+                f"{unjudged} of {len(works)} evaluation prompts could not be judged",
+                why="the reward function raised",
+                fix="mend the reward function; reward_errors in the metrics counts such errors",
+            )
+        )
+
+
+def _evaluation_of(works: Sequence[_Work]) -> Evaluation:
+    version = min(int(response.versions.min()) for work in works for response in work.whole())
+    return Evaluation(version, _means([figures for work in works for figures in work.figures]))
 
 
 def _no_evaluation() -> EngineError:

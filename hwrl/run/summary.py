@@ -79,7 +79,7 @@ def _refuse_to_overwrite(config: Config, names: Sequence[str]) -> None:
         raise ConfigError(
             f"the run would overwrite {', '.join(found)} in {config.dir}",
             why=f"hwrl did not write that: no {RUN_CONFIG} there begins with {RUN_HEADER.decode().strip()!r}",
-            fix="choose another dir=…, or rename what is there",
+            fix="choose another dir=…, or rename what is there; if it is a run's, put that line back",
         )
 
 

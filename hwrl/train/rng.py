@@ -37,7 +37,7 @@ def set_rng_state(state: dict[str, Any], backend: Backend) -> None:
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(torch.tensor(state["host"], dtype=torch.uint8))
-    saved_on, here = state.get("device_type"), backend.info.device_type
+    saved_on, here = state["device_type"], backend.info.device_type
     if saved_on == here:
         backend.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -144,13 +144,12 @@ class VllmEngine(RolloutEngine):
             return 0
         with self._or_no_weights("falling asleep"):
             free_nbytes = self._free_nbytes()
+            self._asleep = MEMORY_TAGS  # also if it fails: some of its memory may be gone
             self._vllm.sleep(level)
-            freed_nbytes = self._free_nbytes() - free_nbytes
-        self._asleep = MEMORY_TAGS
-        self._cache += 1
-        if level > 1:
-            self.version, self.base = -1, None
-        return freed_nbytes
+            self._cache += 1
+            if level > 1:
+                self.version, self.base = -1, None
+            return self._free_nbytes() - free_nbytes
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
         self._require_sleep_mode()
@@ -174,13 +173,17 @@ class VllmEngine(RolloutEngine):
             yield
         except Exception as exc:
             self.version, self.base = -1, None
-            dropped = self.abort()
+            dropped = self.pending()
+            with suppress(Exception):  # it has just failed
+                self._vllm.abort_request(list(self._requests))
+            self._requests.clear()
             if isinstance(exc, torch.OutOfMemoryError):  # Backend.allocating translates that
                 raise
             raise EngineError(
                 f"vLLM failed while {activity}; its {dropped} requests are dropped, and it has no weights",
                 why=f"{type(exc).__name__}: {exc}",
-                fix="load a whole version before the next step; if a worker has died, with a new engine",
+                fix="wake it if it sleeps, and load a whole version before the next step; or make a new engine, as "
+                "must be if a worker has died",
             ) from exc
 
     def _free_nbytes(self) -> int:

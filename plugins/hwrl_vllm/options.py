@@ -63,7 +63,7 @@ _REFUSED = {
     "override_generation_config": _OTHER_POLICY,
     **dict.fromkeys(["speculative_config", "spec_method", "spec_model", "spec_tokens"], _DRAFT),
     **dict.fromkeys(["hf_overrides", "hf_config_path", "model_class_overrides", "model_weights"], _OTHER_MODEL),
-    **dict.fromkeys(["kv_transfer_config", "kv_offloading_backend"], _ELSEWHERE),
+    **dict.fromkeys(["kv_transfer_config", "kv_offloading_backend", "kv_offloading_size"], _ELSEWHERE),
     **dict.fromkeys(["enable_eplb", "enable_elastic_ep", "offload_backend", "offload_group_size"], _MOVED),
     **dict.fromkeys(["nnodes", "node_rank", "prefill_context_parallel_size"], _OTHER_WORKERS),
 }

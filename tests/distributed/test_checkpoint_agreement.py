@@ -193,6 +193,32 @@ class Interrupting(CpuBackend):
             raise Interrupted
 
 
+def _save_on_and_on(group: Group, directory: Path, interrupts: bool) -> list[str]:
+    """Save six steps without a ``wait`` between them; rank 1 cannot take part in the first."""
+    said, backend = [], Interrupting() if group.rank == 1 and interrupts else BACKEND
+    with open_manager(group, directory, backend=backend, async_save=True) as manager:
+        for step in range(1, 7):
+            bad = {"odd": Custom()} if (group.rank, step, interrupts) == (1, 1, False) else {}
+            began_s = time.monotonic()
+            try:
+                manager.save(step, {"weight": torch.full((3,), float(step))} | bad)
+                said.append("")
+            except (HwrlError, Interrupted) as exc:
+                said.append(type(exc).__name__)
+            assert time.monotonic() - began_s < TIMEOUT_S / 2, "it waited for a rank that is elsewhere"
+    return said
+
+
+@pytest.mark.parametrize(("interrupts", "at_once"), [(False, "CheckpointSaveError"), (True, "Interrupted")])
+def test_saves_in_the_background_go_on_after_one_that_a_rank_could_not_begin(
+    tmp_path: Path, interrupts: bool, at_once: str
+) -> None:
+    told, local = on_ranks(_save_on_and_on, 2, tmp_path, interrupts)
+    assert local == [at_once, "", "", "", "", ""]
+    assert told == ["", "CheckpointSaveError", "", "", "", ""]
+    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3, 4, 5, 6]
+
+
 def _be_interrupted(group: Group, directory: Path) -> list[str]:
     texts, backend = [], Interrupting() if group.rank == 1 else BACKEND
     with open_manager(group, directory, backend=backend, async_save=True, timeout_s=10.0) as manager:
@@ -208,7 +234,7 @@ def _be_interrupted(group: Group, directory: Path) -> list[str]:
 
 def test_an_interrupted_rank_is_with_the_others_in_the_next_save(tmp_path: Path) -> None:
     here, there = on_ranks(_be_interrupted, 2, tmp_path)
-    assert len(here) == 1 and "no answer from rank 1" in here[0] and there == ["step 1: Interrupted()"]
+    assert len(here) == 1 and "interrupted by Interrupted()" in here[0] and there == ["step 1: Interrupted()"]
     assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3]
 
 

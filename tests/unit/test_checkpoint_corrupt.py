@@ -178,7 +178,7 @@ DAMAGES = [
     (_leave, "'../outside', which is no path inside it"),
     (_absolute, "'/etc/hostname', which is no path inside it"),
     (_other_step, "its manifest is of step 7"),
-    (_other_schema, "its schema is not 1"),
+    (_other_schema, "its schema is not 2"),
     (_bad_field, "MANIFEST.json cannot be read"),
     (_text_for_number, "MANIFEST.json cannot be read"),
     (_no_time, "MANIFEST.json cannot be read"),

@@ -275,16 +275,25 @@ def test_an_evaluation_that_cannot_be_judged_says_so() -> None:
         answer.result(timeout=0)
 
 
-def test_an_evaluation_that_a_run_leaves_unfinished_is_told_and_later_ones_are_refused() -> None:
-    class Failing(CountingEngine):
-        def step(self) -> list[Completion]:
-            raise RuntimeError("the device is gone")
+class FailsToStep(CountingEngine):
+    def step(self) -> list[Completion]:
+        raise RuntimeError("the device is gone")
 
+
+class FailsToBegin(CountingEngine):
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("engine", [FailsToStep, FailsToBegin])
+def test_an_evaluation_that_a_run_leaves_unfinished_is_told_and_later_ones_are_refused(
+    engine: type[CountingEngine],
+) -> None:
     waits, stop = rollouter_of(Desk([])), threading.Event()
     stop.set()
     asked = waits.evaluate([Lengths()[0]])  # not begun yet
     waits.run(stop)
-    fails = rollouter_of(Desk([]), engine=Failing())
+    fails = rollouter_of(Desk([]), engine=engine())
     begun = fails.evaluate([Lengths()[0]])
     with pytest.raises(RuntimeError, match="the device is gone"):
         fails.run(threading.Event())
