@@ -277,6 +277,20 @@ def test_weights_that_were_loaded_are_not_read_again(engine: VllmEngine, policy:
     policy.check_greedy(requests, generate(engine, requests))
 
 
+def test_what_was_cached_before_a_sleep_is_not_read_after_it(
+    engine: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_settings", replace(engine._settings, may_sleep=True))
+    for name in ("sleep", "wake_up"):  # as if vLLM kept what it has cached
+        monkeypatch.setattr(engine._vllm, name, lambda argument: None)
+    requests = requests_of(4, prompt=2 * BLOCK + 6)
+    generate(engine, requests)
+    engine.sleep(level=1)
+    engine._vllm.collective_rpc("hwrl_load_weights", args=(policy.change(),))  # it would show
+    engine.wake()
+    policy.check_greedy(requests, generate(engine, requests))
+
+
 def test_the_process_holds_one_model(
     engine: VllmEngine, policy: Policy, parameters_before: list[weakref.ref[torch.nn.Parameter]]
 ) -> None:
@@ -304,20 +318,6 @@ def test_an_engine_that_was_not_started_for_it_does_not_sleep(shared_engine: Vll
     for call in (lambda: shared_engine.sleep(level=1), shared_engine.wake):
         with pytest.raises(UnsupportedError, match=r"not started in vLLM's sleep mode(.|\n)*may_sleep"):
             call()
-
-
-def test_what_was_cached_before_a_sleep_is_not_read_after_it(
-    engine: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "_settings", replace(engine._settings, may_sleep=True))
-    for name in ("sleep", "wake_up"):  # as if vLLM kept what it has cached
-        monkeypatch.setattr(engine._vllm, name, lambda argument: None)
-    requests = requests_of(4, prompt=2 * BLOCK + 6)
-    generate(engine, requests)
-    engine.sleep(level=1)
-    engine._vllm.collective_rpc("hwrl_load_weights", args=(policy.change(),))  # it would show
-    engine.wake()
-    policy.check_greedy(requests, generate(engine, requests))
 
 
 @pytest.mark.skipif(not ON_HOST, reason="on devices vLLM has sleep mode")
