@@ -377,8 +377,10 @@ def dump_config(config: Config) -> str:
 
 
 def dump_run_config(config: Config) -> bytes:
-    """Return what a run directory's ``config.yaml`` holds: everything but the directory, which may be moved."""
-    return RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir"}), sort_keys=False).encode()
+    """Return what a run directory's ``config.yaml`` holds: all but ``dir``, since it may be moved, and ``resume``."""
+    return (
+        RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir", "resume"}), sort_keys=False).encode()
+    )
 
 
 def _override(tree: dict[str, Any], word: str) -> None:

@@ -290,6 +290,7 @@ def test_a_run_directory_can_be_moved(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.dir == tmp_path / "second"
     with claimed_directory(config):
         pass
+    assert not load_config(Path("second/config.yaml")).resume, "that is said each time"
     assert load_config(Path("second/config.yaml"), ["dir=third"]).dir == tmp_path / "third"
     assert not (tmp_path / "first").exists()
 
