@@ -21,7 +21,6 @@ from hwrl.checkpoint.manifest import (
     find_checkpoints,
     in_use,
     read_extra,
-    step_name,
     verify_files,
 )
 from hwrl.checkpoint.save import seal
@@ -94,7 +93,10 @@ def _drafting(home: CheckpointHome, step: int) -> Iterator[Path]:
         if not isinstance(exc, OSError):
             raise
         why = f"{exc.strerror}: {exc.filename or home.directory}"
-        if (home.directory / step_name(step)).exists():
+        complete: list[CheckpointInfo] = []
+        with contextlib.suppress(CheckpointNotFoundError):  # the same disk
+            complete = home.complete()
+        if any(info.step == step for info in complete):
             why = f"it is complete in {home.directory}, but its name may not be durable or not in the tracker ({why})"
         raise _failed(step, why, fix="mend the cause, or give another --out") from exc
 
