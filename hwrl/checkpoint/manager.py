@@ -9,7 +9,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -196,7 +196,7 @@ class CheckpointManager:
         the state as soon as this returns; the call waits for a previous save that is still running. Raises
         :class:`~hwrl.errors.CheckpointSaveError` if this save, or the previous one in the background, failed; then
         the checkpoints before it are untouched and the next save may succeed. A call that raises the previous failure
-        saves nothing, unless another rank goes on, because it was told before: then it takes part in that save.
+        saves nothing, unless another rank was told before and goes on.
         """
         call = self._count_call(f"step {step} cannot be saved", CheckpointSaveError)
         started_s = time.perf_counter()
@@ -204,18 +204,11 @@ class CheckpointManager:
         if failed is not None and len(self._agreement.ranks) == 1:
             raise failed
         waited_s = time.perf_counter()
-        try:
+        with self._telling(call, step):
             counts = _count("step", step), _count("weight_version", weight_version)
             items = SaveItems(state, offloader=offloader)
-            goes_on = failed is None
-            job = SaveJob(call, *counts, items, _json(extra), _json(rank_extra), export, goes_on=goes_on)
+            job = SaveJob(call, *counts, items, _json(extra), _json(rank_extra), export, goes_on=failed is None)
             self._hold(items)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
-            self._saver.refuse(call, step, exc)
-        except BaseException as exc:
-            with contextlib.suppress(Exception):
-                self._saver.refuse(call, step, RuntimeError(f"interrupted by {exc!r}"))
-            raise
         self._start(job)
         if failed is not None:
             raise failed
@@ -228,6 +221,18 @@ class CheckpointManager:
             lent_nbytes=items.lent_nbytes,
             held_nbytes=self._staging.nbytes,
         )
+
+    @contextlib.contextmanager
+    def _telling(self, call: int, step: int) -> Iterator[None]:
+        """Tell the other ranks, which wait for this one, of whatever the block raises."""
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - whatever it is
+            self._saver.refuse(call, step, exc)
+        except BaseException as exc:
+            with contextlib.suppress(Exception):
+                self._saver.refuse(call, step, RuntimeError(f"interrupted by {exc!r}"))
+            raise
 
     def _previous_failure(self) -> Exception | None:
         """Wait; return what the save that ran failed with."""
