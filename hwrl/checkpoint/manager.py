@@ -212,10 +212,9 @@ class CheckpointManager:
         self._start(job)
         if failed is not None:
             raise failed
-        blocked_s = time.perf_counter() - waited_s
         return SaveReport(
             waited_s=waited_s - started_s,
-            blocked_s=blocked_s,
+            blocked_s=time.perf_counter() - waited_s,
             cloned_nbytes=items.cloned_nbytes,
             staged_nbytes=items.staged_nbytes,
             lent_nbytes=items.lent_nbytes,
