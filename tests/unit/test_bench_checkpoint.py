@@ -8,12 +8,13 @@ import pytest
 from hwrl.cli import main
 
 
+@pytest.mark.timeout(500)
 def test_the_benchmark_measures_a_save_and_says_what_cannot_be_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "bench.json"
     command = ["bench", "checkpoint", "--gib", "0.006", "--rounds", "2", "--tokens", "2", "--offload", "optimizer"]
-    command += ["--staging", "device"]
+    command += ["--staging", "device", "--timeout", "240"]
     ways = ["--ways", "hwrl", "dcp thread", "megatron fork", "--dir", str(tmp_path), "--json", str(target)]
     assert main([*command, *ways]) == 0
     result = json.loads(target.read_text())
