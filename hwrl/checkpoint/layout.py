@@ -165,9 +165,11 @@ def _check_plain(name: str, value: object, data: io.BytesIO) -> None:
     try:
         torch.load(data, weights_only=True)
     except Exception as exc:  # torch raises whatever a foreign class's bytes lead to
+        data.seek(0)
+        names = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data)))
         raise CheckpointSaveError(
             f"state {name!r} cannot be saved",
-            why=f"a {type(value).__name__} could be loaded only by executing a pickle",
+            why=f"this {type(value).__name__} could be loaded only by executing a pickle of {names}",
             fix="save tensors, numbers, strings, and dicts, lists and tuples of them",
         ) from exc
     data.seek(0)
