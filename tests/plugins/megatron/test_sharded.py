@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,16 @@ def flip_a_bit(info: CheckpointInfo) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def test_the_example_in_the_manual_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    exec(compile(block, "megatron.md", "exec"), {})
+    assert f"print(loaded)  # {capsys.readouterr().out.strip()}\n" in block
 
 
 # -- real models and optimizers -------------------------------------------------------------------------------------
