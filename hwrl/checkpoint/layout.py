@@ -75,6 +75,11 @@ def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]
     writer.finish(Metadata(state, planner_data=keys), [[_decode_result(entry) for entry in entries]])
 
 
+def require_readable(entries: Iterable[Json]) -> None:
+    """Raise ValueError if a node's part of a checkpoint, which has these lines, could not be read again."""
+    _collect(entries, whole=False)
+
+
 def _decode_result(entry: Json) -> WriteResult:
     """Return what torch's writer would have said when it wrote ``entry``."""
     return WriteResult(_decode_item(entry).index, size_in_bytes=entry["nbytes"], storage_data=_place_of(entry))

@@ -21,7 +21,7 @@ from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome, draft_path
 from hwrl.checkpoint.items import SaveItems
-from hwrl.checkpoint.layout import Json, decode_plan, encode_plan, write_torch_metadata
+from hwrl.checkpoint.layout import Json, decode_plan, encode_plan, require_readable, write_torch_metadata
 from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
 from hwrl.checkpoint.nodes import Node
 from hwrl.checkpoint.payload import write_items
@@ -229,6 +229,8 @@ def seal(fs: DurableFS, draft: Path, entries: list[Json], extra: Json, manifest:
     """Add layout, extra state and manifest to a draft, whose other files the manifest names, and make it durable."""
     if manifest.nodes == 1:  # else torch's tools would take a node's part for the whole
         write_torch_metadata(fs, draft, entries)
+    else:
+        require_readable(entries)
     for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
         fs.write_file(draft / name, json.dumps(content).encode())
     whole = replace(manifest, files={**manifest.files, **fs.take_records(draft)}).to_bytes()
