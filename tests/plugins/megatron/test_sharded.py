@@ -234,8 +234,8 @@ class Training:
             model_directory=demo / "model", learning_rate=1e-2, total_steps=9, micro_batch_tokens=24
         )
         options = {"tensor_parallel": tensor_parallel}
-        self.engine: Any = hwrl_train_engine(
-            settings=settings, options=options, backend=hwrl.get_backend(), group=group
+        self.engine = cast(
+            Any, hwrl_train_engine(settings=settings, options=options, backend=hwrl.get_backend(), group=group)
         )
         self.model, self.optimizer = self.engine.model.module, self.engine.optimizer
         self.optimizer.data_parallel_group_gloo = self.optimizer.data_parallel_group  # it is one, on the host
