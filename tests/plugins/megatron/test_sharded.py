@@ -80,7 +80,7 @@ def by_hand(value: float) -> dict[str, Any]:
     model = {"tied": tied, "copy": copy, "layers": layers, "merged": [merged], "turned": None, "scalar": None}
     model["turned"] = ShardedTensor.from_rank_offsets("turned", rows(4).t())
     model["scalar"] = ShardedTensor.from_rank_offsets("scalar", torch.tensor(value))
-    model["empty"] = ShardedTensor("scalars", torch.empty(0), torch.float32, (0,), (3,), (1,), None)
+    model["empty"] = ShardedTensor("scalars", torch.empty(0), torch.float32, (0,), (3,), (0,), None)
     model["scalars"] = ShardedTensor("scalars", torch.full((3,), value), torch.float32, (3,), (3,), (0,), None)
     random = np.random.RandomState(int(abs(value))).get_state()  # of the classes that megatron-core allows itself
     bare = [b"\x00\xff" * int(value), None if value > 0 else 3, (value, {"seed": torch.tensor([value])}), random]
@@ -126,6 +126,7 @@ REFUSED = {
     "another value": r"'common.pt' cannot be saved.*pickle of numpy\.dtypes\.Int64DType",
     "no data": "'w' has no memory.*init_data",
     "two shapes": "two values of one name, 'w'",
+    "two rectangles at one place": "two values of one name, 'w'",
     "a tensor and an object": "two values of one name, 'w/shard_0_1'",
 }
 
@@ -139,6 +140,10 @@ def refused(name: str) -> dict[str, Any]:
         "another value": {"args": {"sizes": np.arange(2)}},
         "no data": {"a": {"b": [one.without_data()]}},
         "two shapes": {"a": one, "b": other},
+        "two rectangles at one place": {
+            "a": one,
+            "b": ShardedTensor("w", torch.ones(1), torch.float32, (1,), (2,), (0,), None),
+        },
         "a tensor and an object": {
             "a": ShardedObject("w", 1, (1,), (0,)),
             "b": ShardedTensor.from_rank_offsets("w/shard_0_1", torch.ones(2)),
