@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,11 @@ def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]
     writer = FileSystemWriter(directory, sync_files=False)  # DurableFS syncs, after it flushed
     writer.fs = fs
     writer.finish(Metadata(state, planner_data=keys), [[_decode_result(entry) for entry in entries]])
+
+
+def require_readable(entries: Iterable[Json]) -> None:
+    """Raise ValueError if a node's part of a checkpoint, which has these lines, could not be read again."""
+    _collect(entries, whole=False)
 
 
 def _decode_result(entry: Json) -> WriteResult:
@@ -165,9 +171,10 @@ def _check_plain(name: str, value: object, data: io.BytesIO) -> None:
     try:
         torch.load(data, weights_only=True)
     except Exception as exc:  # torch raises whatever a foreign class's bytes lead to
+        inside = re.findall(r"(?:GLOBAL |<class ')([\w.]+)", str(exc))[:1]
         raise CheckpointSaveError(
             f"state {name!r} cannot be saved",
-            why=f"a {type(value).__name__} could be loaded only by executing a pickle",
+            why=" of ".join([f"this {type(value).__name__} could be loaded only by executing a pickle", *inside]),
             fix="save tensors, numbers, strings, and dicts, lists and tuples of them",
         ) from exc
     data.seek(0)

@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # what its planner calls first
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import hwrl
 from hwrl.checkpoint.agreement import Agreement
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome, draft_path
 from hwrl.checkpoint.items import SaveItems
-from hwrl.checkpoint.layout import Json, decode_plan, encode_plan, write_torch_metadata
+from hwrl.checkpoint.layout import Json, decode_plan, encode_plan, require_readable, write_torch_metadata
 from hwrl.checkpoint.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
 from hwrl.checkpoint.nodes import Node
 from hwrl.checkpoint.payload import write_items
@@ -136,7 +136,10 @@ class Saver:
         return encode_plan(job.source.make_plan())
 
     def _begin(self, job: SaveJob, opened: dict[str, Any], offers: list[list[Json]]) -> list[list[int]]:
-        """Make the draft; return which items each rank of the node writes: what several hold is written by one."""
+        """Make the draft; return which items each rank of the node writes: what several hold is written by one.
+
+        Of a tensor that is the one with the least to write, of anything else the lowest: ranks may have it differently.
+        """
         home, survey = self._home, Survey(**opened["survey"])
         if survey.complete:
             home.set_tracker(survey.newest)
@@ -144,7 +147,7 @@ class Saver:
         self.broken.clear()  # these names are free, and what is saved under them again is good
         plans = [decode_plan(offer) for offer in offers]
         self._draft = home.begin(job.step, opened["save_id"])
-        return [_positions(*pair) for pair in zip(plans, dedup_save_plans(plans), strict=True)]
+        return [_positions(*pair) for pair in zip(plans, dedup_save_plans(_with_values_once(plans)), strict=True)]
 
     def _write(self, job: SaveJob, draft: Path, items: list[WriteItem]) -> dict[str, Any]:
         entries = write_items(self.fs, draft, self.agreement.rank, items, job.source)
@@ -226,6 +229,8 @@ def seal(fs: DurableFS, draft: Path, entries: list[Json], extra: Json, manifest:
     """Add layout, extra state and manifest to a draft, whose other files the manifest names, and make it durable."""
     if manifest.nodes == 1:  # else torch's tools would take a node's part for the whole
         write_torch_metadata(fs, draft, entries)
+    else:
+        require_readable(entries)
     for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
         fs.write_file(draft / name, json.dumps(content).encode())
     whole = replace(manifest, files={**manifest.files, **fs.take_records(draft)}).to_bytes()
@@ -234,6 +239,17 @@ def seal(fs: DurableFS, draft: Path, entries: list[Json], extra: Json, manifest:
     fs.take_records(draft)
     for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
         fs.sync_directory(directory)
+
+
+def _with_values_once(plans: list[SavePlan]) -> list[SavePlan]:
+    """Leave to the lowest rank that has it what is no tensor."""
+    taken: set[str] = set()
+    once = []
+    for plan in plans:
+        items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO or item.index.fqn not in taken]
+        taken.update(item.index.fqn for item in items)
+        once.append(replace(plan, items=items))
+    return once
 
 
 def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:

@@ -64,11 +64,12 @@ def _train_and_save(group: Group | None, directory: Path, **options: Any) -> lis
     for _ in range(2):
         training.step()
     rank = 0 if group is None else group.rank
+    state = {**training.state(), "rank": rank}
     backend = Roomy() if BACKEND.info.fallback else BACKEND
     with CheckpointManager(directory, group=group, backend=backend, **options) as manager:
         report = manager.save(
             2,
-            training.state(),
+            state,
             weight_version=5,
             extra={"from": rank},
             rank_extra={"seed": 100 + rank},
@@ -81,9 +82,10 @@ def _train_and_save(group: Group | None, directory: Path, **options: Any) -> lis
 def _resume_and_train(group: Group | None, directory: Path) -> list[float]:
     training = Training(group, seed=1)
     with CheckpointManager(directory, group=group, backend=BACKEND) as manager:
-        state = training.state()
+        state = {**training.state(), "rank": -1}
         resumed = manager.resume(state)
         assert resumed is not None and resumed.info.weight_version == 5
+        assert state["rank"] == 0, "of what ranks have differently, the lowest one's is saved"
         assert resumed.extra == {"from": 0}
         assert resumed.rank_extras == [{"seed": 100 + rank} for rank in range(resumed.info.manifest.world_size)]
         training.load(state)

@@ -249,8 +249,9 @@ class Custom:
 
 def test_state_that_only_a_pickle_could_hold_is_refused(tmp_path: Path) -> None:
     with manager(tmp_path) as opened:
-        with pytest.raises(CheckpointSaveError, match=r"'odd.thing'.*(?s:.*)Custom"):
-            opened.save(1, {"odd": {"thing": Custom()}})
+        for thing in (Custom(), ({"deep": Custom()}, 1)):
+            with pytest.raises(CheckpointSaveError, match=r"'odd.thing'.*(?s:.*)pickle of .*test_checkpoint\.Custom"):
+                opened.save(1, {"odd": {"thing": thing}})
         assert [path.name for path in tmp_path.iterdir()] == [".hwrl.lock"]
 
 

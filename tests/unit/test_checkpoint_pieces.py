@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, Pieces
+from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, Pieces
+from hwrl.checkpoint.save import seal
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
@@ -44,6 +45,17 @@ def test_pieces_that_overlap_are_not_saved(tmp_path: Path) -> None:
         with pytest.raises(CheckpointSaveError):
             manager.save(1, {"one": cut(WHOLE, [*RUNS, ((0, 5), (2, 2))])})
         assert manager.checkpoints() == []
+
+
+def test_a_nodes_part_is_not_sealed_if_no_load_could_read_it(tmp_path: Path) -> None:
+    """Of a whole checkpoint torch's metadata, which a node's part lacks, finds it."""
+    places = {"file": "__0_0.distcp", "start": 0, "nbytes": 16, "keys": ["w"]}
+    whole = {"name": "w", "kind": "SHARD", "dtype": "float32", "shape": [4], "offsets": [0], "sizes": [4], **places}
+    half = {**whole, "offsets": [2], "sizes": [2]}
+    manifest = Manifest(1, "id", 1, weight_version=0, saved_unix_s=0.0, versions={}, files={}, nodes=2)
+    with pytest.raises(ValueError, match="do not make up the whole"):
+        seal(DurableFS(), tmp_path, [whole, half], {}, manifest)
+    seal(DurableFS(), tmp_path, [half], {}, manifest)
 
 
 def test_pieces_of_another_shape_or_without_memory_are_refused(tmp_path: Path) -> None:
