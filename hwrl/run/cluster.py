@@ -59,8 +59,11 @@ def _room(config: Config) -> dict[str, Any]:
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
     """Keep this process's handlers of signals. That of ray.init for SIGTERM exits, wherever it is."""
-    real = signal.signal
-    signal.signal = lambda number, handler: signal.getsignal(number)
+
+    def keep(signalnum: int, handler: Any) -> Any:
+        return signal.getsignal(signalnum)
+
+    real, signal.signal = signal.signal, keep
     try:
         yield
     finally:

@@ -318,10 +318,10 @@ def test_a_signal_before_the_first_step_ends_the_run_soon_and_in_one_line(
     start: Callable[..., Run], moment: str, end: Callable[[Run], None]
 ) -> None:
     run = start()
-    run.await_output(moment)
+    run.await_output(moment, timeout_s=240)
     assert run.output().startswith("starting Ray on this machine\n"), "nothing of Ray's own comes first"
     end(run)
-    assert run.wait(timeout_s=60) == 130, run.output()
+    assert run.wait(timeout_s=120) == 130, run.output()
     told = run.output().splitlines()
     assert told[-1].startswith("hwrl: interrupted, and nothing more was saved") and len(told) <= 3, run.output()
     run.await_nothing_left()
