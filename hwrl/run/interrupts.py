@@ -15,12 +15,12 @@ _ONE_SIGNAL_S = 0.5  # timeout(1) sends one to its child, and then to the proces
 class Interrupts:
     """Takes SIGINT and SIGTERM while it is entered, in the main thread.
 
-    A signal raises KeyboardInterrupt. Where ``patient`` is set the first one only sets ``pending``, and is answered
-    with ``say``. What a wrapper sends twice counts once.
+    A signal sets ``pending`` and raises KeyboardInterrupt. While there is an ``answer`` the first one does not raise,
+    and is answered with that through ``say``. What a wrapper sends twice counts once.
     """
 
-    def __init__(self, say: Callable[[str], None] = print) -> None:
-        self.patient = self.pending = False
+    def __init__(self, say: Callable[[str], None] = print, *, answer: str | None = None) -> None:
+        self.answer, self.pending = answer, False
         self._say = say
         self._heard_s = float("-inf")
 
@@ -30,9 +30,11 @@ class Interrupts:
         return self
 
     def listen(self) -> None:
-        """Take the signals, also back from a library that has set handlers of its own."""
+        """Take the signals, also back from a library that has set handlers of its own; raise if one is pending."""
         for number in _NUMBERS:
             signal.signal(number, self._hear)
+        if self.pending:
+            raise KeyboardInterrupt
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
@@ -43,7 +45,7 @@ class Interrupts:
         if now_s - self._heard_s < _ONE_SIGNAL_S:
             return
         self._heard_s = now_s
-        if self.pending or not self.patient:
+        again, self.pending = self.pending, True
+        if again or self.answer is None:
             raise KeyboardInterrupt
-        self.pending = True
-        self._say("stopping after this step, with a checkpoint; once more to stop at once")
+        self._say(f"{self.answer}; once more to stop at once")

@@ -29,7 +29,10 @@ def run_training(config: Config, view: View) -> Summary:
     such signal, or for the first while nothing is there to be saved: in starting, and in going back to a checkpoint.
     """
     get_backend()  # before anything is started: it may say that nothing can run here
-    with claimed_directory(config), Interrupts(view.say) as interrupts, ray_cluster(config, say=view.say):
+    # Nothing is raised in ray.init: Python would drop it in a hook of fork, and half a Ray would be left behind.
+    interrupts = Interrupts(view.say, answer="stopping as soon as Ray has started")
+    with claimed_directory(config), interrupts, ray_cluster(config, say=view.say):
+        interrupts.answer = None
         interrupts.listen()  # again: Ray's C++ part, too, has set a handler for SIGTERM
         pipeline = Pipeline(config, view, interrupts)
         try:
@@ -63,7 +66,7 @@ class Pipeline:
         except TrainerDiedError as cause:
             self._recover(cause)
         while True:
-            self._interrupts.patient = True
+            self._interrupts.answer = "stopping after this step, with a checkpoint"
             try:
                 while self.step < self._config.train.steps and not self._interrupts.pending:
                     self._advance()
@@ -115,7 +118,7 @@ class Pipeline:
         """Start the trainers again until they live long enough to publish the checkpoint's weights."""
         if self._interrupts.pending:
             raise KeyboardInterrupt from cause
-        self._interrupts.patient = False
+        self._interrupts.answer = None
         while True:
             try:
                 self._fleet.relaunch_trainers(cause)
