@@ -297,6 +297,8 @@ def interrupt(run: Run) -> None:
 def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run], end: Callable[[Run], None]) -> None:
     run = start("checkpoint.save_every_steps=0", "train.steps=2000")
     run.await_step(3)
+    in_its_group = [pid for pid in run.processes("") if os.getpgid(pid) == run.process.pid]
+    assert in_its_group == [run.process.pid], "Ray would end before a slow step does"
     end(run)
     assert run.wait() == 130, run.output()
     assert "interrupted after step" in run.output() and "Traceback" not in run.output()
