@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock
+from hwrl.checkpoint.lock import DirectoryLock
 from hwrl.checkpoint.manifest import CheckpointInfo, find_checkpoints, is_in_use, step_name, step_of
 from hwrl.errors import CheckpointError
 
@@ -126,12 +126,9 @@ class CheckpointHome:
 
 
 def is_home(directory: Path) -> bool:
-    """Return whether ``directory`` exists and hwrl has saved there, or has begun to."""
+    """Return whether ``directory`` exists and hwrl has saved there, or has begun to; a lock alone is no save."""
     return directory.is_dir() and any(
-        step_of(path.name) is not None
-        or path.name == LOCK_NAME
-        or path.name.startswith(BROKEN_PREFIX)
-        or _LEFTOVER.fullmatch(path.name)
+        step_of(path.name) is not None or path.name.startswith(BROKEN_PREFIX) or _LEFTOVER.fullmatch(path.name)
         for path in directory.iterdir()
     )
 

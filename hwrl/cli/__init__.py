@@ -19,13 +19,16 @@ _EXTRA_OF = dict.fromkeys(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 2 wrong usage."""
+    """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
     args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
         status: int = args.run(args)
     except HwrlError as error:
         print(f"hwrl: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("hwrl: interrupted", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA_OF:
             raise

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, DataError
+from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from hwrl.checkpoint import CheckpointInfo, Skipped
 
 HELP = "list, verify, export, join or prune the checkpoints of a run"
+
+_INNER = "checkpoints"
+"""Where a run's directory has them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,28 +47,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do the action on ``args.dir``, or on the ``checkpoints/`` in it; 1 if a verified checkpoint is not whole."""
-    args.dir = _checkpoints_in(args.dir)
+    args.dir = _checkpoints_in(args.dir, or_owner=args.action is _list)
     action: Callable[[argparse.Namespace], tuple[dict[str, Any], list[str], bool]] = args.action
     report, lines, ok = action(args)
     print(json.dumps({"directory": str(args.dir), **report}, indent=2) if args.json else "\n".join(lines))
     return 0 if ok else 1
 
 
-def _checkpoints_in(directory: Path) -> Path:
-    """Return ``directory``, or the ``checkpoints/`` in it if it has no step itself; raise if hwrl never saved there."""
+def _checkpoints_in(directory: Path, *, or_owner: bool = False) -> Path:
+    """Return ``directory``, or the ``checkpoints/`` in it if it has no step itself.
+
+    Raises CheckpointNotFoundError if hwrl never saved there, unless, with ``or_owner``, somebody may yet.
+    """
     from hwrl.checkpoint import find_checkpoints
     from hwrl.checkpoint.home import is_home
 
-    found, inner = directory, directory / "checkpoints"
+    found, inner = directory, directory / _INNER
     if inner.is_dir() and not any(find_checkpoints(directory)):
         found = inner
-    if not is_home(found):
-        raise CheckpointNotFoundError(
-            f"{found} holds no checkpoint",
-            why="nothing was saved there" if found.is_dir() else "there is no such directory",
-            fix="give the directory of a run, or the one that has global_step_N/",
-        )
+    if not is_home(found) and not (or_owner and _owner(found)):
+        raise _nothing_in(found)
     return found
+
+
+def _owner(directory: Path) -> str | None:
+    """Return who writes to ``directory``; a run that starts has only the directory around it as yet."""
+    from hwrl.checkpoint.lock import find_owner
+
+    around = [directory.parent] if directory.name == _INNER and directory.is_dir() else []
+    return next(filter(None, map(find_owner, [directory, *around])), None)
+
+
+def _nothing_in(directory: Path, reasons: Sequence[str] = ()) -> CheckpointNotFoundError:
+    """Return the error for a ``directory`` without a complete checkpoint; ``reasons`` say why others are not."""
+    why = "; ".join(reasons) or ("nothing was saved there" if directory.is_dir() else "there is no such directory")
+    what, fix = "holds no checkpoint", "give the directory of a run, or the one that has global_step_N/"
+    if reasons:
+        what, fix = "holds no complete checkpoint", "restore one from a copy"
+    owner = _owner(directory)
+    if owner is not None:
+        why, fix = f"{why}; {owner}", "wait for its next save; checkpoint.save_every_steps says when that is"
+    return CheckpointNotFoundError(f"{directory} {what}", why=why, fix=fix)
 
 
 def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> argparse.ArgumentParser:
@@ -78,11 +100,10 @@ def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> a
 
 def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint.home import TRACKER_NAME, leftovers, set_aside
-    from hwrl.checkpoint.lock import find_owner
 
     complete, skipped = _find(args)
     path, unfinished, aside = args.dir / TRACKER_NAME, leftovers(args.dir), set_aside(args.dir)
-    owner, tracker = find_owner(args.dir), path.read_text(errors="replace") if path.is_file() else None
+    owner, tracker = _owner(args.dir), path.read_text(errors="replace") if path.is_file() else None
     report = {
         "owner": owner,
         "tracker": tracker,
@@ -91,8 +112,8 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         "unfinished": [str(path) for path in unfinished],
         "set_aside": [str(path) for path in aside],
     }
-    lines = [f"{args.dir}: {owner or 'nobody writes here now'}; the tracker says {tracker}"]
-    lines += [
+    says = "there is no tracker yet" if tracker is None else f"the tracker says {tracker}"
+    lines = [
         f"  step {info.step:<8} {info.nbytes / 1e6:12,.1f} MB  {info.manifest.world_size} rank(s)  "
         f"weight version {info.weight_version:<6} {_saved_at(info)}{_part(info)}"
         for info in complete
@@ -100,7 +121,8 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     lines += [f"  {one.path.name} is not complete: {one.reason}" for one in skipped]
     lines += [f"  {path.name}: a save that runs, or did not end" for path in unfinished]
     lines += [f"  {path.name}: set aside, since it could not be resumed; yours to look at and remove" for path in aside]
-    return report, lines, True
+    header = f"{args.dir}: {owner or 'nobody writes here now'}; {says}"
+    return report, [header, *(lines or ["  nothing was saved yet"])], True
 
 
 def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
@@ -120,7 +142,9 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     lines = [f"step {step} is whole{parts[step]}" for step in whole] + [
         f"{name}: {why}" for name, why in broken.items()
     ]
-    return {"whole": whole, "broken": broken}, lines or [f"{args.dir} holds no checkpoint"], bool(whole) and not broken
+    if not lines:
+        raise _nothing_in(args.dir)
+    return {"whole": whole, "broken": broken}, lines, not broken
 
 
 def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
@@ -214,6 +238,13 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     if args.keep < 1:
         raise ConfigError(f"--keep {args.keep} is not possible", why="the newest stays", fix="give 1 or more")
     _complete(args)
+    owner = _owner(args.dir)
+    if owner is not None:
+        raise CheckpointError(
+            f"{args.dir} is not pruned while a trainer may save there",
+            why=owner,
+            fix="give the trainer checkpoint.max_ckpt_to_keep, and it keeps so many itself; or prune when it has ended",
+        )
     home = CheckpointHome(args.dir, DurableFS())
     try:
         complete = home.complete()
@@ -236,11 +267,7 @@ def _complete(args: argparse.Namespace) -> list[CheckpointInfo]:
     """Return what is complete, oldest first; CheckpointNotFoundError if nothing is."""
     complete, skipped = _find(args)
     if not complete:
-        raise CheckpointNotFoundError(
-            f"{args.dir} holds no complete checkpoint",
-            why="; ".join(f"{one.path.name}: {one.reason}" for one in skipped) or "it holds none at all",
-            fix="wait for the first save, or restore one from a copy",
-        )
+        raise _nothing_in(args.dir, [f"{one.path.name}: {one.reason}" for one in skipped])
     return complete
 
 

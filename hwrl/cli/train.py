@@ -21,7 +21,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; 0 only if all steps were done and all goals reached; 130 after Ctrl-C."""
+    """Train; 0 only if all steps were done and all goals reached; 130 after Ctrl-C or SIGTERM."""
+    from hwrl.run.interrupts import Interrupts
+
+    with Interrupts():
+        try:
+            return _train(args)
+        except KeyboardInterrupt:
+            last = "resume=true continues from the last checkpoint, if there is one"
+            print(f"hwrl: interrupted, and nothing more was saved; {last}", file=sys.stderr)
+            return 130
+
+
+def _train(args: argparse.Namespace) -> int:
     from hwrl.run.config import dump_config, load_config
 
     config = load_config(args.config, args.overrides)

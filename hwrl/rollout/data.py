@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,21 +55,12 @@ class PromptStream:
 def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int) -> list[Prompt]:
     """Read every row of ``path`` (``.jsonl`` or ``.parquet``): ``prompt``, text or messages, and ``answer``, anything.
 
-    A row may set ``max_new_tokens``, a limit on its responses below the run's. Raises DataError, with the row's
-    number, for a row without prompt and answer, for messages that ``encode`` refuses, and for a prompt that is empty or
-    longer than ``max_prompt_tokens``.
+    A row may set ``max_new_tokens``, a limit on its responses below the run's. Raises what :func:`check_prompts` does,
+    and DataError, with the row's place, for messages that ``encode`` refuses, and for a prompt that is empty or longer
+    than ``max_prompt_tokens``.
     """
     prompts = []
-    for number, row in enumerate(_rows(path), start=1):
-        place = f"{path}, row {number}"
-        if not isinstance(row, dict) or "answer" not in row or not _is_prompt(row.get("prompt")):
-            raise DataError(
-                f"{place} is not a prompt",
-                why="it needs a 'prompt', a text or a list of messages with the texts 'role' and 'content', and an "
-                f"'answer', and is {str(row)[:80]!r}",
-                fix='write rows like {"prompt": "2 + 2 =", "answer": "4"}, or '
-                '{"prompt": [{"role": "user", "content": "2 + 2 = ?"}], "answer": "4"}',
-            )
+    for place, row in _rows(path):
         text, token_ids = _encoded(row["prompt"], encode, place=place)
         if not 1 <= len(token_ids) <= max_prompt_tokens:
             raise DataError(
@@ -77,10 +68,36 @@ def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int) -> list[
                 why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
                 fix="drop or shorten the row, or raise data.max_prompt_tokens",
             )
-        prompts.append(Prompt(text, token_ids, row["answer"], _own_limit(row, place=place)))
-    if not prompts:
-        raise DataError(f"{path} holds no prompts", why="the file is empty", fix="add at least one row")
+        prompts.append(Prompt(text, token_ids, row["answer"], row.get("max_new_tokens")))
     return prompts
+
+
+def check_prompts(path: Path, *, key: str) -> None:
+    """Read ``path``, which the configuration's ``key`` names, as far as that needs no tokenizer.
+
+    Raises DataError, with the line of a ``.jsonl`` file or the row of another, for what is no prompt with an answer,
+    for a file that holds none, and for one that is not there or of no known kind.
+    """
+    for _ in _rows(path, key=key):
+        pass
+
+
+def _check_row(row: Any, *, place: str) -> None:
+    if not isinstance(row, dict) or "answer" not in row or not _is_prompt(row.get("prompt")):
+        raise DataError(
+            f"{place} is not a prompt",
+            why="it needs a 'prompt', a text or a list of messages with the texts 'role' and 'content', and an "
+            f"'answer', and is {str(row)[:80]!r}",
+            fix='write rows like {"prompt": "2 + 2 =", "answer": "4"}, or '
+            '{"prompt": [{"role": "user", "content": "2 + 2 = ?"}], "answer": "4"}',
+        )
+    limit = row.get("max_new_tokens")
+    if limit is not None and (type(limit) is not int or limit <= 0):
+        raise DataError(
+            f"{place} has no usable max_new_tokens",
+            why=f"it is {limit!r}",
+            fix="write a positive whole number, or leave it out",
+        )
 
 
 def _is_prompt(value: Any) -> bool:
@@ -103,17 +120,6 @@ def _encoded(prompt: str | Messages, encode: Encode, *, place: str) -> tuple[str
     return text, np.array(token_ids, dtype=np.int32)
 
 
-def _own_limit(row: dict[str, Any], *, place: str) -> int | None:
-    limit = row.get("max_new_tokens")
-    if limit is None or (type(limit) is int and limit > 0):
-        return limit
-    raise DataError(
-        f"{place} has no usable max_new_tokens",
-        why=f"it is {limit!r}",
-        fix="write a positive whole number, or leave it out",
-    )
-
-
 def check_vocabulary(prompts: Iterable[Prompt], *, path: Path, vocabulary: int) -> None:
     """Raise DataError, with the row's number, if a prompt of ``path`` has a token that is none of ``vocabulary``."""
     for number, prompt in enumerate(prompts, start=1):
@@ -125,8 +131,8 @@ def check_vocabulary(prompts: Iterable[Prompt], *, path: Path, vocabulary: int) 
             )
 
 
-def check_prompt_file(path: Path, *, key: str = "data.train or data.eval") -> None:
-    """Raise DataError if ``path``, which the configuration's ``key`` names, is no file of a known kind."""
+def _rows(path: Path, *, key: str = "data.train or data.eval") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each row, which is a prompt with an answer, and where it stands; raise as :func:`check_prompts` does."""
     if not path.is_file():
         raise DataError(f"there is no file {path}", why=f"{key} names it", fix="correct the path")
     if path.suffix not in _READERS:
@@ -136,33 +142,37 @@ def check_prompt_file(path: Path, *, key: str = "data.train or data.eval") -> No
             fix="convert or rename the file",
         )
 
+    place = None
+    for place, row in _READERS[path.suffix](path):
+        _check_row(row, place=place)
+        yield place, row
+    if place is None:
+        raise DataError(f"{path} holds no prompts", why="the file has no rows", fix="add at least one row")
 
-def _rows(path: Path) -> Iterable[Any]:
-    check_prompt_file(path)
-    return _READERS[path.suffix](path)
 
-
-def _json_lines(path: Path) -> Iterable[Any]:
-    with path.open(encoding="utf-8") as lines:
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
+            place = f"{path}, line {number}"
             try:
-                yield json.loads(line)
+                row = json.loads(line)
             except ValueError as exc:
-                raise DataError(f"{path}, line {number} is not JSON", why=str(exc), fix="mend the line") from exc
+                raise DataError(f"{place} is not JSON", why=str(exc), fix="mend the line") from exc
+            yield place, row
 
 
-def _parquet_rows(path: Path) -> Iterable[Any]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.read_table(path)
-    except pa.ArrowException as exc:
+    except (pa.ArrowException, OSError) as exc:  # OSError: of a page in the middle
         raise DataError(f"{path} cannot be read as Parquet", why=str(exc), fix="write the file again") from exc
-    rows: list[Any] = table.to_pylist()
-    return rows
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{path}, row {number}", row
 
 
-_READERS: dict[str, Callable[[Path], Iterable[Any]]] = {".jsonl": _json_lines, ".parquet": _parquet_rows}
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": _json_lines, ".parquet": _parquet_rows}

@@ -55,6 +55,7 @@ class Fleet:
         self._place()
         self._ledger: Any = ray.remote(LedgerActor).options(num_cpus=0).remote(config)
         self._trainers: list[Any] = []
+        self._trainers_answer = False
         self._replicas: dict[str, _Replica] = {}
         self._joining: dict[Any, str] = {}
         self._trainer_starts = self._replica_starts = 0
@@ -67,7 +68,7 @@ class Fleet:
         set_up = self._launch_trainers()
         for name in self._seats:
             self._launch_replica(name)
-        self._gather(set_up)
+        self._await_trainers(set_up)
 
     def await_replicas(self) -> None:
         """Return when every replica has joined and waits for weights."""
@@ -85,13 +86,17 @@ class Fleet:
         self._say(f"a trainer died ({cause}); all its ranks start again")
         for trainer in self._trainers:
             ray.kill(trainer)
-        self._gather(self._launch_trainers())
+        self._await_trainers(self._launch_trainers())
+
+    @property
+    def size(self) -> str:
+        """How many there are, or will be."""
+        return f"{self._config.train.ranks} trainer rank(s), {self._config.rollout.replicas} rollout replica(s)"
 
     def describe(self) -> str:
         """Say who is there."""
         return (
-            f"hwrl on {self._backend.info.name}: {len(self._trainers)} trainer rank(s), "
-            f"{len(self._replicas)} rollout replica(s); {self._seating}; "
+            f"hwrl on {self._backend.info.name}: {self.size}; {self._seating}; "
             f"weights travel by {self._transport}: {self._why_transport}"
         )
 
@@ -133,6 +138,7 @@ class Fleet:
     def _launch_trainers(self) -> list[Any]:
         """Make the trainer's ranks and begin to set them up; return what to wait for."""
         incarnation, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
+        self._trainers_answer = False
         self._trainers = [
             ray.remote(TrainActor).options(**self._options("trainer", place)).remote() for place in self._seating.ranks
         ]
@@ -147,6 +153,10 @@ class Fleet:
             )
             for rank, trainer in enumerate(self._trainers)
         ]
+
+    def _await_trainers(self, set_up: list[Any]) -> None:
+        self._gather(set_up)
+        self._trainers_answer = True
 
     def _launch_replica(self, name: str) -> None:
         """Start the replica ``name``. One that takes a dead namesake's place also ends the wait for that one's part
@@ -227,7 +237,7 @@ class Fleet:
 
     def close(self) -> None:
         """End every process; those that can still answer release files and memory first."""
-        goodbyes = [trainer.call.remote("close") for trainer in self._trainers]
+        goodbyes = [trainer.call.remote("close") for trainer in self._trainers if self._trainers_answer]
         for replica in self._replicas.values():
             replica.actor.stop.remote()
             goodbyes += [replica.run] if replica.run is not None else []

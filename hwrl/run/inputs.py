@@ -9,22 +9,22 @@ from typing import Any
 from hwrl.errors import ConfigError
 from hwrl.lora import require_peft
 from hwrl.plugins import load_hook
-from hwrl.rollout.data import check_prompt_file
+from hwrl.rollout.data import check_prompts
 from hwrl.rollout.reward import load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config
 
 
 def check_inputs(config: Config) -> None:
-    """Raise an HwrlError if the model, a prompt file, the reward function or an engine is not there.
+    """Raise an HwrlError if the model, the reward function or an engine is not there, or a row is no prompt.
 
     Raises what a plugin's ``hwrl_check_engine`` raises, too, unless the run joins a cluster (``RAY_ADDRESS``).
-    Loading the reward function or a plugin runs its module. What is inside the files is read later, by the processes
-    that need it.
+    Loading the reward function or a plugin runs its module. What needs the tokenizer or the weights is looked at later,
+    by the processes that have them.
     """
     _check_model(config)
-    check_prompt_file(config.data.train, key="data.train")
+    check_prompts(config.data.train, key="data.train")
     if config.data.eval is not None:
-        check_prompt_file(config.data.eval, key="data.eval")
+        check_prompts(config.data.eval, key="data.eval")
     load_reward(config.reward.function)
     if config.model.lora_rank:
         require_peft()

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -18,10 +12,11 @@ from hwrl.errors import EngineError
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import Taken
+from hwrl.run.cluster import ray_cluster
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
 from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, value_of
-from hwrl.run.inputs import is_local
+from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import RunReport, View
 from hwrl.run.summary import Summary, claimed_directory, summarise, unknown_goals
 
@@ -30,15 +25,16 @@ def run_training(config: Config, view: View) -> Summary:
     """Train as ``config`` says, showing progress in ``view``; return how it ended.
 
     Blocks until the steps are done, or until Ctrl-C or SIGTERM, which ends the run cleanly after the current step,
-    with a checkpoint. Raises an HwrlError for what cannot be mended by a restart.
+    with a checkpoint. Raises an HwrlError for what cannot be mended by a restart, and KeyboardInterrupt for a second
+    such signal, or for the first while nothing is there to be saved: in starting, and in going back to a checkpoint.
     """
     get_backend()  # before anything is started: it may say that nothing can run here
-    with (
-        claimed_directory(config),
-        _cluster(config),
-        _interruptible(view) as interrupted,
-    ):  # Ray, too, sets a handler for SIGTERM
-        pipeline = Pipeline(config, view, interrupted=interrupted)
+    # Nothing is raised in ray.init: Python would drop it in a hook of fork, and half a Ray would be left behind.
+    interrupts = Interrupts(view.say, answer="stopping as soon as Ray has started")
+    with claimed_directory(config), interrupts, ray_cluster(config, say=view.say):
+        interrupts.answer = None
+        interrupts.listen()  # again: Ray's C++ part, too, has set a handler for SIGTERM
+        pipeline = Pipeline(config, view, interrupts)
         try:
             return pipeline.run()
         finally:
@@ -48,13 +44,13 @@ def run_training(config: Config, view: View) -> Summary:
 class Pipeline:
     """The loop over the steps of one run.
 
-    run()    starts everything, resumes, steps until done or until ``interrupted`` fills up, and sums up;
+    run()    starts everything, resumes, steps until done or until a signal is pending, and sums up;
              a trainer that dies takes the run back to its last checkpoint, wherever that happens
     close()  ends every process, also after errors
     """
 
-    def __init__(self, config: Config, view: View, *, interrupted: Sequence[int]) -> None:
-        self._config, self._view, self._interrupted = config, view, interrupted
+    def __init__(self, config: Config, view: View, interrupts: Interrupts) -> None:
+        self._config, self._view, self._interrupts = config, view, interrupts
         self._fleet = Fleet(config, say=view.say)
         self._report: RunReport | None = None
         self._window = FigureWindow([])
@@ -70,8 +66,9 @@ class Pipeline:
         except TrainerDiedError as cause:
             self._recover(cause)
         while True:
+            self._interrupts.answer = "stopping after this step, with a checkpoint"
             try:
-                while self.step < self._config.train.steps and not self._interrupted:
+                while self.step < self._config.train.steps and not self._interrupts.pending:
                     self._advance()
                 return self._finish(interrupted=self.step < self._config.train.steps)
             except TrainerDiedError as cause:
@@ -87,13 +84,15 @@ class Pipeline:
 
     def _start(self) -> None:
         started_s = time.perf_counter()
+        self._view.say(f"building {self._fleet.size}")
         self._fleet.launch()
         self._restore(resume=self._config.resume)
         self._fleet.await_replicas()
         self._fleet.on_trainers("publish")
+        steps_left = self.step < self._config.train.steps
         self._view.say(
             f"{self._fleet.describe()}, ready after {time.perf_counter() - started_s:.1f} s; "
-            f"run directory {self._config.dir}"
+            f"run directory {self._config.dir}; {f'step {self._first_step}' if steps_left else 'no step'} follows"
         )
         self._figures.start_clock()
 
@@ -117,6 +116,9 @@ class Pipeline:
 
     def _recover(self, cause: Exception) -> None:
         """Start the trainers again until they live long enough to publish the checkpoint's weights."""
+        if self._interrupts.pending:
+            raise KeyboardInterrupt from cause
+        self._interrupts.answer = None
         while True:
             try:
                 self._fleet.relaunch_trainers(cause)
@@ -160,7 +162,7 @@ class Pipeline:
     def _wait_for_batch(self, note: Any) -> bool:
         """Block until the batch is there, looking after replicas that join or hang; False if interrupted."""
         while note not in self._fleet.watch([note]):
-            if self._interrupted:
+            if self._interrupts.pending:
                 return False
             self._fleet.serve_joiners()
             if time.monotonic() - self._overdue_checked_s > POLL_S:
@@ -230,39 +232,3 @@ _BEGINNING = {"version": 0, "trained": 0, "next": 0, "owed": []}
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-@contextmanager
-def _interruptible(view: View) -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of raising; a second one raises KeyboardInterrupt."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-        view.say("stopping after this step, with a checkpoint; once more to stop at once")
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _cluster(config: Config) -> Iterator[None]:
-    """Join the Ray cluster that RAY_ADDRESS names, or start one on this machine, with room for the run's actors."""
-    options: dict[str, Any] = {}
-    if is_local():
-        devices = get_backend().devices
-        actors = config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel
-        if devices.ray_resource is not None:  # Ray itself finds those devices only that it knows
-            options = devices.ray_options(get_backend().device_count())
-        options |= {"address": "local", "num_cpus": max(actors, os.cpu_count() or 1), "include_dashboard": False}
-    ray.init(log_to_driver=False, configure_logging=False, namespace=f"hwrl-{Path(config.dir).name}", **options)
-    try:
-        yield
-    finally:
-        ray.shutdown()

@@ -44,6 +44,7 @@ class Run:
             env={**os.environ, name: value, **env},
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            process_group=0,
         )
 
     def output(self) -> str:
@@ -81,6 +82,18 @@ class Run:
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         return len(victims)
+
+    def terminate_group(self) -> None:
+        """Do what coreutils' timeout does: SIGTERM to the process that it started, and to the process group."""
+        self.process.terminate()
+        os.killpg(self.process.pid, signal.SIGTERM)
+
+    def await_nothing_left(self, *, timeout_s: float = 30.0) -> None:
+        """Return when none of its processes is there, Ray's included; those that Ray has killed may need a moment."""
+        deadline_s = time.monotonic() + timeout_s
+        while left := self.processes(""):
+            assert time.monotonic() < deadline_s, f"processes {left} are left:\n{self.output()}"
+            time.sleep(0.05)
 
     def close(self) -> None:
         while self.kill():
@@ -276,16 +289,44 @@ def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Calla
     assert 1 < max(line["reward/at_once"] for line in run.metrics()) <= 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run], number: int) -> None:
+def interrupt(run: Run) -> None:
+    run.process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("end", [interrupt, Run.terminate_group])
+def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run], end: Callable[[Run], None]) -> None:
     run = start("checkpoint.save_every_steps=0", "train.steps=2000")
     run.await_step(3)
-    run.process.send_signal(number)
+    in_its_group = [pid for pid in run.processes("") if os.getpgid(pid) == run.process.pid]
+    assert in_its_group == [run.process.pid], "Ray would end before a slow step does"
+    end(run)
     assert run.wait() == 130, run.output()
-    assert "interrupted after step" in run.output()
-    last = run.metrics()[-1]["step"]
-    assert (run.directory / "checkpoints" / f"global_step_{int(last)}" / "MANIFEST.json").exists()
-    assert run.processes("ray::") == []
+    assert "interrupted after step" in run.output() and "Traceback" not in run.output()
+    run.await_nothing_left()
+    last = int(run.metrics()[-1]["step"])
+    assert (run.directory / "checkpoints" / f"global_step_{last}" / "MANIFEST.json").exists()
+    if end is not interrupt:
+        again = start("resume=true", f"train.steps={last + 1}", "eval.every_steps=0")
+        assert again.wait() == 0, again.output()
+        assert f"resumed after step {last}" in again.output()
+        again.await_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("moment", "end"),
+    [("starting Ray", interrupt), ("starting Ray", Run.terminate_group), ("building", Run.terminate_group)],
+)
+def test_a_signal_before_the_first_step_ends_the_run_soon_and_in_one_line(
+    start: Callable[..., Run], moment: str, end: Callable[[Run], None]
+) -> None:
+    run = start()
+    run.await_output(moment, timeout_s=240)
+    assert run.output().startswith("starting Ray on this machine\n"), "nothing of Ray's own comes first"
+    end(run)
+    assert run.wait(timeout_s=120) == 130, run.output()
+    told = run.output().splitlines()
+    assert told[-1].startswith("hwrl: interrupted, and nothing more was saved") and len(told) == 3, run.output()
+    run.await_nothing_left()
 
 
 def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[..., Run], demo: Path) -> None:

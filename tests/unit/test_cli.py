@@ -92,6 +92,17 @@ def test_an_error_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.startswith("hwrl: Backend")
 
 
+def test_ctrl_c_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hwrl.cli.doctor.run", pressed)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "hwrl: interrupted\n"
+
+
 def test_a_missing_extra_is_named() -> None:
     code = "import sys; sys.modules['pytest'] = None; from hwrl.cli import main; sys.exit(main(['conformance', 'cpu']))"
     ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)

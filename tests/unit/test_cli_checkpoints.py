@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
+from hwrl.checkpoint.lock import LOCK_NAME, DirectoryLock
 from hwrl.checkpoint.manifest import in_use
 from hwrl.cli import main
 from hwrl.models import load_model
@@ -75,7 +76,8 @@ def test_verify_names_what_differs(home: Path, capsys: pytest.CaptureFixture[str
 def test_prune_keeps_the_newest_and_waits_for_no_trainer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with _manager(home):
         assert main(["checkpoints", "prune", str(home), "--keep", "1"]) == 1
-        assert f"process {os.getpid()} on" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert f"process {os.getpid()} on" in told and "checkpoint.max_ckpt_to_keep" in told
     assert [info.step for info in find_checkpoints(home)[0]] == [1, 2, 3]
     pruned = _run(capsys, "prune", home, "--keep", 2)
     assert (pruned["removed"], pruned["kept"]) == ([1], [2, 3])
@@ -106,10 +108,11 @@ def test_a_wrong_directory_is_no_success_and_nothing_in_it_is_touched(
     wrong, places = tmp_path / "wrong", {"HOME": str(home), "OUT": str(tmp_path / "out")}
     for name in (".tmp_cache", ".trash_notes", "model"):
         (wrong / name).mkdir(parents=True)
+    (wrong / LOCK_NAME).touch()  # of a run that ended before it saved
     command, *rest = words
     assert main(["checkpoints", command, str(wrong), *(places.get(word, word) for word in rest)]) == 1
     assert f"{wrong} holds no checkpoint" in capsys.readouterr().err
-    assert sorted(path.name for path in wrong.iterdir()) == [".tmp_cache", ".trash_notes", "model"]
+    assert sorted(path.name for path in wrong.iterdir()) == [LOCK_NAME, ".tmp_cache", ".trash_notes", "model"]
     assert not (tmp_path / "out").exists()
 
 
@@ -122,12 +125,31 @@ def test_the_directory_of_a_run_stands_for_the_checkpoints_in_it(
     assert _run(capsys, "prune", home.parent, "--keep", 1)["removed"] == [1, 2]
 
 
-def test_before_the_first_save_ls_shows_the_owner_and_verify_fails(
+@pytest.mark.parametrize("at", ["", "checkpoints"], ids=["of a run that begins", "of its trainer"])
+def test_before_the_first_save_ls_shows_who_writes_and_the_others_tell_it(
+    tmp_path: Path, at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / at).mkdir(exist_ok=True)
+    lock = DirectoryLock(tmp_path / at)
+    listed = _run(capsys, "ls", tmp_path)
+    assert (listed["status"], listed["tracker"], listed["checkpoints"]) == (0, None, [])
+    assert f"process {os.getpid()} on" in listed["owner"]
+    assert main(["checkpoints", "ls", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "there is no tracker yet" in told and "nothing was saved yet" in told
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "why: nothing was saved there; " in told and f"process {os.getpid()} on" in told
+    assert "fix: wait for its next save" in told
+    lock.close()
+
+
+def test_where_a_save_did_not_end_verify_says_that_nothing_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with _manager(tmp_path / "checkpoints"):
-        assert f"process {os.getpid()} on" in _run(capsys, "ls", tmp_path)["owner"]
-        assert _run(capsys, "verify", tmp_path)["status"] == 1
+    (tmp_path / f".tmp_global_step_4.{'0a' * 8}").mkdir()
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 1
+    assert f"{tmp_path} holds no checkpoint\n  why: nothing was saved there\n  fix: " in capsys.readouterr().err
 
 
 def test_a_join_replaces_nothing(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

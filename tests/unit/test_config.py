@@ -144,7 +144,9 @@ def test_a_key_under_a_section_that_the_file_made_a_value_is_answered(tmp_path: 
 def runnable(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "1"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "mine.py").write_text("def f(prompt, response, answer): return 0.0\n")
     paths = {"model": {"path": str(tmp_path / "model")}, "data": {"train": str(tmp_path / "train.jsonl")}}
     return {"dir": str(tmp_path / "run"), **paths, "reward": {"function": f"{tmp_path / 'mine.py'}:f"}}
@@ -158,6 +160,8 @@ def runnable(tmp_path: Path) -> dict[str, Any]:
         ("data.train=/none.jsonl", "no file /none.jsonl(.|\n)*data.train names it"),
         ("data.eval=/none.jsonl", "no file /none.jsonl(.|\n)*data.eval names it"),
         ("data.train={tmp_path}/mine.py", "unknown kind"),
+        ("data.train={tmp_path}/bad.jsonl", r"bad\.jsonl, line 2 is not a prompt"),
+        ("data.eval={tmp_path}/empty.jsonl", r"empty\.jsonl holds no prompts"),
         ("reward.function={tmp_path}/mine.py:g", "no function 'g'"),
         ("train.engine=Fsdp", "did you mean 'fsdp'"),
         ("rollout.engine=embeded", "did you mean 'embedded'"),

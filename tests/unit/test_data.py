@@ -45,27 +45,34 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", "", "holds no prompts"),
+        ("a.jsonl", "\n", "holds no prompts"),
         ("a.jsonl", '{"prompt": "x", "answer": 1}\n{broken\n', "line 2 is not JSON"),
-        ("a.jsonl", '{"prompt": "x"}\n', "row 1 is not a prompt"),
-        ("a.jsonl", '["x"]\n', "row 1 is not a prompt"),
-        ("a.jsonl", '{"prompt": [], "answer": 1}\n', "row 1 is not a prompt"),
+        ("a.jsonl", '{"prompt": "\udcfc", "answer": 1}\n', "line 1 is not JSON(.|\n)*codec can't decode"),
+        ("a.jsonl", '\n{"prompt": "x"}\n', "line 2 is not a prompt"),
+        ("a.jsonl", '["x"]\n', "line 1 is not a prompt"),
+        ("a.jsonl", '{"prompt": [], "answer": 1}\n', "line 1 is not a prompt"),
         (
             "a.jsonl",
             '{"prompt": [{"role": "user"}], "answer": 1}\n',
-            "row 1 is not a prompt(.|\n)*'role' and 'content'",
+            "line 1 is not a prompt(.|\n)*'role' and 'content'",
         ),
-        ("a.jsonl", '{"prompt": "", "answer": 1}\n', "row 1 has a prompt of 0 tokens"),
+        ("a.jsonl", '{"prompt": "", "answer": 1}\n', "line 1 has a prompt of 0 tokens"),
         ("a.jsonl", '{"prompt": "12345678901", "answer": 1}\n', "prompt of 11 tokens"),
-        ("a.jsonl", '{"prompt": "x", "answer": 1, "max_new_tokens": "9"}\n', "row 1 has no usable max_new_tokens"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1, "max_new_tokens": "9"}\n', "line 1 has no usable max_new_tokens"),
         ("a.csv", "prompt,answer\n", "unknown kind"),
         ("a.parquet", "not parquet", "cannot be read as Parquet"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
+
+
+def test_a_row_of_parquet_is_told_by_its_number(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"prompt": "1", "answer": "1"}, {"prompt": None}]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 2 is not a prompt"):
+        read(tmp_path / "a.parquet")
 
 
 TEMPLATE = """\
@@ -116,10 +123,10 @@ def test_messages_are_refused_with_the_row_where_the_template_refuses_them_or_is
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row_of([{"role": role, "content": "1"}]) for role in ("user", "tool")]
-    with pytest.raises(DataError, match=r"row 1 cannot be encoded(.|\n)*chat_template is not set(.|\n)*as a text"):
+    with pytest.raises(DataError, match=r"line 1 cannot be encoded(.|\n)*chat_template is not set(.|\n)*as a text"):
         encoded(tmp_path / "talk", tokenizer, *rows)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
-    with pytest.raises(DataError, match=r"row 2 cannot be encoded(.|\n)*unknown role tool"):
+    with pytest.raises(DataError, match=r"line 2 cannot be encoded(.|\n)*unknown role tool"):
         encoded(tmp_path / "talk", tokenizer, *rows)
 
 

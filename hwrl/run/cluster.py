@@ -1,0 +1,103 @@
+"""The Ray of a run: a cluster that it joins, or one that it starts on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from hwrl.registry import get_backend
+from hwrl.run.config import Config
+from hwrl.run.inputs import is_local
+
+_ADVICE = "ray._private.authentication.authentication_token_setup"
+"""The logger by which Ray says that its processes use a token and how to turn that off. It goes on to do as it says."""
+
+_starting = False  # Ray, in this process
+
+
+@contextmanager
+def ray_cluster(config: Config, *, say: Callable[[str], None]) -> Iterator[None]:
+    """Join the Ray cluster that RAY_ADDRESS names, or start one on this machine, with room for the run's actors.
+
+    One that is started has process groups of its own: what is sent to this process's group, as timeout(1) and job
+    managers do, comes to this process alone, which still needs Ray to save a checkpoint. The kernel ends Ray with
+    this process, however that ends.
+    """
+    if is_local():
+        say("starting Ray on this machine")
+        with _apart(), _without_advice():
+            _connect(config, address="local", include_dashboard=False, **_room(config))
+    else:
+        say(f"joining the Ray cluster {os.environ['RAY_ADDRESS']}")
+        _connect(config)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: Config, **options: Any) -> None:
+    with _handlers_kept():
+        ray.init(log_to_driver=False, configure_logging=False, namespace=f"hwrl-{config.dir.name}", **options)
+
+
+def _room(config: Config) -> dict[str, Any]:
+    devices = get_backend().devices
+    actors = config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel
+    room: dict[str, Any] = {}
+    if devices.ray_resource is not None:  # Ray itself finds those devices only that it knows
+        room = devices.ray_options(get_backend().device_count())
+    return room | {"num_cpus": max(actors, os.cpu_count() or 1)}
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Keep this process's handlers of signals. That of ray.init for SIGTERM exits, wherever it is."""
+
+    def keep(signalnum: int, handler: Any) -> Any:
+        return signal.getsignal(signalnum)
+
+    real, signal.signal = signal.signal, keep
+    try:
+        yield
+    finally:
+        signal.signal = real
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Give each process that is forked meanwhile a process group of its own.
+
+    A hook does it, since Ray makes its processes itself: by Popen with preexec_fn, with which Python calls the hooks.
+    """
+    global _starting
+    _starting = True
+    try:
+        yield
+    finally:
+        _starting = False
+
+
+def _leave_group() -> None:
+    if _starting:
+        os.setpgid(0, 0)
+
+
+os.register_at_fork(after_in_child=_leave_group)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    logger = logging.getLogger(_ADVICE)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
