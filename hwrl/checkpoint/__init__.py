@@ -1,5 +1,6 @@
 """Checkpoints that a crash cannot corrupt: see ``docs/checkpoints.md`` for the protocol and its promises."""
 
+from hwrl.checkpoint.copy import copy_for_torch
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.manager import CheckpointManager, Resumed, SaveReport
 from hwrl.checkpoint.manifest import CheckpointInfo, Manifest, Skipped, find_checkpoints
@@ -15,5 +16,6 @@ __all__ = [
     "Resumed",
     "SaveReport",
     "Skipped",
+    "copy_for_torch",
     "find_checkpoints",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome, draft_path
-from hwrl.checkpoint.layout import Json, LayoutReader
+from hwrl.checkpoint.layout import read_entries
 from hwrl.checkpoint.manifest import (
     EXTRA_NAME,
     LAYOUT_NAME,
@@ -106,7 +105,7 @@ def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:
     for part in parts:
         verify_files(part, _REWRITTEN)
         files |= _copy_files(part, draft, fs)
-    entries = {(one["name"], tuple(one.get("offsets", ()))): one for part in parts[::-1] for one in _layout(part)}
+    entries = {(one["name"], tuple(one.get("offsets", ()))): one for part in parts[::-1] for one in read_entries(part)}
     shared, ranks = read_extra(parts[0])
     manifest = replace(parts[0].manifest, node=0, nodes=1, files=files)
     try:
@@ -126,11 +125,6 @@ def _copy_files(part: CheckpointInfo, draft: Path, fs: DurableFS) -> dict[str, F
         if record != part.manifest.files[name]:
             raise corrupt(part.path, f"the content of {name} does not match its hash")
     return copied
-
-
-def _layout(part: CheckpointInfo) -> list[Json]:
-    LayoutReader(part).read_metadata()  # raises if it makes no sense
-    return [dict(entry) for entry in json.loads((part.path / LAYOUT_NAME).read_bytes())]
 
 
 def _failed(step: int, why: str, *, fix: str) -> CheckpointSaveError:

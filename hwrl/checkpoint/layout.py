@@ -169,7 +169,7 @@ class SafeSavePlanner(DefaultSavePlanner):
 def _check_plain(name: str, value: object, data: io.BytesIO) -> None:
     data.seek(0)
     try:
-        torch.load(data, weights_only=True)
+        torch.load(data, map_location="cpu", weights_only=True)
     except Exception as exc:  # torch raises whatever a foreign class's bytes lead to
         inside = re.findall(r"(?:GLOBAL |<class ')([\w.]+)", str(exc))[:1]
         raise CheckpointSaveError(
@@ -211,7 +211,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         target: Any = self.original_state_dict
         for part in parents:
             target = target[_own_key(target, part)]
-        target[_own_key(target, last)] = torch.load(value, weights_only=True)
+        target[_own_key(target, last)] = torch.load(value, map_location="cpu", weights_only=True)
 
 
 def _own_key(target: Any, key: str | int) -> Any:
@@ -295,13 +295,22 @@ class LayoutReader(FileSystemReader):
             raise corrupt(self._info.path, f"{entry['name']!r} lies outside {entry['file']}")
 
 
+def read_entries(info: CheckpointInfo) -> list[Json]:
+    """Return the lines of the layout file; CheckpointCorruptError if they make no sense."""
+    LayoutReader(info).read_metadata()
+    return [dict(entry) for entry in json.loads((info.path / LAYOUT_NAME).read_bytes())]
+
+
 def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
-    data = item.tensor_data
-    if data is None:
-        state[item.index.fqn] = BytesStorageMetadata()
-        return
-    entry = state.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-    entry.chunks.append(data.chunk)
+    name, data = item.index.fqn, item.tensor_data
+    described = BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [])
+    entry = state.setdefault(name, described)
+    if _describe_saved(entry) != _describe_saved(described):
+        raise ValueError(
+            f"{name!r} is {_describe_saved(entry)} in one part and {_describe_saved(described)} in another"
+        )
+    if data is not None:
+        entry.chunks.append(data.chunk)
 
 
 def _check_chunks(name: str, entry: TensorStorageMetadata, *, whole: bool) -> None:

@@ -30,6 +30,8 @@ class Pieces(torch.Tensor):
         """Make it; nothing is copied."""
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         self.pieces = dict(pieces)
+        if 0 in shape:  # a tensor without elements is one rectangle, or no rank would have anything of it
+            self.pieces = {(0,) * len(shape): torch.empty(shape, dtype=dtype, device="cpu")}
         return self
 
     @classmethod

@@ -246,8 +246,10 @@ def _with_values_once(plans: list[SavePlan]) -> list[SavePlan]:
     taken: set[str] = set()
     once = []
     for plan in plans:
-        items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO or item.index.fqn not in taken]
-        taken.update(item.index.fqn for item in items)
+        values = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
+        mine = values - taken
+        items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO or item.index.fqn in mine]
+        taken |= values
         once.append(replace(plan, items=items))
     return once
 

@@ -7,14 +7,13 @@ its pickles are not used.
 from __future__ import annotations
 
 import io
-import json
-import shutil
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_outplace,
     extract_matching_values,
@@ -28,16 +27,16 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
+    is_main_replica,
 )
 from megatron.core.dist_checkpointing.utils import (
     extract_nonpersistent,
     extract_sharded_base,
     force_all_tensors_to_non_fp8,
 )
+from torch.distributed.tensor import DTensor
 
-from hwrl.checkpoint import CheckpointInfo, DurableFS, Pieces
-from hwrl.checkpoint.layout import LayoutReader, write_torch_metadata
-from hwrl.checkpoint.manifest import LAYOUT_NAME, in_use, verify_files
+from hwrl.checkpoint import CheckpointInfo, DurableFS, Pieces, copy_for_torch
 from hwrl.errors import CheckpointError, ConfigError
 
 COMMON = "common.pt"
@@ -48,11 +47,12 @@ class ShardedState:
     """A Megatron sharded state dict, in the form that a CheckpointManager saves and fills.
 
     ``state`` goes to ``save``, and to ``resume`` as the template: under its Megatron key each tensor's rectangles that
-    this rank has, which are the caller's memory; each sharded object; and all other values as one. Of what ranks have
-    differently the lowest rank's is saved. After a ``resume``, ``loaded`` gives what ``dist_checkpointing.load`` would
-    have returned.
+    this rank has, which are the caller's memory; each sharded object; and all other values as one. Of a rectangle or
+    an object that one rank has several times the main replica counts; of objects and other values that several ranks
+    have, the lowest rank's. After a ``resume``, ``loaded`` gives what ``dist_checkpointing.load`` would have returned.
 
-    ``sharded`` and what is in it may be used again; no collective is called.
+    ``sharded`` and what is in it may be used again; no collective is called. Raises CheckpointError for what cannot be
+    saved, on this rank only: the others, which wait for it in ``save``, give it up after the manager's ``timeout_s``.
     """
 
     state: dict[str, Any]
@@ -69,11 +69,13 @@ class ShardedState:
         # A tuple is one value to torch's planner, and to Megatron the list with this rank's objects of that name.
         self._unfilled = (_on_host(common),)
         self.state = {COMMON: self._unfilled}
+        self._main: dict[Any, Any] = {}
         for value in nested_values(self._sharded):
             if isinstance(value, ShardedTensor):
                 self._add_tensor(value)
             else:
-                self._add(value.unique_key, (_on_host(value.data),))
+                self._add_object(value)
+        self._nested(common)  # raises here what a load would raise
 
     def _add_tensor(self, tensor: ShardedTensor) -> None:
         if tensor.data is None:
@@ -82,11 +84,31 @@ class ShardedState:
                 why="the data of its ShardedTensor is None",
                 fix="give it a tensor, for example by init_data(device)",
             )
+        _require_local(tensor.data)
         whole = self._add(tensor.key, Pieces(tensor.global_shape, tensor.dtype, {}))
-        if tensor.data.numel():  # where an empty rectangle begins, another may, too
-            piece = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
-            if whole.pieces.setdefault(tensor.global_offset, piece).shape != piece.shape:
-                raise _two_of_one_name(tensor.key)
+        if not tensor.data.numel():  # where an empty rectangle begins, another may, too
+            return
+        piece = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
+        place = tensor.key, tensor.global_offset
+        if whole.pieces.setdefault(tensor.global_offset, piece).shape != piece.shape:
+            raise _two_of_one_name(tensor.key)
+        if self._is_first_main(tensor, place, piece.data_ptr()):
+            whole.pieces[tensor.global_offset] = piece
+
+    def _add_object(self, given: ShardedObject) -> None:
+        value = (_on_host(given.data),)
+        self._add(given.unique_key, value)
+        if self._is_first_main(given, given.unique_key, id(given.data)):
+            self.state[given.unique_key] = value
+
+    def _is_first_main(self, sharded: ShardedTensor | ShardedObject, place: Any, identity: int) -> bool:
+        """Return whether this is the first main replica in ``place``; raise if there was one with other data."""
+        if not is_main_replica(sharded.replica_id):
+            return False
+        known = self._main.setdefault(place, (sharded, identity))
+        if known[1] != identity:
+            raise _two_of_one_name(sharded.key)
+        return known[0] is sharded
 
     def _add(self, name: str, value: Any) -> Any:
         """Return what the state has under ``name``, which is ``value`` if it had nothing."""
@@ -98,8 +120,8 @@ class ShardedState:
     def loaded(self) -> dict[str, Any]:
         """Return what was loaded, nested as it was given, for ``load_state_dict`` of the model and the optimizer.
 
-        Its tensors are the given ones, whose memory was filled, and those that factories make of them. Raises
-        CheckpointError if ``state`` itself was not filled.
+        Its tensors are the given ones, whose memory was filled, and those that factories make of them; for replicas of
+        one rectangle it is the main one. Raises CheckpointError if ``state`` itself was not filled.
         """
         common = self.state[COMMON]
         if common is self._unfilled:
@@ -108,10 +130,21 @@ class ShardedState:
                 why="no `resume` was given it, or only a copy of it, or there was no checkpoint",
                 fix="give `resume` the attribute `state` itself, and call `loaded` if that returned something",
             )
-        filled: dict[str, Any] = dict_list_map_outplace(lambda value: value, common[0])
-        merge(filled, dict_list_map_outplace(LocalNonpersistentObject.unwrap, self._local))
-        merge(filled, dict_list_map_outplace(self._value_of, self._sharded))
+        filled = self._nested(common[0])
         apply_factory_merges(filled, self._factories)
+        return filled
+
+    def _nested(self, common: Any) -> dict[str, Any]:
+        filled: dict[str, Any] = dict_list_map_outplace(lambda value: value, common)
+        try:
+            merge(filled, dict_list_map_outplace(LocalNonpersistentObject.unwrap, self._local))
+            merge(filled, dict_list_map_outplace(self._value_of, self._sharded))
+        except ValueError as exc:
+            raise CheckpointError(
+                "the state could not be put together again after a load",
+                why=f"Megatron joins no list of which only some elements are sharded: {exc}",
+                fix="use a dict there instead of the list",
+            ) from exc
         return filled
 
     def _value_of(self, sharded: ShardedTensor | ShardedObject) -> Any:
@@ -123,57 +156,74 @@ class ShardedState:
         return self.state[sharded.key].pieces[sharded.global_offset][(0,) * sharded.prepend_axis_num]
 
 
-def export(info: CheckpointInfo, directory: Path) -> None:
+def export(info: CheckpointInfo, directory: str | os.PathLike[str]) -> None:
     """Make ``directory``, which Megatron's ``dist_checkpointing.load`` reads, of a checkpoint of a ShardedState.
 
-    The files are verified, and copied. Raises ConfigError if ``directory`` exists, CheckpointCorruptError if the
-    checkpoint is not whole, and CheckpointError if it is a part of one, or of another state.
+    The files are verified and copied, and durable when this returns; killed before, it leaves a ``.tmp_…`` beside
+    ``directory``. Raises ConfigError if ``directory`` exists, CheckpointCorruptError if the checkpoint is not whole,
+    and CheckpointError if it is a part of one, or of another state, or if the disk refuses.
     """
-    if directory.exists():
+    directory, fs = Path(directory), DurableFS()
+    if os.path.lexists(directory):
         raise ConfigError(f"{directory} exists", why="nothing is overwritten", fix="choose another directory")
     if info.manifest.nodes > 1:
-        raise CheckpointError(
-            f"step {info.step} cannot be exported",
-            why=f"{info.path} is the part of node {info.manifest.node} of {info.manifest.nodes}",
+        raise _not_exported(
+            info,
+            f"{info.path} is the part of node {info.manifest.node} of {info.manifest.nodes}",
             fix="put the parts of all nodes together with `hwrl checkpoints join`, and export the result",
         )
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with in_use(info), tempfile.TemporaryDirectory(dir=directory.parent) as parent:
-        draft = Path(parent) / directory.name
-        draft.mkdir()
-        verify_files(info, info.manifest.files)
-        _fill(draft, info)
-        draft.rename(directory)
+    try:
+        fs.mkdir(directory.parent)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".tmp_{directory.name}_") as parent:
+            draft = Path(parent) / directory.name
+            draft.mkdir()
+            _fill(draft, info, fs)
+            fs.sync_directory(draft)
+            draft.rename(directory)
+        fs.sync_directory(directory.parent)
+    except OSError as exc:
+        raise _not_exported(info, f"{exc.strerror}: {exc.filename}", fix="mend that, or choose another place") from exc
 
 
-def _fill(draft: Path, info: CheckpointInfo) -> None:
-    LayoutReader(info).read_metadata()  # raises if the layout makes no sense
-    entries = json.loads((info.path / LAYOUT_NAME).read_bytes())
-    common = next((entry for entry in entries if entry["name"] == COMMON), None)
-    if common is None:
-        raise CheckpointError(
-            f"step {info.step} cannot be exported",
-            why="what was saved was not the state of a ShardedState alone, under Megatron's names",
-            fix="save `ShardedState(...).state`; of a run of `hwrl train`, use `hwrl checkpoints export`",
-        )
-    others = [entry for entry in entries if entry is not common]
-    for name in {entry["file"] for entry in others}:
-        shutil.copyfile(info.path / name, draft / name)
-    write_torch_metadata(DurableFS(), draft, others)
-    torch.save(_read_common(info.path / common["file"], common["start"], common["nbytes"]), draft / COMMON)
+def _fill(draft: Path, info: CheckpointInfo, fs: DurableFS) -> None:
+    foreign = _not_exported(
+        info,
+        "what was saved was not the state of a ShardedState alone, under Megatron's names",
+        fix="save `ShardedState(...).state`; of a run of `hwrl train`, use `hwrl checkpoints export`",
+    )
+    data = copy_for_torch(info, draft, aside=COMMON, fs=fs)
+    if data is None:
+        raise foreign
+    match torch.load(io.BytesIO(data), map_location="cpu", weights_only=True):
+        case (dict(common),):
+            torch.save(common, draft / COMMON)
+        case _:
+            raise foreign
     save_config(CheckpointingConfig("torch_dist"), str(draft))
-
-
-def _read_common(path: Path, start: int, nbytes: int) -> dict[str, Any]:
-    with path.open("rb") as file:
-        file.seek(start)
-        (common,) = torch.load(io.BytesIO(file.read(nbytes)), weights_only=True)
-    return dict(common)
+    for name in (COMMON, CONFIG_FNAME):
+        fs.adopt_file(draft / name)
 
 
 def _on_host(value: Any) -> Any:
-    """Return a nested value with its tensors on the host: what loads it may have other devices."""
-    return dict_list_map_outplace(lambda one: one.detach().cpu() if isinstance(one, torch.Tensor) else one, value)
+    """Return a nested value with its tensors on the host, alone in their memory: of a view only itself is saved."""
+
+    def bring(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        _require_local(one)
+        one = one.detach().cpu()
+        return one if one.untyped_storage().nbytes() == one.nbytes else one.clone()
+
+    return dict_list_map_outplace(bring, value)
+
+
+def _require_local(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        raise CheckpointError(
+            "a sharded state dict of Megatron's has a DTensor in it",
+            why="a ShardedTensor says itself how it is divided, and other values are saved by one rank",
+            fix="give DTensors to CheckpointManager directly, beside `ShardedState(...).state` or without it",
+        )
 
 
 def _kind(value: Any) -> Any:
@@ -183,6 +233,11 @@ def _kind(value: Any) -> Any:
 def _two_of_one_name(name: str) -> CheckpointError:
     return CheckpointError(
         f"the state has two values of one name, {name!r}",
-        why="they differ in kind, shape or dtype, and a key of Megatron's stands for one tensor or object",
-        fix="give one of them another key, for example with Megatron's add_prefix_for_sharding",
+        why="a key of Megatron's stands for one tensor or object: of one kind, shape and dtype, with one main replica "
+        "of each part",
+        fix="give one of them another key, for example with Megatron's add_prefix_for_sharding, or a replica_id",
     )
+
+
+def _not_exported(info: CheckpointInfo, why: str, *, fix: str) -> CheckpointError:
+    return CheckpointError(f"step {info.step} cannot be exported", why=why, fix=fix)

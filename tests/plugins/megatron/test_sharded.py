@@ -12,10 +12,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
 
 import hwrl
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, find_checkpoints
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, Pieces, find_checkpoints
 from hwrl.checkpoint.layout import read_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError
@@ -81,6 +83,7 @@ def by_hand(value: float) -> dict[str, Any]:
     model["turned"] = ShardedTensor.from_rank_offsets("turned", rows(4).t())
     model["scalar"] = ShardedTensor.from_rank_offsets("scalar", torch.tensor(value))
     model["empty"] = ShardedTensor("scalars", torch.empty(0), torch.float32, (0,), (3,), (0,), None)
+    model["nothing"] = ShardedTensor.from_rank_offsets("nothing", torch.empty(0, 2))
     model["scalars"] = ShardedTensor("scalars", torch.full((3,), value), torch.float32, (3,), (3,), (0,), None)
     random = np.random.RandomState(int(abs(value))).get_state()  # of the classes that megatron-core allows itself
     bare = [b"\x00\xff" * int(value), None if value > 0 else 3, (value, {"seed": torch.tensor([value])}), random]
@@ -117,7 +120,7 @@ def test_every_kind_of_thing_comes_back_as_megatron_would_give_it(tmp_path: Path
     same(model["copy"], wanted["model"]["tied"].data)
     same(model["merged"], [wanted["model"]["merged"][0].data])
     same(model["layers"], [one.data for one in wanted["model"]["layers"]])
-    for name in ("tied", "turned", "scalar", "scalars", "empty"):
+    for name in ("tied", "turned", "scalar", "scalars", "empty", "nothing"):
         same(model[name], wanted["model"][name].data)
 
 
@@ -128,6 +131,9 @@ REFUSED = {
     "two shapes": "two values of one name, 'w'",
     "two rectangles at one place": "two values of one name, 'w'",
     "a tensor and an object": "two values of one name, 'w/shard_0_1'",
+    "two main replicas": "two values of one name, 'w'.*one main replica",
+    "two main objects": "two values of one name, 'o'",
+    "a list that is sharded in part": "put together again.*use a dict",
 }
 
 
@@ -135,6 +141,7 @@ def refused(name: str) -> dict[str, Any]:
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     one, other = (ShardedTensor.from_rank_offsets("w", torch.ones(count)) for count in (2, 3))
+    bare = ShardedTensor.from_rank_offsets("v", torch.ones(2))
     return {
         "an object with a function": {"rng": ShardedObject("rng_state", [{"draw": by_hand}], (1, 1), (0, 0))},
         "another value": {"args": {"sizes": np.arange(2)}},
@@ -148,6 +155,9 @@ def refused(name: str) -> dict[str, Any]:
             "a": ShardedObject("w", 1, (1,), (0,)),
             "b": ShardedTensor.from_rank_offsets("w/shard_0_1", torch.ones(2)),
         },
+        "two main replicas": {"a": one, "b": ShardedTensor.from_rank_offsets("w", torch.ones(2))},
+        "two main objects": {name: ShardedObject("o", name, (1,), (0,)) for name in ("a", "b")},
+        "a list that is sharded in part": {"a": [{"w": one, "lr": 1}, {"w": bare}]},
     }[name]
 
 
@@ -159,6 +169,29 @@ def test_what_cannot_be_saved_is_named_and_the_next_save_works(tmp_path: Path, n
         with pytest.raises(CheckpointError, match=f"(?s){REFUSED[name]}"):
             manager.save(1, ShardedState(refused(name)).state)
         manager.save(1, ShardedState(by_hand(1.0)).state)
+
+
+def test_of_replicas_on_one_rank_the_main_one_is_saved_and_filled_and_of_a_view_only_itself(tmp_path: Path) -> None:
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    from hwrl_megatron.sharded import ShardedState
+
+    def given(value: float) -> dict[str, Any]:
+        tensors = [torch.full((2,), one) for one in (-value, value)]
+        replicas = {n: ShardedTensor.from_rank_offsets("w", tensors[n], replica_id=1 - n) for n in (0, 1)}
+        objects = {n: ShardedObject("o", n * value, (1,), (0,), replica_id=(0, 1 - n)) for n in (0, 1)}
+        return {"tensors": replicas, "objects": objects, "again": replicas[1], "first": torch.ones(1 << 18)[0]}
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, ShardedState(given(2.0)).state)
+        template = given(3.0)
+        state = ShardedState(template)
+        manager.resume(state.state)
+        assert manager.checkpoints()[0].nbytes < 1 << 16
+    assert_close(template["tensors"][1].data, torch.full((2,), 2.0))
+    loaded = state.loaded()
+    same(loaded["tensors"], dict.fromkeys((0, 1), torch.full((2,), 2.0)))
+    assert loaded["objects"] == {0: 2.0, 1: 2.0}
 
 
 def test_nothing_is_taken_for_loaded_that_was_not(tmp_path: Path) -> None:
@@ -192,12 +225,16 @@ def test_only_a_whole_checkpoint_of_a_sharded_state_is_exported_and_replaces_not
 
     with CheckpointManager(tmp_path / "own") as manager:
         manager.save(1, {"w": torch.ones(2)})
-        manager.save(2, ShardedState(by_hand(1.0)).state)
-        foreign, good = manager.checkpoints()
-    with pytest.raises(CheckpointError, match="not the state of a ShardedState"):
-        export(foreign, tmp_path / "out")
+        manager.save(2, {"common.pt": 5})
+        manager.save(3, ShardedState(by_hand(1.0)).state)
+        *foreign, good = manager.checkpoints()
+    for one in foreign:
+        with pytest.raises(CheckpointError, match="not the state of a ShardedState"):
+            export(one, tmp_path / "out")
     with pytest.raises(ConfigError, match="exists"):
-        export(good, tmp_path / "own")
+        export(good, str(tmp_path / "own"))
+    with pytest.raises(CheckpointError, match=r"(?s)cannot be exported.*MANIFEST\.json"):
+        export(good, good.path / "MANIFEST.json" / "out")
     flip_a_bit(good)
     with pytest.raises(CheckpointCorruptError):
         export(good, tmp_path / "out")
@@ -218,7 +255,7 @@ def test_the_example_in_the_manual_runs(
     page = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     exec(compile(block, "megatron.md", "exec"), {})
-    assert f"print(loaded)  # {capsys.readouterr().out.strip()}\n" in block
+    assert f"print(state.loaded())  # {capsys.readouterr().out.strip()}\n" in block
 
 
 # -- real models and optimizers -------------------------------------------------------------------------------------
@@ -384,10 +421,23 @@ def disagree(rank: int, demo: Path, group: Group) -> None:
     with CheckpointManager(demo / "other", group=group) as manager:
         with pytest.raises(CheckpointSaveError, match="do not make up the whole"):
             manager.save(1, ShardedState({"w": half if rank else whole}).state)
+        kinds = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16), torch.ones(5), "value"]
+        for one, other in itertools.permutations(kinds, 2):
+            with pytest.raises(CheckpointSaveError, match=r"'w' is .* in one part and .* in another"):
+                manager.save(1, {"w": _half(other if rank else one, rank)})
+        with pytest.raises(CheckpointError, match="has a DTensor in it"):
+            ShardedState({"w": distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)))})
         manager.save(1, ShardedState({"w": whole, "iteration": rank, "only": {rank: 0}}).state)
         state = ShardedState({"w": whole, "iteration": None})
         manager.resume(state.state)
         assert (state.loaded()["iteration"], state.loaded()["only"]) == (0, {0: 0})
+
+
+def _half(value: Any, rank: int) -> Any:
+    """Return a rank's part of a tensor of two ranks; what is no tensor as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return Pieces(value.shape, value.dtype, {(2 * rank,): value[2:] if rank else value[:2]})
 
 
 def note(training: Training, directory: Path, group: Group | None) -> None:
