@@ -34,8 +34,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # Exit status 0 only if the goals in the demo's configuration were reached.
 demo: $(INSTALLED)
-	rm -rf $(DEMO)
 	.venv/bin/python -m hwrl.run.demo $(DEMO) --seed $(SEED)
+	rm -rf $(DEMO)/run
 	$(HWRL_$(ENGINE)) train $(DEMO)/config.yaml rollout.engine=$(ENGINE) $(OPTIONS_$(ENGINE))
 
 check: $(INSTALLED)

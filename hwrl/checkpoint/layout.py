@@ -160,24 +160,25 @@ class SafeSavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return a tensor as it is, anything else as bytes that ``torch.load(weights_only=True)`` reads."""
-        data = super().transform_object(write_item, object)
-        if write_item.type is WriteItemType.BYTE_IO:
-            _check_plain(write_item.index.fqn, object, data)
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return super().transform_object(write_item, object)
+        try:
+            data = super().transform_object(write_item, object)
+            data.seek(0)
+            torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as exc:  # torch raises whatever a foreign class, or its bytes, lead to
+            raise _no_plain_value(write_item.index.fqn, object, exc) from exc
+        data.seek(0)
         return data
 
 
-def _check_plain(name: str, value: object, data: io.BytesIO) -> None:
-    data.seek(0)
-    try:
-        torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as exc:  # torch raises whatever a foreign class's bytes lead to
-        inside = re.findall(r"(?:GLOBAL |<class ')([\w.]+)", str(exc))[:1]
-        raise CheckpointSaveError(
-            f"state {name!r} cannot be saved",
-            why=" of ".join([f"this {type(value).__name__} could be loaded only by executing a pickle", *inside]),
-            fix="save tensors, numbers, strings, and dicts, lists and tuples of them",
-        ) from exc
-    data.seek(0)
+def _no_plain_value(name: str, value: object, exc: Exception) -> CheckpointSaveError:
+    inside = re.findall(r"(?:GLOBAL |<class '|<function )([\w.<>]+)", str(exc))[:1]
+    return CheckpointSaveError(
+        f"state {name!r} cannot be saved",
+        why=" of ".join([f"this {type(value).__name__} could be loaded only by executing a pickle", *inside]),
+        fix="save tensors, numbers, strings, and dicts, lists and tuples of them",
+    )
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):

@@ -71,22 +71,23 @@ def _checkpoints_in(directory: Path, *, or_owner: bool = False) -> Path:
 
 
 def _owner(directory: Path) -> str | None:
-    """Return who writes to ``directory``; a run that starts has only the directory around it as yet."""
+    """Return who writes to ``directory``: of a run, which has the directory around it, the process that leads it."""
     from hwrl.checkpoint.lock import find_owner
 
     around = [directory.parent] if directory.name == _INNER and directory.is_dir() else []
-    return next(filter(None, map(find_owner, [directory, *around])), None)
+    return next(filter(None, map(find_owner, [*around, directory])), None)
 
 
 def _nothing_in(directory: Path, reasons: Sequence[str] = ()) -> CheckpointNotFoundError:
     """Return the error for a ``directory`` without a complete checkpoint; ``reasons`` say why others are not."""
-    why = "; ".join(reasons) or ("nothing was saved there" if directory.is_dir() else "there is no such directory")
+    absent = "it is a file" if directory.exists() else "there is no such directory"
+    why = "; ".join(reasons) or ("nothing was saved there" if directory.is_dir() else absent)
     what, fix = "holds no checkpoint", "give the directory of a run, or the one that has global_step_N/"
     if reasons:
         what, fix = "holds no complete checkpoint", "restore one from a copy"
     owner = _owner(directory)
     if owner is not None:
-        why, fix = f"{why}; {owner}", "wait for its next save; checkpoint.save_every_steps says when that is"
+        why, fix = f"{why}; {owner}", "wait for its next save (checkpoint.save_every_steps), or its end"
     return CheckpointNotFoundError(f"{directory} {what}", why=why, fix=fix)
 
 

@@ -52,7 +52,7 @@ def _train(args: argparse.Namespace) -> int:
         summary = run_training(config, view)
     finally:
         view.close()
-    print(summary.text)
+    view.say(summary.text)
     if not summary.finished:
         return 130
     return 0 if summary.succeeded else 1

@@ -153,13 +153,15 @@ def _rows(path: Path, *, key: str = "data.train or data.eval") -> Iterator[tuple
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
+            line = line.strip()
+            if not line:
                 continue
             place = f"{path}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as exc:
-                raise DataError(f"{place} is not JSON", why=str(exc), fix="mend the line") from exc
+            except (ValueError, RecursionError) as exc:
+                why = f"{exc.msg}, column {exc.colno}" if isinstance(exc, json.JSONDecodeError) else str(exc)
+                raise DataError(f"{place} is not JSON", why=why, fix="mend the line") from exc
             yield place, row
 
 

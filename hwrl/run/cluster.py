@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 
+from hwrl.errors import ConfigError
 from hwrl.registry import get_backend
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
 
 _ADVICE = "ray._private.authentication.authentication_token_setup"
-"""The logger by which Ray says that its processes use a token and how to turn that off. It goes on to do as it says."""
+"""The logger by which Ray says that its processes use a token and how to turn that off. It goes on to do as it says.
+Need not be quietened any more when it is no advice to who did not ask for anything."""
 
 _starting = False  # Ray, in this process
 
@@ -26,20 +29,37 @@ def ray_cluster(config: Config, *, say: Callable[[str], None]) -> Iterator[None]
     """Join the Ray cluster that RAY_ADDRESS names, or start one on this machine, with room for the run's actors.
 
     One that is started has process groups of its own: what is sent to this process's group, as timeout(1) and job
-    managers do, comes to this process alone, which still needs Ray to save a checkpoint. The kernel ends Ray with
-    this process, however that ends.
+    managers do, comes to this process alone, which still needs Ray to save a checkpoint. Ray ends with this process,
+    however that ends; two of its agents may need a minute for that.
     """
     if is_local():
         say("starting Ray on this machine")
         with _apart(), _without_advice():
             _connect(config, address="local", include_dashboard=False, **_room(config))
     else:
-        say(f"joining the Ray cluster {os.environ['RAY_ADDRESS']}")
+        address = os.environ["RAY_ADDRESS"]
+        say(f"joining the Ray cluster {address}")
+        _require_answer(address)
         _connect(config)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise ConfigError if ``address`` is a host's port where nothing answers: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+    except (OSError, OverflowError) as exc:
+        raise ConfigError(
+            f"there is no Ray cluster at {address}",
+            why=f"RAY_ADDRESS names it, and a connection failed: {exc}",
+            fix="start that cluster, or unset RAY_ADDRESS, with which the run starts a Ray of its own",
+        ) from exc
 
 
 def _connect(config: Config, **options: Any) -> None:
@@ -58,7 +78,10 @@ def _room(config: Config) -> dict[str, Any]:
 
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Keep this process's handlers of signals. That of ray.init for SIGTERM exits, wherever it is."""
+    """Keep this process's handlers of signals. That of ray.init for SIGTERM exits, wherever it is.
+
+    May go when ray.init can be told to set none.
+    """
 
     def keep(signalnum: int, handler: Any) -> Any:
         return signal.getsignal(signalnum)
@@ -75,6 +98,7 @@ def _apart() -> Iterator[None]:
     """Give each process that is forked meanwhile a process group of its own.
 
     A hook does it, since Ray makes its processes itself: by Popen with preexec_fn, with which Python calls the hooks.
+    May go when ray.init can be told to do so.
     """
     global _starting
     _starting = True

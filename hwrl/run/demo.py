@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import yaml
+
+from hwrl.checkpoint.lock import find_owner
 
 ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
 """16 tokens: a small vocabulary, so that random answers are sometimes partly right."""
@@ -136,11 +139,13 @@ def _config(directory: Path, *, seed: int, longest: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Write the demo that the command line asks for, and print its configuration's path."""
+    """Write the demo that the command line asks for, and print its configuration's path; not under a run's feet."""
     parser = argparse.ArgumentParser(prog="python -m hwrl.run.demo", description=write_demo.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if (owner := find_owner(args.directory / "run")) is not None:
+        sys.exit(f"hwrl: a run is going on in {args.directory / 'run'}: {owner}; end it, or choose another directory")
     print(write_demo(args.directory, seed=args.seed))
 
 

@@ -38,7 +38,7 @@ def check_inputs(config: Config) -> None:
 
 def is_local() -> bool:
     """Return whether the run starts a Ray cluster of its own on this machine."""
-    return "RAY_ADDRESS" not in os.environ
+    return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def load_train_engine(config: Config) -> Any:

@@ -16,6 +16,7 @@ from hwrl.run.cluster import ray_cluster
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
 from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, value_of
+from hwrl.run.inputs import is_local
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import RunReport, View
 from hwrl.run.summary import Summary, claimed_directory, summarise, unknown_goals
@@ -24,13 +25,13 @@ from hwrl.run.summary import Summary, claimed_directory, summarise, unknown_goal
 def run_training(config: Config, view: View) -> Summary:
     """Train as ``config`` says, showing progress in ``view``; return how it ended.
 
-    Blocks until the steps are done, or until Ctrl-C or SIGTERM, which ends the run cleanly after the current step,
-    with a checkpoint. Raises an HwrlError for what cannot be mended by a restart, and KeyboardInterrupt for a second
-    such signal, or for the first while nothing is there to be saved: in starting, and in going back to a checkpoint.
+    Blocks until the steps are done, or until Ctrl-C, SIGTERM or SIGHUP, which ends the run cleanly after the current
+    step, with a checkpoint. Raises an HwrlError for what cannot be mended by a restart, and KeyboardInterrupt for a
+    second such signal, or for the first while there is nothing to save: in starting, and in going back to a checkpoint.
     """
     get_backend()  # before anything is started: it may say that nothing can run here
-    # Nothing is raised in ray.init: Python would drop it in a hook of fork, and half a Ray would be left behind.
-    interrupts = Interrupts(view.say, answer="stopping as soon as Ray has started")
+    # Nothing is raised where Ray starts: Python would drop it in a hook of fork, and half a Ray would be left behind.
+    interrupts = Interrupts(view.say, answer="stopping as soon as Ray has started" if is_local() else None)
     with claimed_directory(config), interrupts, ray_cluster(config, say=view.say):
         interrupts.answer = None
         interrupts.listen()  # again: Ray's C++ part, too, has set a handler for SIGTERM
@@ -66,9 +67,10 @@ class Pipeline:
         except TrainerDiedError as cause:
             self._recover(cause)
         while True:
-            self._interrupts.answer = "stopping after this step, with a checkpoint"
             try:
                 while self.step < self._config.train.steps and not self._interrupts.pending:
+                    condition = "" if self.step >= self._first_step else "if it has begun, "
+                    self._interrupts.answer = f"stopping after this step, {condition}with a checkpoint"
                     self._advance()
                 return self._finish(interrupted=self.step < self._config.train.steps)
             except TrainerDiedError as cause:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -129,8 +131,11 @@ class PlainView:
         self.say(" | ".join(f"{name} {value}" for name, value in _shown(line, self._total)))
 
     def say(self, text: str) -> None:
-        """Print one line."""
-        print(text, file=self._stream, flush=True)
+        """Print one line, or nothing if nobody reads any more: that is no reason to end a run."""
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:
+            _discard(self._stream)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -161,11 +166,20 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """Print one line above the table."""
-        self._console.print(text, highlight=False)
+        with suppress(OSError):  # the terminal is gone
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last table on the screen."""
-        self._live.stop()
+        with suppress(OSError):
+            self._live.stop()
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what is written to ``stream`` from now on, and what it still holds, go nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 View = PlainView | LiveView

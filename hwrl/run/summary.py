@@ -178,8 +178,11 @@ def summarise(config: Config, history: list[dict[str, float]], *, interrupted: b
     if any("sync/base_sent" in line for line in history):
         sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
         lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
-    lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / CURVE}")
+    if history:
+        lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / CURVE}")
     lines += [f"goal missed: {sentence}" for sentence in missed]
     if interrupted:
-        lines.append(f"continue with: hwrl train {config.dir / RUN_CONFIG} resume=true")
+        command = f"hwrl train {config.dir / RUN_CONFIG} resume=true"
+        what = "continue" if history else "nothing was trained or saved; begin again"
+        lines.append(f"{what} with: {command}")
     return Summary(not interrupted, missed, "\n".join(lines))

@@ -46,7 +46,7 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", "\n", "holds no prompts"),
-        ("a.jsonl", '{"prompt": "x", "answer": 1}\n{broken\n', "line 2 is not JSON"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1}\n{broken\n', "line 2 is not JSON(.|\n)*double quotes, column 2"),
         ("a.jsonl", '{"prompt": "\udcfc", "answer": 1}\n', "line 1 is not JSON(.|\n)*codec can't decode"),
         ("a.jsonl", '\n{"prompt": "x"}\n', "line 2 is not a prompt"),
         ("a.jsonl", '["x"]\n', "line 1 is not a prompt"),

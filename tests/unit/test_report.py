@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,10 +88,20 @@ def test_plain_lines_come_at_most_so_often_but_evaluations_and_the_end_always() 
 def test_the_live_view_takes_every_line_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     view = LiveView(2)
     view.show({"step": 1.0, "time_s": 1.0, **FIGURES})
-    view.say("something happened")
+    view.say("something happened in /tmp/a[b]c: [/b]")
     view.show({"step": 2.0, "time_s": 2.0, "eval/reward": 0.5, "eval/exact": 0.25, **FIGURES})
     view.close()
-    assert "something happened" in capsys.readouterr().out
+    assert "something happened in /tmp/a[b]c: [/b]" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
+    program = "import sys; from hwrl.run.report import PlainView; view = PlainView(1, stream=sys.stdout)\n"
+    program += "[view.say('a line') for _ in range(3)]; print('and another')"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as stdout:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
