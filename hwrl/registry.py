@@ -119,7 +119,10 @@ class Registry:
         """Return what ``HWRL_BACKEND`` or detection chooses; creates no backend and imports no torch."""
         with self._lock:
             name = self._env.get(VARIABLE, "").strip()
-            return self._choose_named(name, asked_by=VARIABLE) if name else _detect(self.survey())
+            if name:
+                return self._choose_named(name, asked_by=VARIABLE)
+            _refuse_misspelling(self._env)
+            return _detect(self.survey())
 
     def survey(self) -> Survey:
         """Load and probe everything that is installed."""
@@ -262,6 +265,18 @@ def _create(plugin: Plugin) -> Backend:
             fix="return a hwrl.Backend from it",
         )
     return backend
+
+
+def _refuse_misspelling(env: Iterable[str]) -> None:
+    """Raise if a variable is nearly the one that would have decided: what was meant must not be passed over."""
+    others = {name.upper(): name for name in env if name != VARIABLE}
+    for close in difflib.get_close_matches(VARIABLE, others, n=1, cutoff=0.85):
+        name = others[close]
+        raise BackendNotFoundError(
+            f"the environment variable {name} chooses no backend",
+            why=f"hwrl reads {VARIABLE}, which is not set, and {name} looks like it",
+            fix=f"set {VARIABLE} instead, or unset {name}",
+        )
 
 
 def _detect(survey: Survey) -> Choice:

@@ -88,6 +88,15 @@ def test_an_unknown_name_lists_the_known_ones_a_suggestion_and_every_load_failur
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("variable", ["HWRL_BACKNED", "HRWL_BACKEND", "hwrl_backend", "HWRL_BACKENDS"])
+def test_a_misspelt_variable_is_not_passed_over(plugins: PluginFiles, variable: str) -> None:
+    plugins.add("turbo")
+    with pytest.raises(BackendNotFoundError, match=f"(?s){variable} chooses no backend.*set HWRL_BACKEND instead"):
+        plugins.registry(**{variable: "cpu"}).choose()
+    assert plugins.registry(**{variable: "cpu", "HWRL_BACKEND": "turbo"}).choose().plugin.info.name == "turbo"
+    assert plugins.registry(HWRL_BACKEND="", HWRL_ROOT="/", BACKEND="cpu").choose().plugin.info.name == "turbo"
+
+
 def test_a_named_backend_that_cannot_run_gives_its_probes_reason_and_nothing_else_is_tried(
     plugins: PluginFiles,
 ) -> None:
