@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hwrl.checkpoint.copy import copy_files
 from hwrl.checkpoint.durable import DurableFS, FileRecord
 from hwrl.checkpoint.home import CheckpointHome, draft_path
 from hwrl.checkpoint.layout import read_entries
@@ -104,7 +104,7 @@ def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:
     files: dict[str, FileRecord] = {}
     for part in parts:
         verify_files(part, _REWRITTEN)
-        files |= _copy_files(part, draft, fs)
+        files |= copy_files(part, draft, part.manifest.files.keys() - {*_REWRITTEN}, fs=fs)
     entries = {(one["name"], tuple(one.get("offsets", ()))): one for part in parts[::-1] for one in read_entries(part)}
     shared, ranks = read_extra(parts[0])
     manifest = replace(parts[0].manifest, node=0, nodes=1, files=files)
@@ -112,19 +112,6 @@ def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:
         seal(fs, draft, list(entries.values()), {"all": shared, "ranks": ranks}, manifest)
     except ValueError as exc:
         raise corrupt(parts[0].path, f"with the parts of the other nodes it is not whole: {exc}") from exc
-
-
-def _copy_files(part: CheckpointInfo, draft: Path, fs: DurableFS) -> dict[str, FileRecord]:
-    """Copy what is not written anew; raise CheckpointCorruptError if what was read is not what the manifest says."""
-    for name in sorted(part.manifest.files.keys() - {*_REWRITTEN}):
-        fs.mkdir((draft / name).parent)
-        with (part.path / name).open("rb") as source, fs.create_stream(draft / name, "wb") as target:
-            shutil.copyfileobj(source, target, 16 << 20)
-    copied = fs.take_records(draft)
-    for name, record in copied.items():
-        if record != part.manifest.files[name]:
-            raise corrupt(part.path, f"the content of {name} does not match its hash")
-    return copied
 
 
 def _failed(step: int, why: str, *, fix: str) -> CheckpointSaveError:

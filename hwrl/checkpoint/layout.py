@@ -306,10 +306,8 @@ def _add_chunk(state: dict[str, Any], item: WriteItem) -> None:
     name, data = item.index.fqn, item.tensor_data
     described = BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [])
     entry = state.setdefault(name, described)
-    if _describe_saved(entry) != _describe_saved(described):
-        raise ValueError(
-            f"{name!r} is {_describe_saved(entry)} in one part and {_describe_saved(described)} in another"
-        )
+    if (there := _describe_saved(entry)) != (here := _describe_saved(described)):
+        raise ValueError(f"{name!r} is {there} in one part and {here} in another")
     if data is not None:
         entry.chunks.append(data.chunk)
 

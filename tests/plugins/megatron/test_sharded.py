@@ -24,11 +24,9 @@ from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveE
 from hwrl.registry import bootstrap
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
-from hwrl.train.batch import Batch
-from hwrl.train.engine import EngineSettings
 from hwrl.train.losses import PolicyLoss
+from tests.plugins.megatron.test_parallel import batch_of, settings_in
 
-ROWS = 7
 FORMATS = ("dp_reshardable", "fully_reshardable")
 
 
@@ -272,12 +270,9 @@ class Training:
     def __init__(self, demo: Path, *, group: Group | None = None, tensor_parallel: int = 1) -> None:
         from hwrl_megatron import hwrl_train_engine
 
-        settings = EngineSettings(
-            model_directory=demo / "model", learning_rate=1e-2, total_steps=9, micro_batch_tokens=24
-        )
         options = {"tensor_parallel": tensor_parallel}
         self.engine = cast(
-            Any, hwrl_train_engine(settings=settings, options=options, backend=hwrl.get_backend(), group=group)
+            Any, hwrl_train_engine(settings=settings_in(demo), options=options, backend=hwrl.get_backend(), group=group)
         )
         self.model, self.optimizer = self.engine.model.module, self.engine.optimizer
         self.optimizer.data_parallel_group_gloo = self.optimizer.data_parallel_group  # it is one, on the host
@@ -330,17 +325,6 @@ class Training:
             self.optimizer.load_state_dict(loaded["optimizer"])
         self.engine.updates = loaded["updates"]
         return resumed.step, loaded
-
-
-def batch_of(rows: slice, *, seed: int) -> Batch:
-    """Return some of ``ROWS`` rows of several lengths, of which the first two tokens are the prompt."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(4, 12, (ROWS,), generator=generator)
-    places = torch.arange(12)
-    mask = (places >= 2) & (places < lengths[:, None])
-    tokens = torch.randint(0, 16, (ROWS, 12), generator=generator) * (places < lengths[:, None])
-    advantages = torch.randn(ROWS, generator=generator)
-    return Batch(tokens[rows], mask[rows], (torch.full((ROWS, 12), -2.8) * mask)[rows], advantages[rows])
 
 
 @pytest.mark.parametrize("kind", FORMATS)
