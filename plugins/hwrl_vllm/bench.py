@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, int]] = {
 """Shapes of Qwen3 with tied embeddings: 4b has 398 tensors, 8.04 GB as bfloat16."""
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS, _LONGEST = 8, 48, 16, 128
 _STEP_S = 300.0
+_ASLEEP_S = (0.0, 0.0, 2.0, 2.0)
+"""At once, and after a while, as when a trainer has used the device: drivers clear freed memory, which takes time."""
 _NOISE = 0.1
 """The mean difference of log-probabilities that bfloat16 makes is below; another version's is ten times that."""
 
@@ -181,10 +183,13 @@ class Side:
             self.use_sleep_of(whose)
             self.meet()
             self.update("hwrl")
-            level_1 = [{**self.time_sleep(1), **self.time_wake(None), **self.check()} for _ in range(3)]
+            level_1 = [
+                {**self.time_sleep(1), **_stay_asleep(seconds), **self.time_wake(None), **self.check()}
+                for seconds in _ASLEEP_S
+            ]
             level_2 = []
-            for _ in range(2):
-                seconds = {**self.time_sleep(2), **self.time_wake("weights")}
+            for asleep_s in _ASLEEP_S:
+                seconds = {**self.time_sleep(2), **_stay_asleep(asleep_s), **self.time_wake("weights")}
                 self.meet()
                 updated = self.update("hwrl")
                 seconds |= {"update": updated["total_s"]} if updated else {}
@@ -325,6 +330,11 @@ class Rollout(Side):
     def time_wake(self, tag: str | None) -> dict[str, float]:
         _, seconds = _timed(lambda: self.engine.wake([tag] if tag else ("weights", "kv_cache")))
         return {f"wake {tag}" if tag else "wake": seconds}
+
+
+def _stay_asleep(seconds: float) -> dict[str, float]:
+    time.sleep(seconds)
+    return {"asleep_s": seconds}
 
 
 def _use_vllms_sleep(worker: Any) -> None:

@@ -38,36 +38,56 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         self._locked.result()
         if level == 1:
             with self._stream:
-                for address, memory in self._weights():
-                    self._slab(address, memory).copy_(memory, non_blocking=True)
+                for memory, kept in self._weights():
+                    kept.copy_(memory, non_blocking=True)
             self._stream.synchronize()
         super().suspend(2)  # keeps no weights itself
         self._kept = level == 1
 
     def resume(self, tags: list[str] | None = None) -> None:
-        super().resume(tags)
-        if self._kept and (tags is None or _WEIGHTS in tags):  # not earlier: mapping and copying at once are slower
-            with self._stream:
-                for address, memory in self._weights():
-                    memory.copy_(self._slab(address, memory), non_blocking=True)
+        mapped = {data.tag for data in get_mem_allocator_instance().pointer_to_data.values()}
+        wanted = mapped if tags is None else {*tags}
+        if _WEIGHTS in wanted:
+            super().resume([_WEIGHTS])
+            if self._kept:
+                self._bring_back()
+        try:
+            if wanted - {_WEIGHTS}:
+                super().resume(sorted(wanted - {_WEIGHTS}))  # meanwhile the weights come
+        finally:
             self._stream.synchronize()
-            self._kept = False
+
+    def _bring_back(self) -> None:
+        """Begin to copy the weights to the device.
+
+        By a kernel, which reads page-locked memory where it lies: the driver clears what it maps by copy engines, and
+        for as long as that takes they would copy at half their speed.
+        """
+        targets, sources = [], []
+        for memory, kept in self._weights():
+            targets.append(memory.view(torch.int64))
+            sources.append(self._on_device(kept.data_ptr(), kept.nbytes).view(torch.int64))
+        with self._stream:
+            torch._foreach_copy_(targets, sources)
+        self._kept = False
 
     def _lock(self, device: int) -> None:
         self._backend.set_device(device)  # of this thread
-        for address, memory in self._weights():
-            self._slab(address, memory)
+        for _ in self._weights():
+            pass
 
-    def _slab(self, address: int, memory: torch.Tensor) -> torch.Tensor:
-        return self._pool.slab(str(address), nbytes=memory.nbytes)[: memory.nbytes]
-
-    def _weights(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the address and the bytes of each of vLLM's allocations for weights."""
+    def _weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the bytes of each of vLLM's allocations for weights, and the page-locked ones that keep them."""
         for address, data in list(get_mem_allocator_instance().pointer_to_data.items()):
             if data.tag == _WEIGHTS:
-                storage = torch._C._construct_storage_from_data_pointer(address, self._backend.device(), data.handle[1])
-                memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=self._backend.device())
-                yield address, memory.set_(storage)
+                nbytes = data.handle[1]
+                yield self._on_device(address, nbytes), self._pool.slab(str(address), nbytes=nbytes)[:nbytes]
+
+    def _on_device(self, address: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes at ``address`` as a tensor of the device."""
+        device = self._backend.device()
+        storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def pooled_sleep(model_config: Any) -> Any:

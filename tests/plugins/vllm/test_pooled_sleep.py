@@ -31,6 +31,7 @@ class Allocator:
             for tag, memory in self.memory.items()
         }
         self.unmapped: set[int] = set()
+        self.woken: list[list[str] | None] = []
 
     def sleep(self, offload_tags: tuple[str, ...]) -> None:
         for address, data in self.pointer_to_data.items():
@@ -41,6 +42,7 @@ class Allocator:
                 memory.fill_(LOST)
 
     def wake_up(self, tags: list[str] | None) -> None:
+        self.woken.append(tags)
         for address, data in self.pointer_to_data.items():
             if tags is None or data.tag in tags:
                 self.unmapped.remove(address)
@@ -78,6 +80,14 @@ def test_level_1_brings_the_weights_back_whatever_wakes_first(allocator: Allocat
         for tags in wakes:
             sleeping.resume(tags)
         assert allocator.values() == [0, LOST, 2] and not allocator.unmapped
+
+
+@pytest.mark.parametrize("tags", [None, ["kv_cache", "weights"]])
+def test_the_weights_are_under_way_before_the_cache_is_mapped(allocator: Allocator, tags: list[str] | None) -> None:
+    sleeping = backend()
+    sleeping.suspend(1)
+    sleeping.resume(tags)
+    assert allocator.woken == [["weights"], ["kv_cache"]]
 
 
 def test_level_2_brings_nothing_back_not_even_of_an_earlier_sleep(allocator: Allocator) -> None:
