@@ -102,7 +102,7 @@ class Board:
         self._notes.delete(f"join/{member}")
 
     def absent(self, offer: Offer, members: Collection[int], *, note: str, timeout_s: float) -> list[int]:
-        """Wait for each member's ``note`` ("here" or "vote") and return those which did not write it in time."""
+        """Wait for each member's ``note`` ("here", say) and return those which did not write it in time."""
         keys = {f"{note}/{offer.number}/{member}": member for member in members}
         return [keys[key] for key in await_keys(self.store, keys, timeout_s=timeout_s)]
 
@@ -126,10 +126,16 @@ class Board:
     def forget(self, offer: Offer) -> None:
         """Delete the notes of an offer that no receiver waits for any more."""
         notes = [f"{note}/{offer.number}/{member}" for note in ("here", "vote") for member in offer.to]
-        for note in ("go", "exports", "ready", "verdict", "offer"):
+        for note in ("go", "verdict", "offer"):
             notes.append(f"{note}/{offer.number}")
         for key in notes:
             self._notes.delete(key)
+
+    def forget_notes(self, offer: Offer, *names: str) -> None:
+        """Delete notes on ``offer`` that only its transport understands, the sender's and the receivers'."""
+        for name in names:
+            for writer in ("", *(f"/{member}" for member in offer.to)):
+                self._notes.delete(f"{name}/{offer.number}{writer}")
 
     def forget_group(self, name: str) -> None:
         """Delete what making the groups ``name`` left in the store; no receiver makes one of them any more."""
@@ -151,7 +157,7 @@ class Board:
             self._notes.delete(f"{note}/{member}")
 
     def say(self, offer: Offer, member: int, *, note: str, text: str) -> None:
-        """Write this receiver's ``note`` ("here" or "vote") on an offer."""
+        """Write this receiver's ``note`` ("here", say) on an offer."""
         self._notes.set(f"{note}/{offer.number}/{member}", text)
 
     # -- both read ----------------------------------------------------------------------------------------------

@@ -1,8 +1,14 @@
-"""The ipc transport: receivers of the same host copy out of the sender's device memory, which they have opened."""
+"""The ipc transport: receivers of the same host copy out of the sender's device memory, which they have opened.
+
+Opening and closing a memory takes a driver as long as copying hundreds of megabytes on the device. So smaller tensors
+are packed into a ring of slabs, which are opened once: the sender fills one window of it while receivers copy another.
+"""
 
 from __future__ import annotations
 
+import collections
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,83 +16,141 @@ from typing import Any
 import torch
 
 from hwrl.backend import Backend, Capability, StreamLike
-from hwrl.errors import TransferFailedError
+from hwrl.errors import CommError, CommTimeoutError, TransferFailedError
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import Place
+from hwrl.weights.buffer import Lease, Place
 from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Rounds
+from hwrl.weights.rounds import Rounds, wire_timeout_s
 
-EXPORTS, READY = "exports", "ready"
-"""The sender's notes: where its memory is, so that receivers open it, and that it may be read."""
+_WATCH_S = 0.5
+_BROKEN_OFF = "broken off"
+
+
+def window_note(number: int) -> str:
+    """Return the name of the sender's note that says where the slabs of a window lie."""
+    return f"window {number}"
+
+
+def taken_note(number: int) -> str:
+    """Return the name of a receiver's note that it has copied a window, and closed what was not the ring's."""
+    return f"taken {number}"
 
 
 class IpcSender(Rounds):
-    """Lets receivers read the tensors where they lie; only slabs of several small tensors are copied, and kept.
+    """Packs tensors into a ring of ``slabs`` slabs, which receivers read; large tensors they read where these lie.
 
-    The tensors are held, and must not change, until every receiver has voted.
+    Those are held, and must not change, until every receiver has taken their window. Two windows are under way at
+    most, each of half the ring, or as many bytes.
     """
 
     def __init__(
-        self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, timeout_s: float
+        self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, slabs: int, timeout_s: float
     ) -> None:
-        # A slot for each slab: what is packed stays until the receivers have copied it. Empty slots cost nothing.
-        slabs = max(1, len(layout.slabs))
         super().__init__(board, roster, layout, backend=backend, slabs=slabs, timeout_s=timeout_s)
         backend.require(Capability.DEVICE_IPC, needed_for="send weights by the ipc transport")
-        self._lent: list[torch.Tensor] = []
+        self._most_under_way = min(2, slabs)
+        self._slots = max(1, slabs // 2)
+        self._under_way: collections.deque[_Window] = collections.deque()
+        self._noted: Offer | None = None  # whose notes are not deleted yet
+        self._shown = 0
 
     def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:
-        memories = []
+        self._forget_windows()
+        self._noted = offer
+        window = _Window()
         for index, slab in enumerate(self._layout.slabs):
             with clock("gather"):
                 tensors = feed.of(slab)
+            if not window.memories:
+                self._await_room(offer)
             with clock("pack"):
-                memories.append(self._buffer.pack(index, tensors).memory)
+                lease = self._buffer.pack(index, tensors)
+            self._sums.add(index, lease.memory)
+            window.add(lease)
+            if window.slots == self._slots or window.nbytes >= self._slots * self._layout.slab_nbytes:
+                self._show(offer, window)
+                window = _Window()
         feed.finish()
-        exports = _Exports(self._backend)
-        for memory in (*memories, self._sums.values.view(torch.uint8)):
-            exports.add(memory)  # not earlier: a backend may move memory to where it can be opened
-        self._lent = exports.memories
-        self._board.put_note(offer, EXPORTS, exports.to_json())  # opening takes a while
-        for index, memory in enumerate(memories):
-            self._sums.add(index, memory)
-        self._backend.current_stream().synchronize()  # receivers read on streams of their own
-        self._board.put_note(offer, READY, "ready")
+        window.memories.append((self._sums.values.view(torch.uint8), True))
+        self._show(offer, window)
 
-    def _count_votes(self, *args: Any) -> bool:
-        committed = super()._count_votes(*args)
-        self._lent = []
+    def _show(self, offer: Offer, window: _Window) -> None:
+        text = window.to_json(self._backend)  # not earlier: a backend may move memory to where it can be opened
+        self._backend.current_stream().synchronize()  # receivers read on streams of their own
+        self._under_way.append(window)
+        self._board.put_note(offer, window_note(self._shown), text)
+        self._shown += 1
+
+    def _await_room(self, offer: Offer) -> None:
+        """Wait until the ring has slots for another window; CommError if a receiver has given up or is silent."""
+        deadline = time.monotonic() + wire_timeout_s(self._timeout_s)
+        while len(self._under_way) >= self._most_under_way:
+            oldest, left_s = self._shown - len(self._under_way), deadline - time.monotonic()
+            timeout_s = max(0.0, min(_WATCH_S, left_s))
+            late = self._board.absent(offer, offer.to, note=taken_note(oldest), timeout_s=timeout_s)
+            if not late:
+                self._under_way.popleft()
+            elif self._gone(offer) or any(self._board.vote(offer, member) for member in late):
+                raise CommError(
+                    "a receiver stopped reading",
+                    why=f"of {late} one left, or failed, before it had taken window {oldest}",
+                    fix="look at its log; it goes on with the version that it has",
+                )
+            elif left_s <= 0:
+                raise CommTimeoutError(
+                    "a receiver reads nothing",
+                    why=f"{late} did not take window {oldest} in time",
+                    fix="is it alive? give the sender a larger timeout_s if it is slow",
+                )
+
+    def _count_votes(self, offer: Offer, *args: Any) -> bool:
+        committed = super()._count_votes(offer, *args)
+        self._under_way.clear()
+        self._forget_windows()
         return committed
 
     def _break_off(self) -> None:
-        """Forget what was lent; no receiver reads it any more, or none that is waited for."""
-        self._lent = []
+        """Tell those who wait for another window that none comes; nobody reads what was lent, or nobody that counts."""
+        self._under_way.clear()
+        if self._noted is not None:
+            self._board.put_note(self._noted, window_note(self._shown), _BROKEN_OFF)
+
+    def _forget_windows(self) -> None:
+        if self._noted is not None:
+            for number in range(self._shown + 1):
+                self._board.forget_notes(self._noted, window_note(number), taken_note(number))
+        self._noted, self._shown = None, 0
 
 
-class _Exports:
-    """Handles of whole storages, each once, and where in them each slab lies."""
+class _Window:
+    """Memories that receivers may read at the same time, and whether they stay the sender's afterwards."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._numbers: dict[int, int] = {}
-        self._handles: list[dict[str, str | int]] = []
-        self._places: list[tuple[int, int]] = []
-        self.memories: list[torch.Tensor] = []
+    def __init__(self) -> None:
+        self.memories: list[tuple[torch.Tensor, bool]] = []
+        self.slots = self.nbytes = 0
 
-    def add(self, memory: torch.Tensor) -> None:
-        storage = memory.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self._handles)
-            self.memories.append(bytes_of(storage))
-            self._handles.append(self._backend.export_memory(self.memories[-1]))
-        self._places.append((self._numbers[storage._cdata], int(memory.storage_offset())))
+    def add(self, lease: Lease) -> None:
+        self.memories.append((lease.memory, lease.copied))
+        self.slots += lease.copied
+        self.nbytes += lease.memory.nbytes
 
-    def to_json(self) -> str:
-        return json.dumps({"handles": self._handles, "places": self._places})
+    def to_json(self, backend: Backend) -> str:
+        """Return handles of whole storages, each once, which of them stay, and where in them each memory lies."""
+        numbers: dict[int, int] = {}
+        handles: list[Mapping[str, str | int]] = []
+        stay, places = [], []
+        for memory, stays in self.memories:
+            storage = memory.untyped_storage()
+            if storage._cdata not in numbers:
+                numbers[storage._cdata] = len(handles)
+                handles.append(backend.export_memory(bytes_of(storage)))
+                stay.append(stays)
+            places.append((numbers[storage._cdata], int(memory.storage_offset())))
+        return json.dumps({"handles": handles, "stay": stay, "places": places})
 
 
 class IpcReceiver:
@@ -97,66 +161,92 @@ class IpcReceiver:
         self._streams: list[StreamLike] = []
 
     def receive(
-        self, await_note: Callable[[str], bytes], place: Place, sums: Checksums, clock: StageClock
+        self,
+        await_note: Callable[[str], bytes],
+        say: Callable[[str], None],
+        place: Place,
+        sums: Checksums,
+        clock: StageClock,
     ) -> torch.Tensor:
-        """Copy what the sender lends into ``place``, and its sums into ``sums``; ``await_note`` waits for its notes.
+        """Copy what the sender shows into ``place``, and its sums into ``sums``; return its own, for comparison.
 
-        Returns the sender's sums, for comparison. Blocks until nothing of the sender's memory is used any more, and
-        closes it: what is freed while somebody has it open is lost to the device. Raises CommError if it cannot be
-        opened, TransferFailedError if the note is malformed.
+        ``await_note`` waits for its notes, ``say`` writes one. Blocks until nothing of the sender's memory is used any
+        more, and closes it: what is freed while somebody has it open is lost to the device. Raises CommError if it
+        cannot be opened or the sender breaks off, TransferFailedError if a note is malformed.
         """
-        lent = _read(await_note(EXPORTS), sums.slabs)
-        opened = [self._backend.open_memory(handle) for handle in lent.handles]
-        try:
-            await_note(READY)
-            with clock.span(self._backend):
-                return self._copy(lent.places, opened, place, sums)
-        finally:
-            for stream in (*self._streams, self._backend.current_stream()):
-                stream.synchronize()
+        staying: dict[str, torch.Tensor] = {}
+        theirs, begin, number = None, 0, 0
+        with clock.span(self._backend):
+            while theirs is None:
+                window = _read(await_note(window_note(number)), most=sums.slabs + 1 - begin)
+                theirs = self._copy(window, self._open(window, staying), begin, place, sums)
+                say(taken_note(number))
+                begin, number = begin + len(window.places), number + 1
+        return theirs
+
+    def _open(self, window: _Shown, staying: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the memories of ``window``; those that stay are opened once."""
+        opened = []
+        for handle, stays in zip(window.handles, window.stay, strict=True):
+            key = json.dumps(handle, sort_keys=True)
+            memory = staying[key] if key in staying else self._backend.open_memory(handle)
+            if stays:
+                staying[key] = memory
+            opened.append(memory)
+        return opened
 
     def _copy(
-        self, places: list[tuple[int, int]], opened: list[torch.Tensor], place: Place, sums: Checksums
-    ) -> torch.Tensor:
-        current = self._backend.current_stream()
+        self, window: _Shown, opened: list[torch.Tensor], begin: int, place: Place, sums: Checksums
+    ) -> torch.Tensor | None:
+        """Copy the slabs of ``window``, from number ``begin`` on; return the sender's sums if they are in it."""
         # Two in turn: while one slab is summed and unpacked, the next is copied.
         self._streams = self._streams or [self._backend.stream() for _ in range(2)]
+        current = self._backend.current_stream()
         for stream in self._streams:
             stream.wait_stream(current)
-        for index, (number, offset) in enumerate(places[:-1]):
-            stream = self._streams[index % len(self._streams)]
-            with stream:
-                lease = place.room(index)
-                lease.memory.copy_(_part(opened[number], offset, lease.memory.numel()), non_blocking=True)
-                sums.add(index, lease.memory)
-                place.land(lease)
-                lease.in_use_until(stream.record_event())
-        for stream in self._streams:
-            current.wait_stream(stream)
-        number, offset = places[-1]
-        theirs = torch.empty_like(sums.values)
-        return theirs.copy_(_part(opened[number], offset, theirs.nbytes).view(torch.int64))
+        theirs = None
+        try:
+            for index, (number, offset) in enumerate(window.places, begin):
+                if index == sums.slabs:
+                    theirs = torch.empty_like(sums.values)
+                    theirs.copy_(_part(opened[number], offset, theirs.nbytes).view(torch.int64))
+                    break
+                stream = self._streams[index % len(self._streams)]
+                with stream:
+                    lease = place.room(index)
+                    lease.memory.copy_(_part(opened[number], offset, lease.memory.numel()), non_blocking=True)
+                    sums.add(index, lease.memory)
+                    place.land(lease)
+                    lease.in_use_until(stream.record_event())
+        finally:
+            for stream in (*self._streams, current):
+                stream.synchronize()
+        return theirs
 
 
 @dataclass(frozen=True)
-class _Opening:
-    """What the sender wrote: handles, and a (handle, offset) for each slab and for the checksums."""
+class _Shown:
+    """A window as its receivers see it: handles, which of them stay, and a (handle, offset) for each slab or sums."""
 
     handles: Sequence[Mapping[str, str | int]]
+    stay: Sequence[bool]
     places: list[tuple[int, int]]
 
 
-def _read(note: bytes, slabs: int) -> _Opening:
+def _read(note: bytes, *, most: int) -> _Shown:
+    if note == _BROKEN_OFF.encode():
+        raise CommError("the sender broke off", why="another receiver, or itself, failed", fix="look at its log")
     try:
         found = json.loads(note)
         handles = [dict(handle) for handle in found["handles"]]
+        stay = [bool(stays) for stays in found["stay"]]
         places = [(int(number), int(offset)) for number, offset in found["places"]]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as exc:
         raise _unreadable(f"{type(exc).__name__} in {note[:80]!r}") from exc
-    good = all(0 <= number < len(handles) and offset >= 0 for number, offset in places)
-    if len(places) != slabs + 1 or not good:
-        raise _unreadable(f"{len(places)} places in {len(handles)} memories for {slabs} slabs")
-    return _Opening(handles, places)
+    good = len(stay) == len(handles) and all(0 <= number < len(handles) and offset >= 0 for number, offset in places)
+    if not 0 < len(places) <= most or not good:
+        raise _unreadable(f"{len(places)} places in {len(handles)} memories, and {most} are left at most")
+    return _Shown(handles, stay, places)
 
 
 def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

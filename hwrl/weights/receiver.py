@@ -193,7 +193,8 @@ class WeightReceiver:
         try:
             place = self._spare(rooms)
             if offer.transport == "ipc":
-                theirs = self._ipc.receive(partial(self._note, offer, deadline), place, rooms.sums, clock)
+                await_note, say = partial(self._note, offer, deadline), partial(self._taken, offer)
+                theirs = self._ipc.receive(await_note, say, place, rooms.sums, clock)
             else:
                 theirs = self._device.receive(offer, self._member, place, rooms.sums, clock)
             return rooms.sums.vote(theirs)
@@ -207,6 +208,9 @@ class WeightReceiver:
         if self._into is not None:
             self.version = None  # whatever happens now, the old version is no longer whole
         return rooms.spare()
+
+    def _taken(self, offer: Offer, note: str) -> None:
+        self._board.say(offer, self._member, note=note, text="taken")
 
     def _note(self, offer: Offer, deadline: float, note: str) -> bytes:
         """Wait for a note without which there is no transfer."""

@@ -30,9 +30,10 @@ class WeightSender:
 
     A new sender of the same name on the same store deposes the old one and begins a new epoch: receivers follow it,
     even if its versions are lower. ``transport`` "device" broadcasts to all receivers at once and waits for them.
-    "ipc" lets receivers on this host read the tensors where they lie, and waits for them too; the backend must be able
-    to open device memory of another process. "host" copies into memory-mapped files on this host (``versions`` of them
-    at most, 1 if only one is ever sent; under ``directory``, by default in memory) from which receivers pull later.
+    "ipc" lets receivers on this host copy out of this process's device memory, and waits for them too; the backend
+    must be able to open device memory of another process. "host" copies into memory-mapped files on this host
+    (``versions`` of them at most, 1 if only one is ever sent; under ``directory``, by default in memory) from which
+    receivers pull later.
     ``slabs`` of ``slab_nbytes`` (None: what suits the device) are under way at once. ``timeout_s`` bounds each wait
     for receivers. A context manager.
     """
@@ -159,18 +160,17 @@ class WeightSender:
     def _connect(self, named: Named) -> Rounds | HostSender:
         """Plan the layout, tell the receivers, and return the transport's end."""
         described = named.metadata() if hasattr(named, "metadata") else named
-        self._layout = WeightLayout.plan(described, slab_nbytes=self._slab_nbytes, own_nbytes=self._own_nbytes)
+        own_nbytes = self._slab_nbytes if self.transport == "ipc" else self._own_nbytes  # as few memories as possible
+        self._layout = WeightLayout.plan(described, slab_nbytes=self._slab_nbytes, own_nbytes=own_nbytes)
         self._board.put_layout(self._layout)
-        options: dict[str, Any] = {"backend": self._backend, "timeout_s": self._timeout_s}
+        options: dict[str, Any] = {"backend": self._backend, "slabs": self._slabs, "timeout_s": self._timeout_s}
         parts = (self._board, self._roster, self._layout)
         if self.transport == "device":
-            self._link = DeviceSender(*parts, slabs=self._slabs, **options)
+            self._link = DeviceSender(*parts, **options)
         elif self.transport == "ipc":
             self._link = IpcSender(*parts, **options)
         else:
-            self._link = HostSender(
-                *parts, slabs=self._slabs, directory=self._directory, versions=self._versions, **options
-            )
+            self._link = HostSender(*parts, directory=self._directory, versions=self._versions, **options)
         return self._link
 
 

@@ -1,0 +1,137 @@
+"""The ipc transport's windows: faults in the middle of them, and how much is held at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.errors import CommError
+from hwrl.testing.processes import Processes, run_processes
+from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights.ipc import IpcReceiver
+
+SLAB_NBYTES = 1 << 16
+SLABS = 4
+TENSORS = 120
+LARGE = SLAB_NBYTES  # elements: 256 KiB, which are read where they lie
+
+
+def model_of(version: int) -> dict[str, torch.Tensor]:
+    """Return tensors of which five share a slab, and some that are divided among four."""
+    elements = [LARGE if number % 10 == 9 else 3001 for number in range(TENSORS)]
+    return {f"t{number}": torch.full((size,), float(version * number)) for number, size in enumerate(elements)}
+
+
+def is_model(received: Any, version: int) -> bool:
+    return all(torch.equal(received[name], tensor) for name, tensor in model_of(version).items())
+
+
+class Dying(IpcReceiver):
+    """Is killed when it has copied some windows."""
+
+    def _copy(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
+        if begin > 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._copy(window, opened, begin, *args)
+
+
+class FailingOnce(IpcReceiver):
+    """Loses the sender's memory in the middle of its first transfer."""
+
+    failed = False
+
+    def _copy(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
+        if begin > 4 and not self.failed:
+            self.failed = True
+            raise CommError("the memory is gone", why="a test", fix="none")
+        return super()._copy(window, opened, begin, *args)
+
+
+def send(address: str, receivers: int) -> Any:
+    with WeightSender(
+        connect_store(address), transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=9.0
+    ) as sender:
+        sender.wait_for_receivers(receivers)
+        reports = []
+        for version in (1, 2):
+            begin = time.monotonic()
+            report = sender.publish(version, model_of(version).items())
+            reports.append((report.receivers, dict(report.quarantined), time.monotonic() - begin))
+        return reports
+
+
+def send_or_receive(rank: int, address: str, *kinds: type[IpcReceiver]) -> Any:
+    if rank == 0:
+        return send(address, len(kinds))
+    with WeightReceiver(connect_store(address), replica=f"r{rank}") as receiver:
+        receiver._ipc = kinds[rank - 1](backend=receiver._backend)
+        while receiver.version != 2:
+            received = receiver.receive(timeout_s=30.0)
+            assert is_model(received, received.version)
+        return True
+
+
+def test_a_receiver_that_is_killed_between_windows_is_excluded_and_the_other_gets_the_version() -> None:
+    store = serve_store()
+    with Processes(send_or_receive, 3, store_address(store), Dying, IpcReceiver) as processes:
+        first, second = processes.wait(0).value
+        assert processes.wait(2).value, processes.wait(2).error
+        assert "exit code -9" in str(processes.wait(1).error)
+    assert first[0] == 1 and first[1].keys() == {"r1"}, first
+    assert second[:2] == (1, {})
+
+
+def test_a_receiver_that_fails_between_windows_is_heard_at_once_and_gets_the_version_in_another_round() -> None:
+    store = serve_store()
+    reports, *right = run_processes(send_or_receive, 3, store_address(store), FailingOnce, IpcReceiver)
+    assert [report[:2] for report in reports] == [(2, {}), (2, {})] and right == [True, True]
+    assert reports[0][2] < 5.0, "the sender waited for the failed receiver until its time was up"
+
+
+class Generated:
+    """Weights that are made while they are read, as gathered ones are; ``most`` bytes of them lived at once."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+
+    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((f"t{number}", torch.empty(LARGE, device="meta")) for number in range(TENSORS))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(TENSORS):
+            tensor = torch.full((LARGE,), float(number))
+            self.alive += tensor.nbytes
+            self.most = max(self.most, self.alive)
+            weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
+            yield f"t{number}", tensor
+
+    def _freed(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+def generate_or_receive(rank: int, address: str) -> Any:
+    if rank == 0:
+        store = connect_store(address)
+        with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS) as sender:
+            sender.wait_for_receivers(1)
+            weights = Generated()
+            sender.publish(1, weights)
+            return weights.most
+    with WeightReceiver(connect_store(address), replica="r1") as receiver:
+        received = receiver.receive(timeout_s=30.0)
+        return [tensor.mean().item() for tensor in received.values()]
+
+
+def test_of_generated_weights_only_two_windows_are_held() -> None:
+    store = serve_store()
+    most, means = run_processes(generate_or_receive, 2, store_address(store))
+    assert means == [float(number) for number in range(TENSORS)]
+    one = 4 * LARGE  # a tensor larger than a window is held until its last one is taken
+    assert most <= 2 * (SLABS // 2 * SLAB_NBYTES) + 3 * one < TENSORS * one / 4
