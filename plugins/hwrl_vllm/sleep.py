@@ -16,6 +16,7 @@ from hwrl.registry import get_backend
 NAME = "hwrl"
 """The value of vLLM's ``sleep_mode_backend``."""
 _WEIGHTS = "weights"
+_PIECE_NBYTES = 32 << 20
 
 
 class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not followed
@@ -60,15 +61,15 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
     def _bring_back(self) -> None:
         """Begin to copy the weights to the device.
 
-        By a kernel, which reads page-locked memory where it lies: the driver clears what it maps by copy engines, and
-        for as long as that takes they would copy at half their speed.
+        By kernels, which read page-locked memory where it lies: the driver clears what it maps by copy engines, and for
+        as long as that takes they would copy at half their speed. Mapping waits for a kernel that runs, so each is
+        short.
         """
-        targets, sources = [], []
-        for memory, kept in self._weights():
-            targets.append(memory.view(torch.int64))
-            sources.append(self._on_device(kept.data_ptr(), kept.nbytes).view(torch.int64))
         with self._stream:
-            torch._foreach_copy_(targets, sources)
+            for memory, kept in self._weights():
+                source = self._on_device(kept.data_ptr(), kept.nbytes)
+                for to, part in zip(memory.split(_PIECE_NBYTES), source.split(_PIECE_NBYTES), strict=True):
+                    torch._foreach_copy_([to.view(torch.int64)], [part.view(torch.int64)])
         self._kept = False
 
     def _lock(self, device: int) -> None:
