@@ -110,6 +110,21 @@ def replace_adapter(manager: Any, weights: Mapping[str, torch.Tensor], config: M
     adapters.activate_adapter(ADAPTER)
 
 
+def keep_indices(model: torch.nn.Module) -> None:
+    """Let vLLM keep what the layers of ``model`` look up places with, in a sleep of level 2, too.
+
+    Of what is on the device it keeps buffers then, and weights are sent again. Layers with adapters have indices that
+    are neither (how workers divide the vocabulary, say) and come back as zeros before vLLM 0.32.
+    """
+    import torch
+
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                delattr(module, name)
+                module.register_buffer(name, value, persistent=False)
+
+
 def with_loaders_names(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return ``weights`` as the loaders of ``model``, whose layers can have adapters, call them.
 

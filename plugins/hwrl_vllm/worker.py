@@ -12,7 +12,7 @@ import torch
 from hwrl.backend import Backend
 from hwrl.registry import get_backend
 from hwrl_vllm.copies import CopyPlan, Recorder
-from hwrl_vllm.lora import layers_without_place, replace_adapter, with_loaders_names
+from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter, with_loaders_names
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ class WeightLoading:
         return get_backend().memory_info().free_nbytes
 
     def hwrl_prepare_sleep(self) -> None:
-        """Let hwrl's memory keep the weights while the engine sleeps, if this version of vLLM lets others do that."""
+        """Let sleep keep what it must, in hwrl's memory if this version of vLLM lets others keep the weights."""
+        keep_indices(self.model_runner.get_model())
         if hasattr(self, "_sleep_mode_backend"):
             from hwrl_vllm.sleep import pooled_sleep
 

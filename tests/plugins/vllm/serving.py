@@ -70,7 +70,8 @@ class Policy:
             response = responses[request.request_id]
             logits = self.logits(request.prompt_ids, response)
             chosen = logits.gather(1, torch.from_numpy(response.token_ids.astype(np.int64))[:, None])[:, 0]
-            assert (logits.max(-1).values - chosen).max() <= (0.0 if ON_HOST else self._close)
+            behind = (logits.max(-1).values - chosen).max().item()
+            assert behind <= (0.0 if ON_HOST else self._close), f"{behind} behind the greedy token"
             wanted = self.logprobs(request.prompt_ids, response, temperature=1.0)
             np.testing.assert_allclose(response.logprobs, wanted, atol=self._close)
 

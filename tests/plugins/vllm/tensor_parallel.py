@@ -20,8 +20,8 @@ def main(model_directory: Path) -> None:
         engine.load_weights(policy.change().items(), version=version)
         requests = requests_of(4)
         policy.check_greedy(requests, generate(engine, requests))
-    _check_adapter(model_directory)
     worker, _ = multiprocessing.active_children()
+    _check_adapter(model_directory)
     worker.kill()
     with pytest.raises(EngineError, match="version 3 was not loaded, and the version before is gone"):
         engine.load_weights(policy.change().items(), version=3)

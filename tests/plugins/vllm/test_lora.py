@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from tests.plugins.vllm.serving import (
     write_model,
 )
 
+REPO = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.filterwarnings("default"),  # vLLM warns of its own use of what is deprecated
@@ -163,3 +166,13 @@ def test_an_adapter_in_every_linear_layer_has_its_places_in_merged_ones(tmp_path
     engine.load_adapter(policy.change_adapter().items(), version=next(_versions), base=BASE)
     check_serving(engine, policy)
     engine.close()
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_an_adapter_is_served_after_each_level_of_sleep(tensor_parallel: int, tmp_path: Path) -> None:
+    if not ON_HOST and get_backend().device_count() < tensor_parallel:
+        pytest.skip("needs two devices")
+    model = write_demo(tmp_path, seed=1, prompts=16).with_name("model")
+    command = [sys.executable, "-m", "tests.plugins.vllm.sleep_with_adapter", str(model), str(tensor_parallel)]
+    ended = subprocess.run(command, cwd=REPO, text=True, capture_output=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
 
-REPO = Path(__file__).parents[3]
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.skipif(
@@ -70,13 +67,3 @@ def test_an_engine_with_pending_requests_does_not_sleep(engine: VllmEngine) -> N
     with pytest.raises(EngineError, match=r"1 requests are pending(.|\n)*abort\(\)"):
         engine.sleep(level=1)
     engine.abort()
-
-
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_an_adapter_is_served_after_each_level_of_sleep(tensor_parallel: int, tmp_path: Path) -> None:
-    if get_backend().device_count() < tensor_parallel:
-        pytest.skip("needs two devices")
-    model = write_demo(tmp_path, seed=1, prompts=16).with_name("model")
-    command = [sys.executable, "-m", "tests.plugins.vllm.sleep_with_adapter", str(model), str(tensor_parallel)]
-    ended = subprocess.run(command, cwd=REPO, text=True, capture_output=True, timeout=500, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
