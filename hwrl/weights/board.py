@@ -21,7 +21,7 @@ class Offer:
     """A version that the sender offers. ``number`` grows with every offer of every sender of the link.
 
     ``to`` are the receivers (their join numbers) of a device or ipc transfer, in rank order from 1; ``group`` names the
-    groups, ``lanes`` many, or the exported memory. ``directory`` and ``slot`` say where a host version
+    groups, ``lanes`` many. ``directory`` and ``slot`` say where a host version
     lies; ``before`` is the offer of the version that stays until this one is whole, 0 if there is none.
     """
 
@@ -131,11 +131,10 @@ class Board:
         for key in notes:
             self._notes.delete(key)
 
-    def forget_notes(self, offer: Offer, *names: str) -> None:
-        """Delete notes on ``offer`` that only its transport understands, the sender's and the receivers'."""
-        for name in names:
-            for writer in ("", *(f"/{member}" for member in offer.to)):
-                self._notes.delete(f"{name}/{offer.number}{writer}")
+    def forget_note(self, offer: Offer, note: str, members: Collection[int] | None = None) -> None:
+        """Delete a note on ``offer`` that only its transport understands: the sender's, or that of ``members``."""
+        for writer in [""] if members is None else [f"/{member}" for member in members]:
+            self._notes.delete(f"{note}/{offer.number}{writer}")
 
     def forget_group(self, name: str) -> None:
         """Delete what making the groups ``name`` left in the store; no receiver makes one of them any more."""
@@ -176,7 +175,7 @@ class Board:
         await_keys(self.store, [f"offer/{number}"], timeout_s=timeout_s)
 
     def await_note(self, offer: Offer, note: str, *, timeout_s: float) -> bytes | None:
-        """Block until the sender's ``note`` ("go" or "verdict") on ``offer`` is there; None after ``timeout_s``."""
+        """Block until the sender's ``note`` ("go", say) on ``offer`` is there; None after ``timeout_s``."""
         await_keys(self.store, [f"{note}/{offer.number}"], timeout_s=timeout_s)
         return self._notes.get(f"{note}/{offer.number}")
 

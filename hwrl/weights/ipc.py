@@ -17,6 +17,7 @@ import torch
 
 from hwrl.backend import Backend, Capability, StreamLike
 from hwrl.errors import CommError, CommTimeoutError, TransferFailedError
+from hwrl.handles import Handle
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import Lease, Place
@@ -24,7 +25,7 @@ from hwrl.weights.checksum import Checksums
 from hwrl.weights.layout import TensorFeed, WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Rounds, wire_timeout_s
+from hwrl.weights.rounds import Named, Rounds, vote_timeout_s, wire_timeout_s
 
 _WATCH_S = 0.5
 _BROKEN_OFF = "broken off"
@@ -43,40 +44,42 @@ def taken_note(number: int) -> str:
 class IpcSender(Rounds):
     """Packs tensors into a ring of ``slabs`` slabs, which receivers read; large tensors they read where these lie.
 
-    Those are held, and must not change, until every receiver has taken their window. Two windows are under way at
-    most, each of half the ring, or as many bytes.
+    Those are held, and must not change, until every receiver has taken their window, or has voted. Two windows are
+    under way at most, each of half the ring, or as many bytes.
     """
 
     def __init__(
         self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, slabs: int, timeout_s: float
     ) -> None:
+        self._most_under_way = min(2, slabs)
+        self._slots = slabs // self._most_under_way
+        slabs = self._slots * self._most_under_way
         super().__init__(board, roster, layout, backend=backend, slabs=slabs, timeout_s=timeout_s)
         backend.require(Capability.DEVICE_IPC, needed_for="send weights by the ipc transport")
-        self._most_under_way = min(2, slabs)
-        self._slots = max(1, slabs // 2)
         self._under_way: collections.deque[_Window] = collections.deque()
-        self._noted: Offer | None = None  # whose notes are not deleted yet
+        self._reading: Offer | None = None
         self._shown = 0
 
     def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:
-        self._forget_windows()
-        self._noted = offer
-        window = _Window()
+        handles: dict[int, Handle] = {}
+        window = _Window(handles)
         for index, slab in enumerate(self._layout.slabs):
             with clock("gather"):
                 tensors = feed.of(slab)
             if not window.memories:
-                self._await_room(offer)
+                self._await_taken(offer, most_under_way=self._most_under_way - 1)
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
             self._sums.add(index, lease.memory)
-            window.add(lease)
+            window.add(lease, stays=lease.copied or feed.is_there)
             if window.slots == self._slots or window.nbytes >= self._slots * self._layout.slab_nbytes:
                 self._show(offer, window)
-                window = _Window()
+                window = _Window(handles)
         feed.finish()
-        window.memories.append((self._sums.values.view(torch.uint8), True))
-        self._show(offer, window)
+        if self._layout.slabs:
+            window.memories.append((self._sums.values.view(torch.uint8), True))
+            self._show(offer, window)
+        self._await_taken(offer, most_under_way=0)
 
     def _show(self, offer: Offer, window: _Window) -> None:
         text = window.to_json(self._backend)  # not earlier: a backend may move memory to where it can be opened
@@ -85,15 +88,16 @@ class IpcSender(Rounds):
         self._board.put_note(offer, window_note(self._shown), text)
         self._shown += 1
 
-    def _await_room(self, offer: Offer) -> None:
-        """Wait until the ring has slots for another window; CommError if a receiver has given up or is silent."""
+    def _await_taken(self, offer: Offer, *, most_under_way: int) -> None:
+        """Wait until no more windows than that are under way; CommError if a receiver has given up or is silent."""
         deadline = time.monotonic() + wire_timeout_s(self._timeout_s)
-        while len(self._under_way) >= self._most_under_way:
+        while len(self._under_way) > most_under_way:
             oldest, left_s = self._shown - len(self._under_way), deadline - time.monotonic()
             timeout_s = max(0.0, min(_WATCH_S, left_s))
             late = self._board.absent(offer, offer.to, note=taken_note(oldest), timeout_s=timeout_s)
             if not late:
                 self._under_way.popleft()
+                deadline = time.monotonic() + wire_timeout_s(self._timeout_s)
             elif self._gone(offer) or any(self._board.vote(offer, member) for member in late):
                 raise CommError(
                     "a receiver stopped reading",
@@ -107,47 +111,60 @@ class IpcSender(Rounds):
                     fix="is it alive? give the sender a larger timeout_s if it is slow",
                 )
 
-    def _count_votes(self, offer: Offer, *args: Any) -> bool:
-        committed = super()._count_votes(offer, *args)
+    def _round(self, offer: Offer, named: Named, excluded: dict[str, str], clock: StageClock) -> bool:
+        self._reading = offer
+        try:
+            return super()._round(offer, named, excluded, clock)
+        finally:
+            self._end_reading(offer)
+
+    def _count_votes(self, *args: Any) -> bool:
+        committed = super()._count_votes(*args)
         self._under_way.clear()
-        self._forget_windows()
         return committed
 
-    def _break_off(self) -> None:
-        """Tell those who wait for another window that none comes; nobody reads what was lent, or nobody that counts."""
+    def _end_reading(self, offer: Offer) -> None:
+        """Let go what was lent, and delete what was noted, when nobody reads it any more, or nobody that counts."""
+        if self._under_way:  # the sender failed, and receivers learn of it now
+            self._await_votes(offer, vote_timeout_s(self._timeout_s))
+        self._reading = None
         self._under_way.clear()
-        if self._noted is not None:
-            self._board.put_note(self._noted, window_note(self._shown), _BROKEN_OFF)
+        for number in range(self._shown + 1):
+            self._board.forget_note(offer, window_note(number))
+            self._board.forget_note(offer, taken_note(number), offer.to)
+        self._shown = 0
 
-    def _forget_windows(self) -> None:
-        if self._noted is not None:
-            for number in range(self._shown + 1):
-                self._board.forget_notes(self._noted, window_note(number), taken_note(number))
-        self._noted, self._shown = None, 0
+    def _break_off(self) -> None:
+        """Tell those who wait for another window that none comes."""
+        if self._reading is not None:
+            self._board.put_note(self._reading, window_note(self._shown), _BROKEN_OFF)
 
 
 class _Window:
     """Memories that receivers may read at the same time, and whether they stay the sender's afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, handles: dict[int, Handle]) -> None:
         self.memories: list[tuple[torch.Tensor, bool]] = []
         self.slots = self.nbytes = 0
+        self._handles = handles  # of storages that stay, which this transfer's windows share
 
-    def add(self, lease: Lease) -> None:
-        self.memories.append((lease.memory, lease.copied))
+    def add(self, lease: Lease, *, stays: bool) -> None:
+        self.memories.append((lease.memory, stays))
         self.slots += lease.copied
         self.nbytes += lease.memory.nbytes
 
     def to_json(self, backend: Backend) -> str:
         """Return handles of whole storages, each once, which of them stay, and where in them each memory lies."""
         numbers: dict[int, int] = {}
-        handles: list[Mapping[str, str | int]] = []
+        handles: list[Handle] = []
         stay, places = [], []
         for memory, stays in self.memories:
             storage = memory.untyped_storage()
             if storage._cdata not in numbers:
                 numbers[storage._cdata] = len(handles)
-                handles.append(backend.export_memory(bytes_of(storage)))
+                handles.append(self._handles.get(storage._cdata) or backend.export_memory(bytes_of(storage)))
+                if stays:
+                    self._handles[storage._cdata] = handles[-1]
                 stay.append(stays)
             places.append((numbers[storage._cdata], int(memory.storage_offset())))
         return json.dumps({"handles": handles, "stay": stay, "places": places})
@@ -174,15 +191,21 @@ class IpcReceiver:
         more, and closes it: what is freed while somebody has it open is lost to the device. Raises CommError if it
         cannot be opened or the sender breaks off, TransferFailedError if a note is malformed.
         """
+        if not sums.slabs:
+            return torch.empty_like(sums.values)
         staying: dict[str, torch.Tensor] = {}
-        theirs, begin, number = None, 0, 0
-        with clock.span(self._backend):
-            while theirs is None:
-                window = _read(await_note(window_note(number)), most=sums.slabs + 1 - begin)
-                theirs = self._copy(window, self._open(window, staying), begin, place, sums)
-                say(taken_note(number))
-                begin, number = begin + len(window.places), number + 1
-        return theirs
+        window, theirs, begin, number = _read(await_note(window_note(0)), most=sums.slabs + 1), None, 0, 0
+        try:
+            with clock.span(self._backend):
+                while True:
+                    theirs = self._copy(window, self._open(window, staying), begin, place, sums)
+                    say(taken_note(number))
+                    if theirs is not None:
+                        return theirs
+                    begin, number = begin + len(window.places), number + 1
+                    window = _read(await_note(window_note(number)), most=sums.slabs + 1 - begin)
+        finally:
+            staying.clear()  # an error's traceback keeps this frame
 
     def _open(self, window: _Shown, staying: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the memories of ``window``; those that stay are opened once."""
@@ -221,6 +244,7 @@ class IpcReceiver:
         finally:
             for stream in (*self._streams, current):
                 stream.synchronize()
+            opened.clear()
         return theirs
 
 

@@ -168,10 +168,14 @@ class TensorFeed:
 
     def __init__(self, layout: WeightLayout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._layout, self._named = layout, iter(named)
-        self._is_there = isinstance(named, (Sequence, ItemsView))
+        self.is_there = isinstance(named, (Sequence, ItemsView))
+        """Whether the tensors are kept by who gave them, until the transfer ends."""
         self._held: list[torch.Tensor | None] = [None] * len(layout.entries)
         self._next = 0
-        self._address_of = {entry.alias_of: 0 for entry in layout.entries if entry.alias_of is not None}
+        # The tensors themselves, not their addresses: memory that is lent may move.
+        self._first: dict[str, torch.Tensor | None] = {
+            entry.alias_of: None for entry in layout.entries if entry.alias_of is not None
+        }
 
     def of(self, slab: Slab) -> list[torch.Tensor]:
         """Return the tensors of ``slab``'s pieces; each slab once, in order. What later slabs need is held.
@@ -189,7 +193,7 @@ class TensorFeed:
 
     def read_ahead(self) -> None:
         """Read now what is there in any case, so that what is wrong with it shows before anything is sent."""
-        if self._is_there:
+        if self.is_there:
             self.finish()
 
     def finish(self) -> None:
@@ -201,6 +205,7 @@ class TensorFeed:
     def close(self) -> None:
         """Let what was read go; a generator ends now, and not when the last reference to a traceback is dropped."""
         self._held = []
+        self._first = {}
         if isinstance(self._named, Generator):
             self._named.close()
 
@@ -210,10 +215,11 @@ class TensorFeed:
                 raise _changed(_difference(entry, name, tensor))
             self._held[self._next] = tensor
             self._next += 1
-            if entry.alias_of is not None and tensor.data_ptr() != self._address_of[entry.alias_of]:
+            first = None if entry.alias_of is None else self._first[entry.alias_of]
+            if first is not None and tensor.data_ptr() != first.data_ptr():
                 raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
-            if self._address_of and name in self._address_of:
-                self._address_of[name] = tensor.data_ptr()
+            if self._first and name in self._first:
+                self._first[name] = tensor
         if self._next < stop:
             raise _changed(f"{len(self._layout.entries)} tensors were planned and {self._next} came")
 

@@ -157,7 +157,7 @@ class Rounds:
         patience_s = vote_timeout_s(self._timeout_s)
         if failure is None:  # the host may be ahead of the device, which is still moving
             patience_s = max(patience_s, deadline - time.monotonic())
-        silent = self._board.absent(offer, offer.to, note="vote", timeout_s=patience_s)
+        silent = self._await_votes(offer, patience_s)
         votes = {member: self._board.vote(offer, member) for member in offer.to if member not in silent}
         why = "it did not vote in time" if failure is None else f"it was lost in the transfer ({failure.why})"
         excluded |= self._roster.exclude(silent, why)
@@ -175,6 +175,17 @@ class Rounds:
         self._roster.served |= dict.fromkeys(whole if committed else [], offer.version)
         self._board.put_verdict(offer, committed=committed)
         return committed
+
+    def _await_votes(self, offer: Offer, timeout_s: float) -> list[int]:
+        """Wait for all votes, and not for those who have left or were replaced; return who did not vote."""
+        silent, waited_s = offer.to, 0.0
+        while waited_s < timeout_s:
+            slice_s = min(_WATCH_S, timeout_s - waited_s)
+            silent = self._board.absent(offer, silent, note="vote", timeout_s=slice_s)
+            waited_s += slice_s
+            if not silent or set(silent) <= set(self._gone(offer)):
+                break
+        return silent
 
     def _forget_past(self, offer: Offer) -> None:
         """Delete the notes of offers that every receiver has left behind: it came to this one, or is no member."""

@@ -111,18 +111,20 @@ def replace_adapter(manager: Any, weights: Mapping[str, torch.Tensor], config: M
 
 
 def keep_indices(model: torch.nn.Module) -> None:
-    """Let vLLM keep what the layers of ``model`` look up places with, in a sleep of level 2, too.
+    """Let vLLM keep what layers with adapters look up places with, in a sleep of level 2, too.
 
-    Of what is on the device it keeps buffers then, and weights are sent again. Layers with adapters have indices that
-    are neither (how workers divide the vocabulary, say) and come back as zeros before vLLM 0.32.
+    Of what is on the device it keeps buffers then, and weights are sent again. These indices (how workers divide the
+    vocabulary, say) are neither, and before vLLM 0.32 they come back as zeros.
     """
     import torch
+    from vllm.lora.layers import BaseLayerWithLoRA
 
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor) and not value.is_floating_point():
-                delattr(module, name)
-                module.register_buffer(name, value, persistent=False)
+    for layer in model.modules():
+        if isinstance(layer, BaseLayerWithLoRA):
+            for name, value in list(vars(layer).items()):
+                if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                    layer._buffers[name] = vars(layer).pop(name)
+                    layer._non_persistent_buffers_set.add(name)
 
 
 def with_loaders_names(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+import unittest.mock
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hwrl.comm import connect_store, serve_store, store_address
-from hwrl.errors import CommError
+from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.ipc import IpcReceiver
@@ -20,6 +23,7 @@ from hwrl.weights.ipc import IpcReceiver
 SLAB_NBYTES = 1 << 16
 SLABS = 4
 TENSORS = 120
+SLOW_S = 3.0
 LARGE = SLAB_NBYTES  # elements: 256 KiB, which are read where they lie
 
 
@@ -54,9 +58,9 @@ class FailingOnce(IpcReceiver):
         return super()._copy(window, opened, begin, *args)
 
 
-def send(address: str, receivers: int) -> Any:
+def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
     with WeightSender(
-        connect_store(address), transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=9.0
+        connect_store(address), transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=timeout_s
     ) as sender:
         sender.wait_for_receivers(receivers)
         reports = []
@@ -69,7 +73,7 @@ def send(address: str, receivers: int) -> Any:
 
 def send_or_receive(rank: int, address: str, *kinds: type[IpcReceiver]) -> Any:
     if rank == 0:
-        return send(address, len(kinds))
+        return send(address, len(kinds), timeout_s=SLOW_S if Slow in kinds else 9.0)
     with WeightReceiver(connect_store(address), replica=f"r{rank}") as receiver:
         receiver._ipc = kinds[rank - 1](backend=receiver._backend)
         while receiver.version != 2:
@@ -93,6 +97,115 @@ def test_a_receiver_that_fails_between_windows_is_heard_at_once_and_gets_the_ver
     reports, *right = run_processes(send_or_receive, 3, store_address(store), FailingOnce, IpcReceiver)
     assert [report[:2] for report in reports] == [(2, {}), (2, {})] and right == [True, True]
     assert reports[0][2] < 5.0, "the sender waited for the failed receiver until its time was up"
+
+
+class Slow(IpcReceiver):
+    """Takes longer for all windows than the sender's ``timeout_s``, and less for each."""
+
+    def _copy(self, *args: Any) -> Any:
+        time.sleep(0.1)
+        return super()._copy(*args)
+
+
+def test_a_slow_receiver_is_waited_for_as_long_as_it_takes_window_after_window() -> None:
+    store = serve_store()
+    reports, right = run_processes(send_or_receive, 2, store_address(store), Slow, timeout_s=60.0)
+    assert [report[:2] for report in reports] == [(1, {}), (1, {})] and right
+    assert reports[0][2] > SLOW_S
+
+
+class Tied:
+    """Weights that are read while they are sent, the last of which is the first; ``fails`` before that one."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+        self._large = torch.arange(4 * LARGE, dtype=torch.float32)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embed", self._large
+        for number in range(TENSORS):
+            yield f"t{number}", torch.full((LARGE,), float(number))
+        if self._fails:
+            raise ValueError("no more weights")
+        yield "head", self._large
+
+
+def mapped(pid: int) -> int:
+    """Return how many memories that the CPU backend shares between processes ``pid`` has mapped."""
+    return sum("/torch_" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def fail_and_send_again(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 1:
+        store.set("pid", str(os.getpid()))
+        with WeightReceiver(store, replica="r1") as receiver:
+            right = []
+            for version in (1, 3):
+                received = receiver.receive(timeout_s=30.0)
+                right.append(received.version == version and torch.equal(received["head"], Tied(fails=False)._large))
+            return all(right)
+    with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=9.0) as sender:
+        sender.wait_for_receivers(1)
+        sender.publish(1, Tied(fails=False))
+        keys = store.num_keys()
+        with pytest.raises(ValueError, match="no more weights"):
+            sender.publish(2, Tied(fails=True))
+        assert mapped(int(store.get("pid"))) == 0, "a receiver has open what is freed from here on"
+        assert store.num_keys() <= keys + 5, "of two offers only here, go, vote, verdict and offer are left"
+        begin = time.monotonic()
+        sender.publish(3, Tied(fails=False))
+        return time.monotonic() - begin
+
+
+def test_a_sender_that_fails_goes_on_when_nobody_reads_and_sends_again_at_once() -> None:
+    store = serve_store()
+    seconds, right = run_processes(fail_and_send_again, 2, store_address(store))
+    assert right and seconds < 3.0
+
+
+def interrupt_the_vote(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 1:
+        with WeightReceiver(store, replica="r1") as receiver:
+            while receiver.version != 2:
+                try:
+                    received = receiver.receive(timeout_s=30.0)
+                except TransferFailedError:
+                    continue
+            return is_model(received, 2)
+    with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=9.0) as sender:
+        sender.wait_for_receivers(1)
+        sender.publish(1, model_of(1).items())
+        link: Any = sender._link
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link, "_await_votes", unittest.mock.Mock(side_effect=[KeyboardInterrupt, []]))
+            with pytest.raises(KeyboardInterrupt):
+                sender.publish(2, model_of(2).items())
+        begin = time.monotonic()
+        sender.publish(2, model_of(2).items())
+        return time.monotonic() - begin
+
+
+def test_after_an_interrupted_vote_the_version_is_sent_again_at_once() -> None:
+    store = serve_store()
+    seconds, right = run_processes(interrupt_the_vote, 2, store_address(store))
+    assert right and seconds < 3.0
+
+
+def send_nothing(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 1:
+        with WeightReceiver(store, replica="r1") as receiver:
+            return dict(receiver.receive(timeout_s=30.0))
+    with WeightSender(store, transport="ipc") as sender:
+        sender.wait_for_receivers(1)
+        return sender.publish(1, []).receivers
+
+
+def test_no_weights_are_a_version_too() -> None:
+    store = serve_store()
+    assert run_processes(send_nothing, 2, store_address(store)) == [1, {}]
 
 
 class Generated:
