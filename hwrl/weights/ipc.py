@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
 from hwrl.weights.rounds import Named, Rounds, vote_timeout_s, wire_timeout_s
 
-_WATCH_S = 0.5
 _BROKEN_OFF = "broken off"
 
 
@@ -90,26 +88,22 @@ class IpcSender(Rounds):
 
     def _await_taken(self, offer: Offer, *, most_under_way: int) -> None:
         """Wait until no more windows than that are under way; CommError if a receiver has given up or is silent."""
-        deadline = time.monotonic() + wire_timeout_s(self._timeout_s)
         while len(self._under_way) > most_under_way:
-            oldest, left_s = self._shown - len(self._under_way), deadline - time.monotonic()
-            timeout_s = max(0.0, min(_WATCH_S, left_s))
-            late = self._board.absent(offer, offer.to, note=taken_note(oldest), timeout_s=timeout_s)
-            if not late:
-                self._under_way.popleft()
-                deadline = time.monotonic() + wire_timeout_s(self._timeout_s)
-            elif self._gone(offer) or any(self._board.vote(offer, member) for member in late):
-                raise CommError(
-                    "a receiver stopped reading",
-                    why=f"of {late} one left, or failed, before it had taken window {oldest}",
-                    fix="look at its log; it goes on with the version that it has",
-                )
-            elif left_s <= 0:
+            oldest, late = self._shown - len(self._under_way), offer.to
+            for late in self._watch(offer, taken_note(oldest), wire_timeout_s(self._timeout_s)):
+                if late and (self._gone(offer) or any(self._board.vote(offer, member) for member in late)):
+                    raise CommError(
+                        "a receiver stopped reading",
+                        why=f"of {late} one left, or failed, before it had taken window {oldest}",
+                        fix="look at its log; it goes on with the version that it has",
+                    )
+            if late:
                 raise CommTimeoutError(
                     "a receiver reads nothing",
                     why=f"{late} did not take window {oldest} in time",
                     fix="is it alive? give the sender a larger timeout_s if it is slow",
                 )
+            self._under_way.popleft()
 
     def _round(self, offer: Offer, named: Named, excluded: dict[str, str], clock: StageClock) -> bool:
         self._reading = offer

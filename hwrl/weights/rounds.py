@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -123,17 +123,21 @@ class Rounds:
 
     def _absent(self, offer: Offer) -> list[int]:
         """Wait for all receivers; return those which did not come, have left, or were replaced meanwhile."""
-        absent, waited_s = offer.to, 0.0
-        while waited_s < self._timeout_s:
-            slice_s = min(_WATCH_S, self._timeout_s - waited_s)
-            absent = self._board.absent(offer, absent, note="here", timeout_s=slice_s)
-            waited_s += slice_s
-            if not absent:
-                return self._gone(offer) if waited_s > _WATCH_S else []
-            gone = self._gone(offer)
+        absent = offer.to
+        for looks, absent in enumerate(self._watch(offer, "here", self._timeout_s)):
+            gone = self._gone(offer) if absent or looks else []
             if gone:
                 return gone
         return absent
+
+    def _watch(self, offer: Offer, note: str, timeout_s: float) -> Iterator[list[int]]:
+        """Yield who has not written ``note`` yet, now and then, until that is nobody or ``timeout_s`` have passed."""
+        late, waited_s = offer.to, 0.0
+        while late and waited_s < timeout_s:
+            slice_s = min(_WATCH_S, timeout_s - waited_s)
+            late = self._board.absent(offer, late, note=note, timeout_s=slice_s)
+            waited_s += slice_s
+            yield late
 
     def _gone(self, offer: Offer) -> list[int]:
         """Return which receivers of ``offer`` have left, or were replaced, since it was made."""
@@ -178,12 +182,9 @@ class Rounds:
 
     def _await_votes(self, offer: Offer, timeout_s: float) -> list[int]:
         """Wait for all votes, and not for those who have left or were replaced; return who did not vote."""
-        silent, waited_s = offer.to, 0.0
-        while waited_s < timeout_s:
-            slice_s = min(_WATCH_S, timeout_s - waited_s)
-            silent = self._board.absent(offer, silent, note="vote", timeout_s=slice_s)
-            waited_s += slice_s
-            if not silent or set(silent) <= set(self._gone(offer)):
+        silent = offer.to
+        for silent in self._watch(offer, "vote", timeout_s):
+            if silent and set(silent) <= set(self._gone(offer)):
                 break
         return silent
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 import unittest.mock
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import Store
 
 from hwrl.comm import connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.ipc import IpcReceiver
+from tests.distributed.test_policy_links import opened_memories
 
 SLAB_NBYTES = 1 << 16
 SLABS = 4
@@ -58,11 +60,21 @@ class FailingOnce(IpcReceiver):
         return super()._copy(window, opened, begin, *args)
 
 
-def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
-    with WeightSender(
-        connect_store(address), transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=timeout_s
-    ) as sender:
+@contextlib.contextmanager
+def sender_to(store: Store, receivers: int = 1, *, timeout_s: float = 9.0) -> Iterator[WeightSender]:
+    with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=timeout_s) as sender:
         sender.wait_for_receivers(receivers)
+        yield sender
+
+
+def seconds_to_publish(sender: WeightSender, version: int, weights: Any) -> float:
+    begin = time.monotonic()
+    sender.publish(version, weights)
+    return time.monotonic() - begin
+
+
+def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
+    with sender_to(connect_store(address), receivers, timeout_s=timeout_s) as sender:
         reports = []
         for version in (1, 2):
             begin = time.monotonic()
@@ -138,11 +150,6 @@ class Tied:
         yield "head", self._large
 
 
-def mapped(pid: int) -> int:
-    """Return how many memories that the CPU backend shares between processes ``pid`` has mapped."""
-    return sum("/torch_" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
-
-
 def fail_and_send_again(rank: int, address: str) -> Any:
     store = connect_store(address)
     if rank == 1:
@@ -154,17 +161,14 @@ def fail_and_send_again(rank: int, address: str) -> Any:
                 received = receiver.receive(timeout_s=30.0)
                 right.append(received.version == version and torch.equal(received["head"], Tied(fails=False)._large))
             return all(right)
-    with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=9.0) as sender:
-        sender.wait_for_receivers(1)
+    with sender_to(store) as sender:
         sender.publish(1, Tied(fails=False))
         keys = store.num_keys()
         with pytest.raises(ValueError, match="no more weights"):
             sender.publish(2, Tied(fails=True))
-        assert mapped(int(store.get("pid"))) == 0, "a receiver has open what is freed from here on"
+        assert opened_memories(int(store.get("pid"))) == 0, "a receiver has open what is freed from here on"
         assert store.num_keys() <= keys + 5, "of two offers only here, go, vote, verdict and offer are left"
-        begin = time.monotonic()
-        sender.publish(3, Tied(fails=False))
-        return time.monotonic() - begin
+        return seconds_to_publish(sender, 3, Tied(fails=False))
 
 
 def test_a_sender_that_fails_goes_on_when_nobody_reads_and_sends_again_at_once() -> None:
@@ -183,17 +187,14 @@ def interrupt_the_vote(rank: int, address: str) -> Any:
                 except TransferFailedError:
                     continue
             return is_model(received, 2)
-    with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=9.0) as sender:
-        sender.wait_for_receivers(1)
+    with sender_to(store) as sender:
         sender.publish(1, model_of(1).items())
         link: Any = sender._link
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(link, "_await_votes", unittest.mock.Mock(side_effect=[KeyboardInterrupt, []]))
             with pytest.raises(KeyboardInterrupt):
                 sender.publish(2, model_of(2).items())
-        begin = time.monotonic()
-        sender.publish(2, model_of(2).items())
-        return time.monotonic() - begin
+        return seconds_to_publish(sender, 2, model_of(2).items())
 
 
 def test_after_an_interrupted_vote_the_version_is_sent_again_at_once() -> None:
@@ -207,8 +208,7 @@ def send_nothing(rank: int, address: str) -> Any:
     if rank == 1:
         with WeightReceiver(store, replica="r1") as receiver:
             return dict(receiver.receive(timeout_s=30.0))
-    with WeightSender(store, transport="ipc") as sender:
-        sender.wait_for_receivers(1)
+    with sender_to(store) as sender:
         return sender.publish(1, []).receivers
 
 
@@ -240,9 +240,7 @@ class Generated:
 
 def generate_or_receive(rank: int, address: str) -> Any:
     if rank == 0:
-        store = connect_store(address)
-        with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS) as sender:
-            sender.wait_for_receivers(1)
+        with sender_to(connect_store(address)) as sender:
             weights = Generated()
             sender.publish(1, weights)
             return weights.most

@@ -15,9 +15,9 @@ from tests.unit.test_sync_plan import REQUESTS, Replica, Trainer
 VERSIONS = range(1, 7)
 
 
-def _opened_memories() -> int:
-    """Return how many memories that the CPU backend shares between processes this one has mapped."""
-    return sum("/torch_" in line for line in Path("/proc/self/maps").read_text().splitlines())
+def opened_memories(pid: int | str = "self") -> int:
+    """Return how many memories that the CPU backend shares between processes ``pid`` has mapped."""
+    return sum("/torch_" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
 def _train_and_serve(rank: int, address: str, transport: str, directory: Path) -> Any:
@@ -26,7 +26,7 @@ def _train_and_serve(rank: int, address: str, transport: str, directory: Path) -
         trainer, plans, left = Trainer(store, transport), [], []
         for version in VERSIONS:
             assert not await_keys(store, [f"wants {version}"], timeout_s=30.0)
-            left.append((store.num_keys() - version, _opened_memories()))
+            left.append((store.num_keys() - version, opened_memories()))
             plans.append(trainer.publish(version).plan.what)
         trainer.sender.close()
         return plans, left
@@ -38,7 +38,7 @@ def _train_and_serve(rank: int, address: str, transport: str, directory: Path) -
             replica.catch_up()
         model = reference(trainer.base, trainer.adapter(version), directory)
         assert tokens_of(replica.engine, REQUESTS) == [expected(model, request) for request in REQUESTS], version
-        opened.append(_opened_memories())
+        opened.append(opened_memories())
         if version % 2 == 0:
             replica.engine.sleep(level=2)
             replica.inlet.rest()
