@@ -35,12 +35,14 @@ class PromptGroup:
     """A prompt's responses with their rewards, ready for training.
 
     ``sequence_number`` is the prompt's place in the stream, ``lease_id`` the permit under which it was generated
-    (:mod:`hwrl.rollout.ledger`). Arrays of all responses are concatenated; ``lengths`` (int32, one a response)
-    separates them.
+    (:mod:`hwrl.rollout.ledger`), ``incarnation`` the life of the trainer that published all of its weights: a trainer
+    that goes back to a checkpoint counts versions anew. Arrays of all responses are concatenated; ``lengths`` (int32,
+    one a response) separates them.
     """
 
     sequence_number: int
     lease_id: int
+    incarnation: int
     prompt_ids: Ints
     token_ids: Ints
     logprobs: Floats
@@ -60,6 +62,11 @@ class PromptGroup:
         """The smallest weight version among all tokens."""
         return int(self.versions.min())
 
+    @property
+    def newest_version(self) -> int:
+        """The largest weight version among all tokens."""
+        return int(self.versions.max())
+
     def responses(self) -> list[slice]:
         """Return, for each response, its slice of ``token_ids``, ``logprobs`` and ``versions``."""
         ends = np.cumsum(self.lengths)
@@ -72,6 +79,7 @@ class PromptGroup:
         *,
         sequence_number: int,
         lease_id: int,
+        incarnation: int,
         prompt_ids: Ints,
         rewards: Sequence[float],
         metrics: dict[str, float],
@@ -80,6 +88,7 @@ class PromptGroup:
         return cls(
             sequence_number=sequence_number,
             lease_id=lease_id,
+            incarnation=incarnation,
             prompt_ids=prompt_ids,
             token_ids=np.concatenate([response.token_ids for response in responses]),
             logprobs=np.concatenate([response.logprobs for response in responses]),

@@ -17,8 +17,15 @@ from hwrl.weights.plan import POLICY, POLICY_BASE
 _log = logging.getLogger(__name__)
 
 
+INCARNATION = "incarnation"
+"""The key of a version's metadata that says which incarnation of the trainer published it."""
+
+
 class WeightsInlet(Protocol):
     """Brings new weights into the engine that it was made for. One thread, the engine's."""
+
+    incarnation: int
+    """The incarnation of the trainer that published the engine's weights; -1 before there are any."""
 
     def poll(self) -> bool:
         """Return whether weights are offered that the engine has not got. Does not block."""
@@ -85,15 +92,17 @@ class ModelInlet:
 
     def __init__(self, engine: RolloutEngine, link: Link) -> None:
         self._engine, self._link = engine, link
+        self.incarnation = -1
 
     def poll(self) -> bool:
         return self._link.poll()
 
     def update(self) -> bool:
         received = self._link.receive()
-        if received is None:
+        if received is None or _is_outdated(received, self.incarnation):
             return False
         self._engine.load_weights(received.items(), version=received.version)
+        self.incarnation = int(received.metadata[INCARNATION])
         return True
 
     def rest(self) -> None:
@@ -126,6 +135,7 @@ class AdapterInlet:
         self._policy = connect(POLICY)
         self._held: Received | None = None
         self._base_loads = self._base_nbytes = 0
+        self.incarnation = -1
 
     def poll(self) -> bool:
         if self._base is None and self._lacks_base():
@@ -141,7 +151,7 @@ class AdapterInlet:
             self._base_nbytes += base.nbytes
         elif self._policy.poll():
             adapter = self._policy.receive()
-            if adapter is None:
+            if adapter is None or _is_outdated(adapter, self.incarnation):
                 return False
             self._held = adapter
         loaded = self._load_held()
@@ -189,4 +199,13 @@ class AdapterInlet:
             return False
         adapter = {name: held[name] for name in held if name not in beneath}
         self._engine.load_adapter(adapter.items(), version=held.version, base=base)
+        self.incarnation = int(held.metadata[INCARNATION])
         return True
+
+
+def _is_outdated(received: Received, incarnation: int) -> bool:
+    """Return whether ``received`` is of an earlier incarnation: a trainer that was replaced had begun to send it."""
+    theirs = int(received.metadata[INCARNATION])
+    if theirs < incarnation:
+        _log.warning("version %d of the trainer's incarnation %d comes too late", received.version, theirs)
+    return theirs < incarnation

@@ -24,11 +24,15 @@ from hwrl.rollout.groups import PromptGroup
 
 @dataclass(frozen=True)
 class Lease:
-    """One prompt, given to one replica to work on. ``version`` is the oldest weight version it may begin with."""
+    """One prompt, given to one replica to work on.
+
+    It may begin with weights of version ``version`` or newer, published by incarnation ``incarnation`` of the trainer.
+    """
 
     lease_id: int
     sequence_number: int
     version: int
+    incarnation: int
 
 
 @dataclass
@@ -40,7 +44,7 @@ class _Running:
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """How many groups are where, and what went wrong so far."""
+    """How many groups are where, and what went wrong so far; ``rejected`` groups had tokens of other weights."""
 
     trained: int
     accepted: int
@@ -55,7 +59,8 @@ class PromptLedger:
     """See the module. Not thread-safe: one owner calls it.
 
     It gives out nothing before the first :meth:`advance`, at the start and after a resume: only then are there weights
-    of this timeline to begin with.
+    of this incarnation of the trainer to begin with. A version means nothing without the incarnation that published
+    it: a trainer that goes back to a checkpoint publishes other weights under the same numbers.
 
     ``groups_per_version`` groups are trained under each weight version; ``total_groups`` ends the stream;
     ``group_timeout_s`` is how long a replica may hold a lease; ``max_attempts`` is how often a prompt is tried.
@@ -76,6 +81,7 @@ class PromptLedger:
         self._group_timeout_s = group_timeout_s
         self._max_attempts = max_attempts
         self.version = 0
+        self.incarnation = 0
         self._open = False
         self._trained = 0
         self._next = 0
@@ -100,27 +106,44 @@ class PromptLedger:
         leases = []
         for _ in range(min(count, self.capacity())):
             number = self._pop_number()
-            lease = Lease(self._next_lease, number, self.version)
+            lease = Lease(self._next_lease, number, self.version, self.incarnation)
             self._next_lease += 1
             self._running[number] = _Running(lease, replica, now_s + self._group_timeout_s)
             leases.append(lease)
         return leases
 
     def complete(self, group: PromptGroup) -> bool:
-        """Take a finished group; return False if its lease is over, or if a token is older than the lease allows.
+        """Take a finished group; return False if its lease is over, or if its weights are not those of the lease.
 
-        A group that is refused for its age is tried again.
+        A group with other weights counts as rejected and as a failed try, and its prompt is generated anew. Raises
+        EngineError when that has happened ``max_attempts`` times.
         """
         running = self._running.get(group.sequence_number)
         if running is None or running.lease.lease_id != group.lease_id:
+            self._rejected += group.incarnation != self.incarnation
             return False
-        if group.oldest_version < running.lease.version:
+        reason = self._foreign(group, running.lease)
+        if reason is not None:
             self._rejected += 1
-            self._give_back(group.sequence_number)
+            self.fail(running.lease, reason=reason)
             return False
         del self._running[group.sequence_number]
         self._accepted[group.sequence_number] = (running.lease, group)
         return True
+
+    def _foreign(self, group: PromptGroup, lease: Lease) -> str | None:
+        """Return why the weights of ``group`` are not those of ``lease``, or None.
+
+        The trainer publishes a version before it advances the ledger, so tokens may be one version ahead.
+        """
+        if group.incarnation != lease.incarnation:
+            return f"incarnation {group.incarnation} of the trainer made its weights, and {lease.incarnation} runs"
+        if lease.version <= group.oldest_version and group.newest_version <= self.version + 1:
+            return None
+        return (
+            f"its tokens are of versions {group.oldest_version} to {group.newest_version}, and only versions "
+            f"{lease.version} to {self.version + 1} are possible"
+        )
 
     def fail(self, lease: Lease, *, reason: str) -> None:
         """Count a failed try of a prompt and put it back; raise when it has failed ``max_attempts`` times."""
@@ -135,7 +158,7 @@ class PromptLedger:
             raise EngineError(
                 f"prompt {lease.sequence_number} failed {self._max_attempts} times",
                 why=reason,
-                fix="mend the reward function or the prompt; rollout.max_attempts sets how often a prompt is tried",
+                fix="fix what the reason names; rollout.max_attempts sets how often a prompt is tried",
             )
 
     def forget_replica(self, replica: str) -> int:
@@ -231,9 +254,9 @@ class PromptLedger:
             "owed": owed,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; every lease of before is over."""
-        self.version = int(state["version"])
+    def load_state_dict(self, state: Mapping[str, Any], *, incarnation: int) -> None:
+        """Continue from :meth:`state_dict` with ``incarnation`` of the trainer; every lease of before is over."""
+        self.version, self.incarnation = int(state["version"]), incarnation
         self._open = False
         self._trained = int(state["trained"])
         self._next = int(state["next"])

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from hwrl.clock import ActivityClock
-from hwrl.errors import DataError, EngineError
+from hwrl.errors import EngineError
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine, Sampling
 from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.rollout.inlet import WeightsInlet
 from hwrl.rollout.ledger import Lease
-from hwrl.rollout.reward import Reward, judge
+from hwrl.rollout.reward_workers import RewardWorkers, Scores, unscored
 from hwrl.rollout.sleeper import Sleeper
 
 _ASK_AGAIN_S = 1.0
@@ -60,9 +60,7 @@ class _Work:
     prompt: Prompt
     responses: list[Response | None]
     lease: Lease | None = None  # None: it is part of the evaluation
-    figures: list[dict[str, float]] = field(default_factory=list)
-    errors: int = 0
-    judging: Future[str | None] | None = None
+    scores: Future[Scores] | None = None
 
     def whole(self) -> list[Response]:
         return [response for response in self.responses if response is not None]
@@ -72,6 +70,7 @@ class _Work:
 class _Examination:
     """An evaluation under way."""
 
+    prompts: list[Prompt]
     works: list[_Work]
     answer: Future[Evaluation]
 
@@ -82,12 +81,12 @@ class Rollouter:
     ``group_size`` responses are generated for each prompt. With ``partial_rollout`` new weights are taken at once,
     between two tokens, and unfinished responses go on with them; without it, no prompt is begun while an update
     waits, and the update is taken when the running ones are finished. A prompt begins when the engine has the weights
-    that its lease asks for, not before. ``decode`` turns token ids into the text that ``reward`` judges, in one of
-    ``reward_threads`` threads, so that generation and weight updates never wait for it; a reward function that raises
-    is tried ``reward_attempts`` times, then the prompt has failed. With ``sleep_level`` the engine sleeps while it has
-    nothing to do, and wakes when weights or prompts come.
+    that its lease asks for, not before. Weights of a new incarnation of the trainer end everything that those of the
+    last one began: leased prompts are dropped, an evaluation starts again. ``rewards`` scores finished responses;
+    the rollouter closes it. With ``sleep_level`` the engine sleeps while it has nothing to do, and wakes when weights
+    or prompts come.
 
-    One thread calls ``turn``, ``run`` and ``stats``; ``evaluate`` may be called from others.
+    One thread calls ``turn``, ``run`` and ``stats``; ``evaluate`` and ``turn_s`` may be called from others.
     """
 
     def __init__(
@@ -96,27 +95,22 @@ class Rollouter:
         *,
         ledger: LedgerClient,
         prompts: PromptSource,
-        reward: Reward,
-        decode: Callable[[Sequence[int]], str],
+        rewards: RewardWorkers,
         sampling: Sampling,
         group_size: int,
         weights: WeightsInlet,
         partial_rollout: bool = True,
         sleep_level: int | None = None,
-        reward_attempts: int = 3,
-        reward_threads: int = 4,
     ) -> None:
         self.engine = engine
-        self._ledger, self._prompts, self._reward, self._decode = ledger, prompts, reward, decode
+        self._ledger, self._prompts, self._rewards = ledger, prompts, rewards
         self._sampling, self._group_size = sampling, group_size
         self._weights, self._partial_rollout = weights, partial_rollout
         self._sleeper = Sleeper(engine, level=sleep_level)
         self._has_served = False
         self._ask_from_s: float | None = 0.0  # None: weights were asked for, and did not come yet
-        self._reward_attempts = reward_attempts
         self._clock = ActivityClock("idle")
         self._totals = {"tokens": 0.0, "groups": 0.0, "updates": 0.0, "reward_errors": 0.0}
-        self._judges = ThreadPoolExecutor(reward_threads, thread_name_prefix="reward")
         self._work: dict[int, _Work] = {}
         self._judged: list[_Work] = []
         self._held: list[Lease] = []
@@ -126,6 +120,8 @@ class Rollouter:
         self._examination: _Examination | None = None
         self._done: list[PromptGroup] = []
         self._ended = False
+        self._incarnation = weights.incarnation  # of the trainer that published the engine's weights
+        self._turn_began_s: float | None = None  # None: run has not begun, or is over
         self._guard = threading.Lock()
 
     # -- what others may call -----------------------------------------------------------------------------------
@@ -152,15 +148,22 @@ class Rollouter:
         totals = {**self._totals, **self._weights.totals(), **self._sleeper.totals()}
         return {**totals, **seconds, "version": float(self.engine.version)}
 
+    def turn_s(self) -> float:
+        """Return for how many seconds the present turn of :meth:`run` has lasted; 0.0 outside of it. Does not block."""
+        began_s = self._turn_began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
     def run(self, stop: threading.Event) -> None:
         """Turn until ``stop`` is set; then drop what is unfinished, whose leases the ledger gives to others."""
         try:
             while not stop.is_set():
+                self._turn_began_s = time.monotonic()
                 if not self.turn():
                     stop.wait(0.002)
         finally:
+            self._turn_began_s = None
             self._refuse_evaluations()
-            self._judges.shutdown(wait=False, cancel_futures=True)
+            self._rewards.close()
             self.engine.abort()
             self._work.clear()
 
@@ -202,8 +205,22 @@ class Rollouter:
         self._totals["updates"] += updated
         if updated:
             self._ask_from_s = 0.0
+            if self._weights.incarnation != self._incarnation:
+                self._begin_anew()
         elif self._ask_from_s is None:
             self._ask_from_s = time.monotonic() + _ASK_AGAIN_S
+
+    def _begin_anew(self) -> None:
+        """Drop what weights of another incarnation began: its leases are over, and an evaluation must not mix both."""
+        self._incarnation = self._weights.incarnation
+        self.engine.abort()
+        self._work.clear()
+        self._judged, self._done = [], []
+        self._held = [lease for lease in self._held if lease.incarnation == self._incarnation]
+        with self._guard:
+            if self._examination is not None:
+                self._evaluation = (self._examination.prompts, self._examination.answer)
+                self._examination = None
 
     def _rest(self) -> None:
         """Let the engine sleep if nothing is to be done, and nothing was for a while."""
@@ -239,10 +256,13 @@ class Rollouter:
             self._held, self._asked = self._asked.result(), None
 
     def _begin_prompts(self) -> None:
-        begun = [lease for lease in self._held if lease.version <= self.engine.version]
-        self._held = [lease for lease in self._held if lease.version > self.engine.version]
+        begun = [lease for lease in self._held if self._has_weights_for(lease)]
+        self._held = [lease for lease in self._held if lease not in begun and lease.incarnation >= self._incarnation]
         for lease in begun:
             self._begin(self._prompts[lease.sequence_number], self._sampling, size=self._group_size, lease=lease)
+
+    def _has_weights_for(self, lease: Lease) -> bool:
+        return lease.incarnation == self._incarnation and lease.version <= self.engine.version
 
     def _begin(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: Lease | None = None) -> _Work:
         work, self._next_work = self._next_work, self._next_work + 1
@@ -261,45 +281,23 @@ class Rollouter:
         if len(work.whole()) < len(work.responses):
             return
         del self._work[number]
-        work.judging = self._judges.submit(self._judge, work)
+        work.scores = self._rewards.score(work.prompt, work.whole())
         self._judged.append(work)
 
     def _collect_judged(self) -> None:
-        """Put finished groups on the pile for the ledger, report failed ones, end an evaluation that is complete."""
-        done = [work for work in self._judged if work.judging is not None and work.judging.done()]
+        """Put scored groups on the pile for the ledger, report failed ones, end an evaluation that is complete."""
+        self._rewards.expire()
+        done = [work for work in self._judged if _is_judged(work)]
         self._judged = [work for work in self._judged if work not in done]
         for work in done:
-            assert work.judging is not None  # only those were chosen
-            reason = work.judging.result()
-            self._totals["reward_errors"] += work.errors
-            if work.lease is not None and reason is not None:
-                self._ledger.fail(work.lease, reason)
+            scores = _scores(work)
+            self._totals["reward_errors"] += scores.errors
+            if work.lease is not None and scores.failure is not None:
+                self._ledger.fail(work.lease, scores.failure)
             elif work.lease is not None:
                 self._totals["groups"] += 1
-                self._done.append(_group(work, work.lease))
+                self._done.append(_group(work, work.lease, scores))
         self._end_evaluation()
-
-    def _judge(self, work: _Work) -> str | None:
-        """Fill in the figures of all responses; return why that failed, or None. Runs in a thread of its own."""
-        for response in work.whole():
-            reason = self._judge_one(work, self._decode(response.token_ids.tolist()))
-            if reason is not None:
-                return reason
-        return None
-
-    def _judge_one(self, work: _Work, text: str) -> str | None:
-        reason = None
-        for _ in range(self._reward_attempts):
-            try:
-                work.figures.append(
-                    judge(self._reward, prompt=work.prompt.text, response=text, answer=work.prompt.answer)
-                )
-            except (Exception, SystemExit) as exc:  # noqa: BLE001 - the user's code may do anything; it is reported
-                work.errors += 1
-                reason = f"the reward function raised {exc!r} for the response {text!r}"
-            else:
-                return None
-        return reason
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
@@ -309,7 +307,7 @@ class Rollouter:
         greedy = replace(self._sampling, temperature=0.0)
         with self._guard:
             (prompts, answer), self._evaluation = self._evaluation, None
-            self._examination = _Examination([], answer)  # first: who waits is told if the engine fails
+            self._examination = _Examination(prompts, [], answer)  # first: who waits is told if the engine fails
             self._examination.works.extend(self._begin(prompt, greedy, size=1) for prompt in prompts)
 
     def _refuse_evaluations(self) -> None:
@@ -327,25 +325,18 @@ class Rollouter:
         if self._examination is None or not all(_is_judged(work) for work in self._examination.works):
             return
         works, answer = self._examination.works, self._examination.answer
-        unjudged = sum(not work.figures for work in works)
-        evaluation = None if unjudged else _evaluation_of(works)
         with self._guard:
             self._examination = None
-        if evaluation is not None:
-            answer.set_result(evaluation)
-            return
-        answer.set_exception(
-            DataError(
-                f"{unjudged} of {len(works)} evaluation prompts could not be judged",
-                why="the reward function raised",
-                fix="mend the reward function; reward_errors in the metrics counts such errors",
-            )
-        )
+        scores = [_scores(work) for work in works]
+        if any(one.failure is not None for one in scores):
+            answer.set_exception(unscored(scores))
+        else:
+            answer.set_result(_evaluation_of(works, scores))
 
 
-def _evaluation_of(works: Sequence[_Work]) -> Evaluation:
+def _evaluation_of(works: Sequence[_Work], scores: Sequence[Scores]) -> Evaluation:
     version = min(int(response.versions.min()) for work in works for response in work.whole())
-    return Evaluation(version, _means([figures for work in works for figures in work.figures]))
+    return Evaluation(version, _means([metrics for one in scores for metrics in one.metrics]))
 
 
 def _no_evaluation() -> EngineError:
@@ -355,17 +346,23 @@ def _no_evaluation() -> EngineError:
 
 
 def _is_judged(work: _Work) -> bool:
-    return work.judging is not None and work.judging.done()
+    return work.scores is not None and work.scores.done()
 
 
-def _group(work: _Work, lease: Lease) -> PromptGroup:
+def _scores(work: _Work) -> Scores:
+    assert work.scores is not None, "only what is judged is looked at"
+    return work.scores.result()
+
+
+def _group(work: _Work, lease: Lease, scores: Scores) -> PromptGroup:
     return PromptGroup.join(
         work.whole(),
         sequence_number=lease.sequence_number,
         lease_id=lease.lease_id,
+        incarnation=lease.incarnation,
         prompt_ids=work.prompt.token_ids,
-        rewards=[figures["reward"] for figures in work.figures],
-        metrics=_means(work.figures),
+        rewards=[metrics["reward"] for metrics in scores.metrics],
+        metrics=_means(scores.metrics),
     )
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,20 @@ from hwrl.run.config import Config
 from hwrl.run.placement import see_also
 
 if TYPE_CHECKING:
+    from hwrl.rollout.rollouter import Rollouter
     from hwrl.weights.sender import Transport
 
 LEASE_WAIT_S = 1.0
 """How long the ledger keeps a rollouter's question for prompts open before it answers with none."""
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this process at once, so that the driver sees a death.
+
+    Ray's own handler ends the main thread only: a loop in another thread goes on, and the actor answers nothing.
+    May go when Ray ends such an actor. The ``__init__`` of an actor that is not asynchronous runs in the main thread.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,9 @@ class LedgerActor:
         self._fatal: EngineError | None = None
         self._changed = asyncio.Condition()
 
+    async def alive(self) -> None:
+        """Answer a heartbeat."""
+
     async def lease(self, count: int, replica: str) -> list[Lease]:
         """Give ``replica`` up to ``count`` prompts; wait a while until there is one."""
         async with self._changed:
@@ -74,17 +88,23 @@ class LedgerActor:
                 return
             self._replicas[replica] = stats
             for group in groups:
-                self._ledger.complete(group)
+                with self._fatal_errors():
+                    self._ledger.complete(group)
             self._changed.notify_all()
 
     async def fail(self, lease: Lease, reason: str) -> None:
         """Put a prompt back; after too many tries the next ``take`` raises."""
         async with self._changed:
-            try:
+            with self._fatal_errors():
                 self._ledger.fail(lease, reason=reason)
-            except EngineError as exc:
-                self._fatal = exc
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _fatal_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as exc:
+            self._fatal = exc
 
     async def forget(self, replica: str) -> int:
         """Put back what a lost replica held, for good."""
@@ -133,11 +153,14 @@ class LedgerActor:
         """Return the ledger's state for a checkpoint."""
         return self._ledger.state_dict()
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; every lease of before is over, and a waiting ``take`` too."""
+    async def load_state_dict(self, state: dict[str, Any], incarnation: int) -> None:
+        """Continue from a checkpoint with that incarnation of the trainer.
+
+        Every lease of before is over, and a waiting ``take`` too.
+        """
         async with self._changed:
             self._takes += 1
-            self._ledger.load_state_dict(state)
+            self._ledger.load_state_dict(state, incarnation=incarnation)
             self._changed.notify_all()
 
 
@@ -165,7 +188,13 @@ class RolloutActor:
     """One rollout replica: ``set_up``, then ``run``, which occupies a thread of its own until ``stop``."""
 
     def __init__(self) -> None:
+        end_at_sigterm()
         self._stop = threading.Event()
+        self._rollouter: Rollouter | None = None
+
+    def alive(self) -> float:
+        """Answer a heartbeat: for how many seconds the present turn of the rollouter's loop has lasted."""
+        return 0.0 if self._rollouter is None else self._rollouter.turn_s()
 
     def set_up(
         self,
@@ -200,11 +229,13 @@ class RolloutActor:
 
     def run(self) -> None:
         """Roll out until ``stop``."""
+        assert self._rollouter is not None, "set_up comes first"
         with get_backend().allocating("generating responses"):
             self._rollouter.run(self._stop)
 
     def evaluate(self) -> Any:
         """Return an :class:`~hwrl.rollout.rollouter.Evaluation` with the weights that are there when it begins."""
+        assert self._rollouter is not None, "set_up comes first"
         return self._rollouter.evaluate(self._evaluation_prompts).result()
 
     def stop(self) -> None:
@@ -214,6 +245,13 @@ class RolloutActor:
 
 class TrainActor:
     """One rank of the trainer: ``set_up``, then calls of :class:`~hwrl.run.build.TrainerParts`."""
+
+    def __init__(self) -> None:
+        end_at_sigterm()
+
+    def alive(self) -> float:
+        """Answer a heartbeat. A call that hangs is bounded by ``timeouts.trainer_s``."""
+        return 0.0
 
     def set_up(
         self, config: Config, *, backend: str, rank: int, store_address: str, incarnation: int, transport: Transport

@@ -23,8 +23,9 @@ from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.engine import RolloutEngine, RolloutSettings, Sampling
-from hwrl.rollout.inlet import AdapterInlet, Link, ModelInlet, WeightsInlet
+from hwrl.rollout.inlet import INCARNATION, AdapterInlet, Link, ModelInlet, WeightsInlet
 from hwrl.rollout.reward import load_reward
+from hwrl.rollout.reward_workers import RewardWorkers
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
@@ -62,15 +63,18 @@ def build_rollouter(config: Config, *, replica: str, seed: int, store_address: s
         engine,
         ledger=ledger,
         prompts=PromptStream(_prompts(config, config.data.train), seed=config.seed),
-        reward=load_reward(config.reward.function),
-        decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+        rewards=RewardWorkers(
+            load_reward(config.reward.function),
+            decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+            attempts=config.reward.attempts,
+            threads=config.reward.threads,
+            timeout_s=config.reward.timeout_s,
+        ),
         sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
         group_size=config.rollout.n,
         weights=_build_inlet(config, engine, store_address=store_address, replica=replica),
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
-        reward_attempts=config.reward.attempts,
-        reward_threads=config.reward.threads,
     )
 
 
@@ -151,7 +155,11 @@ class TrainerParts:
             place = PrefixStore(f"train/{incarnation}", store)
             self._group = Comm(backend).init_default(store=place, rank=rank, size=ranks)
         self._engine = _build_train_engine(config, group=self._group)
-        self._sender = _build_sender(config, store, transport, base=self._engine.base) if rank == 0 else None
+        self._sender = (
+            _build_sender(config, store, transport, base=self._engine.base, incarnation=incarnation)
+            if rank == 0
+            else None
+        )
         self._unreported: dict[str, float] = {}
         self._trainer = AsyncTrainer(
             self._engine,
@@ -159,6 +167,7 @@ class TrainerParts:
             publish=self._send,
             max_staleness=config.async_training.staleness_threshold,
             trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
+            incarnation=incarnation,
         )
         self._model_identity = configuration_identity(config.model.path)
         self._data_hash = hashlib.sha256(config.data.train.read_bytes()).hexdigest()
@@ -317,7 +326,9 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
     return engine
 
 
-def _build_sender(config: Config, store: Any, transport: Transport, *, base: int | None) -> PolicySender:
+def _build_sender(
+    config: Config, store: Any, transport: Transport, *, base: int | None, incarnation: int
+) -> PolicySender:
     slab_mib = config.weights.update_weights_bucket_megabytes
 
     def connect(name: str) -> WeightSender:
@@ -330,7 +341,8 @@ def _build_sender(config: Config, store: Any, transport: Transport, *, base: int
             timeout_s=_transfer_timeout_s(config),
         )
 
-    return PolicySender(connect, base=base, always_base=config.weights.send_base == "always")
+    always_base = config.weights.send_base == "always"
+    return PolicySender(connect, base=base, always_base=always_base, metadata={INCARNATION: incarnation})
 
 
 def _algorithm(config: Config) -> Algorithm:

@@ -78,6 +78,8 @@ class RewardConfig(Section):
     """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
     attempts: Positive = 3
     """How often a function that raises is called before the prompt has failed."""
+    timeout_s: PositiveReal = 300.0
+    """How long one call may take; a longer one counts as a failed try of its prompt."""
     threads: Positive = 4
     """So many calls at a time in each replica, in threads of its process; 1 for a function that is not thread-safe."""
 
@@ -274,6 +276,19 @@ class EvalConfig(Section):
     """At most so many, the first of the file."""
 
 
+class TimeoutConfig(Section):
+    """How long a run waits for its own processes. After ten seconds it says what it waits for."""
+
+    heartbeat_s: PositiveReal = 60.0
+    """A process that does not answer for so long is dead: a replica is replaced, trainers start again."""
+    start_s: PositiveReal = 1800.0
+    """Setting up one process: its imports, its model."""
+    trainer_s: PositiveReal = 3600.0
+    """One call of the trainers: a step, a publication, a save, an export. Then they start again."""
+    evaluation_s: PositiveReal = 3600.0
+    """One evaluation. Then its replica is replaced."""
+
+
 class Config(Section):
     """A whole run. ``hwrl train --print-config`` shows every key with its value."""
 
@@ -296,6 +311,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")
     def _ranks_share_a_batch(self) -> Config:

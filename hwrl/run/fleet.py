@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -17,8 +19,10 @@ from hwrl.errors import ConfigError, EngineError, HwrlError
 from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
+from hwrl.run.heartbeats import GROUP, Heartbeats
 from hwrl.run.inputs import is_local
 from hwrl.run.placement import Seat, choose_transport, machine_devices, seat
+from hwrl.run.waits import WaitLog
 
 POLL_S = 1.0
 RESERVE_S = 60.0
@@ -35,25 +39,39 @@ class _Replica:
     actor: Any
     incarnation: str
     replaces: bool  # one that died, and may have left its devices full for a while
+    started_s: float
     run: Any = None  # not before it is set up
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluator:
+    replica: str
+    answer: Any
+    began_s: float
 
 
 class Fleet:
     """One ledger, the trainer's ranks, and the rollout replicas.
 
-    The driver's calls block and watch all replicas meanwhile. A replica that dies is replaced under its old name, up
-    to ``rollout.max_restarts`` times; a trainer rank that dies raises TrainerDiedError, after which
-    :meth:`relaunch_trainers` is all that helps.
+    The driver's calls block and watch every process meanwhile; each wait has a limit, and a long one is told. A process
+    that does not answer its heartbeat for ``timeouts.heartbeat_s`` counts as dead. A replica that dies is replaced
+    under its old name, up to ``rollout.max_restarts`` times; a trainer rank that dies raises TrainerDiedError, after
+    which :meth:`relaunch_trainers` is all that helps; without the ledger the run ends with an EngineError.
     """
 
     def __init__(self, config: Config, *, say: Callable[[str], None]) -> None:
         self._config, self._say = config, say
+        self._limits = config.timeouts
+        self._waits, self._heartbeats = WaitLog(say), Heartbeats()
+        self._evaluator: _Evaluator | None = None
+        self._checked_s = time.monotonic()
         self._backend = get_backend()
         # Other machines must reach the store; on one machine it is nobody else's business.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
         self._place()
-        self._ledger: Any = ray.remote(LedgerActor).options(num_cpus=0).remote(config)
+        self._ledger: Any = _actor_class(LedgerActor).options(num_cpus=0).remote(config)
+        self._heartbeats.watch(_LEDGER, self._ledger)
         self._trainers: list[Any] = []
         self._trainers_answer = False
         self._replicas: dict[str, _Replica] = {}
@@ -68,12 +86,14 @@ class Fleet:
         set_up = self._launch_trainers()
         for name in self._seats:
             self._launch_replica(name)
-        self._await_trainers(set_up)
+        with self.waiting_for("the trainers to be set up"):
+            self._await_trainers(set_up)
 
     def await_replicas(self) -> None:
         """Return when every replica has joined and waits for weights."""
-        while self._joining:
-            self.watch([])
+        with self.waiting_for("the replicas to be set up"):
+            while self._joining:
+                self.watch([])
 
     def relaunch_trainers(self, cause: Exception) -> None:
         """End all trainer ranks and start new ones, unless that has happened too often."""
@@ -84,9 +104,15 @@ class Fleet:
                 fix="mend the cause, or raise train.max_restarts; resume=true continues the run",
             ) from cause
         self._say(f"a trainer died ({cause}); all its ranks start again")
-        for trainer in self._trainers:
-            ray.kill(trainer)
-        self._await_trainers(self._launch_trainers())
+        for rank, trainer in enumerate(self._trainers):
+            self._end(_rank_name(rank), trainer)
+        with self.waiting_for("the trainers to be set up"):
+            self._await_trainers(self._launch_trainers())
+
+    @property
+    def incarnation(self) -> int:
+        """Which incarnation of the trainer runs, counted from 0."""
+        return self._trainer_starts - 1
 
     @property
     def size(self) -> str:
@@ -137,25 +163,28 @@ class Fleet:
 
     def _launch_trainers(self) -> list[Any]:
         """Make the trainer's ranks and begin to set them up; return what to wait for."""
-        incarnation, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
+        self._trainer_starts += 1
         self._trainers_answer = False
         self._trainers = [
-            ray.remote(TrainActor).options(**self._options("trainer", place)).remote() for place in self._seating.ranks
+            _actor_class(TrainActor).options(**self._options("trainer", place)).remote()
+            for place in self._seating.ranks
         ]
+        for rank, trainer in enumerate(self._trainers):
+            self._heartbeats.watch(_rank_name(rank), trainer)
         return [
             trainer.set_up.remote(
                 self._config,
                 backend=self._backend.info.name,
                 rank=rank,
                 store_address=self._store_address,
-                incarnation=incarnation,
+                incarnation=self.incarnation,
                 transport=self._transport,
             )
             for rank, trainer in enumerate(self._trainers)
         ]
 
     def _await_trainers(self, set_up: list[Any]) -> None:
-        self._gather(set_up)
+        self._gather(set_up, limit_s=self._limits.start_s, key="timeouts.start_s")
         self._trainers_answer = True
 
     def _launch_replica(self, name: str) -> None:
@@ -165,8 +194,10 @@ class Fleet:
         start, self._replica_starts = self._replica_starts, self._replica_starts + 1
         incarnation = f"{name}#{start}"
         options = self._options("rollout", self._seats[name])
-        actor = ray.remote(RolloutActor).options(max_concurrency=4, **options).remote()
-        self._replicas[name] = _Replica(actor, incarnation, replaces=start >= self._config.rollout.replicas)
+        actor = _actor_class(RolloutActor).options(max_concurrency=4, **options).remote()
+        replaces = start >= self._config.rollout.replicas
+        self._replicas[name] = _Replica(actor, incarnation, replaces=replaces, started_s=time.monotonic())
+        self._heartbeats.watch(name, actor)
         joining = actor.set_up.remote(
             self._config,
             backend=self._backend.info.name,
@@ -181,13 +212,24 @@ class Fleet:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
+    def waiting_for(self, what: str) -> AbstractContextManager[None]:
+        """Say that the run waits for ``what`` if that takes long inside."""
+        return self._waits.waiting_for(what)
+
     def on_trainers(self, method: str, *args: Any) -> list[Any]:
         """Call ``method`` on every rank and return the answers; raises TrainerDiedError, or a rank's own error."""
-        return self._gather([trainer.call.remote(method, *args) for trainer in self._trainers])
+        with self.waiting_for(f"the trainer's {method!r}"):
+            return self._gather([trainer.call.remote(method, *args) for trainer in self._trainers])
 
     def on_ledger(self, method: str, *args: Any) -> Any:
         """Call ``method`` of the ledger and return its answer."""
-        return self.ledger_value(getattr(self._ledger, method).remote(*args))
+        answer, limit_s = getattr(self._ledger, method).remote(*args), self._limits.heartbeat_s
+        deadline_s = time.monotonic() + limit_s
+        while not ray.wait([answer], timeout=POLL_S)[0]:
+            self._tell_waits()
+            if time.monotonic() > deadline_s:
+                raise _no_ledger(f"it did not answer {method!r} within timeouts.heartbeat_s={limit_s:g}")
+        return self.ledger_value(answer)
 
     def take(self, count: int, version: int) -> tuple[Any, Any]:
         """Ask for a batch; return references to the groups and to the note on them."""
@@ -195,36 +237,33 @@ class Fleet:
         return groups, note
 
     def ledger_value(self, reference: Any) -> Any:
-        """Return what the ledger answered."""
+        """Return what the ledger has answered."""
         try:
             return value_of(reference)
         except RayActorError as exc:
-            raise EngineError(
-                "the ledger of prompts died",
-                why=_first_line(exc),
-                fix="resume=true continues from the last checkpoint, if there is one",
-            ) from exc
+            raise _no_ledger(_first_line(exc)) from exc
 
     def serve_joiners(self) -> None:
         """Give the newest weights to replicas that joined since they were published; the trainers must be idle."""
         if self._gather([self._trainers[0].call.remote("joiners")])[0]:
             self.on_trainers("publish")
 
-    def replace_overdue(self) -> None:
-        """Replace the replicas that have held a prompt beyond its deadline: they hang."""
-        late = self.on_ledger("overdue")
-        for name, replica in list(self._replicas.items()):
-            if replica.incarnation in late:
-                limit_s = self._config.rollout.group_timeout_s
-                self._replace(name, f"it held a prompt for more than rollout.group_timeout_s={limit_s:g}")
-
     def evaluate(self) -> Any:
         """Let a replica that runs evaluate; return a reference to the answer, None if no replica runs."""
-        running = [replica.actor for replica in self._replicas.values() if replica.run is not None]
-        return running[0].evaluate.remote() if running else None
+        running = [name for name, replica in self._replicas.items() if replica.run is not None]
+        if not running:
+            return None
+        answer = self._replicas[running[0]].actor.evaluate.remote()
+        self._evaluator = _Evaluator(running[0], answer, time.monotonic())
+        return answer
 
     def watch(self, references: list[Any]) -> list[Any]:
-        """Wait for what happens next, for ``POLL_S`` at most; replace replicas that died; return who of us is ready."""
+        """Wait for what happens next, for ``POLL_S`` at most; return which ``references`` are ready.
+
+        Meanwhile replace the replicas that died, that are silent or that are late. Raises TrainerDiedError or
+        EngineError if it is a trainer or the ledger that is silent.
+        """
+        self._check_processes()
         runs = {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
         watched = dict.fromkeys([*references, *runs, *self._joining])
         ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
@@ -234,6 +273,59 @@ class Fleet:
             elif reference in self._joining:
                 self._joined(reference)
         return [reference for reference in ready if reference in references]
+
+    def _check_processes(self) -> None:
+        """Look at heartbeats and deadlines, every POLL_S at most, and say what the run waits for."""
+        if time.monotonic() - self._checked_s < POLL_S:
+            return
+        self._checked_s = time.monotonic()
+        self._tell_waits()
+        for name, reason in self._unresponsive().items():
+            if name in self._replicas:
+                self._replace(name, reason)
+            elif name == _LEDGER:
+                raise _no_ledger(reason)
+            else:
+                raise TrainerDiedError(f"{name}: {reason}")
+        for name, reason in self._late_replicas().items():
+            self._replace(name, reason)
+
+    def _end(self, name: str, actor: Any) -> None:
+        """Kill a process; Ray needs some seconds for one that is frozen."""
+        self._heartbeats.forget(name)
+        self._waits.forget(name)
+        ray.kill(actor)
+
+    def _tell_waits(self) -> None:
+        self._heartbeats.ask()
+        self._waits.tell(self._heartbeats.silent(), limit_s=self._limits.heartbeat_s)
+
+    def _unresponsive(self) -> dict[str, str]:
+        limit_s = self._limits.heartbeat_s
+        return {
+            name: f"it has not answered for timeouts.heartbeat_s={limit_s:g} s"
+            for name, silent_s in self._heartbeats.silent().items()
+            if silent_s > limit_s
+        }
+
+    def _late_replicas(self) -> dict[str, str]:
+        """Return the replicas that answer and make no progress, each with the limit that it has exceeded."""
+        late, limits, now_s = {}, self._limits, time.monotonic()
+        group_s = self._config.rollout.group_timeout_s
+        turns, expired = self._heartbeats.turns(), self.on_ledger("overdue")
+        for name, replica in self._replicas.items():
+            if replica.incarnation in expired:
+                late[name] = f"it held a prompt for more than rollout.group_timeout_s={group_s:g}"
+            elif replica.run is None and now_s - replica.started_s > limits.start_s:
+                late[name] = f"it was not set up within timeouts.start_s={limits.start_s:g}"
+            elif turns.get(name, 0.0) > group_s + limits.heartbeat_s:
+                late[name] = f"its loop has been in one turn for {turns[name]:.0f} s"
+        evaluator = self._evaluator
+        if evaluator is not None and now_s - evaluator.began_s > limits.evaluation_s:
+            self._evaluator = None
+            if evaluator.replica in self._replicas and not ray.wait([evaluator.answer], timeout=0)[0]:
+                late[evaluator.replica] = f"its evaluation took timeouts.evaluation_s={limits.evaluation_s:g}"
+        return late
 
     def close(self) -> None:
         """End every process; those that can still answer release files and memory first."""
@@ -250,10 +342,18 @@ class Fleet:
 
     # -- what dies ----------------------------------------------------------------------------------------------
 
-    def _gather(self, references: list[Any]) -> list[Any]:
-        """Return the trainers' answers; whatever a survivor says, a dead rank is the cause."""
-        pending = list(references)
+    def _gather(
+        self, references: list[Any], *, limit_s: float | None = None, key: str = "timeouts.trainer_s"
+    ) -> list[Any]:
+        """Return the trainers' answers; whatever a survivor says, a dead rank is the cause.
+
+        Raises TrainerDiedError after ``limit_s`` seconds, by default those of the setting ``key``.
+        """
+        pending, limit_s = list(references), self._limits.trainer_s if limit_s is None else limit_s
+        deadline_s = time.monotonic() + limit_s
         while pending:
+            if time.monotonic() > deadline_s:
+                raise TrainerDiedError(f"a rank has not answered a call within {key}={limit_s:g} s")
             for reference in self.watch(pending):
                 pending.remove(reference)
                 try:
@@ -286,7 +386,7 @@ class Fleet:
     def _replace(self, name: str, reason: str) -> None:
         replica = self._replicas.pop(name)
         self._joining = {reference: other for reference, other in self._joining.items() if other != name}
-        ray.kill(replica.actor)
+        self._end(name, replica.actor)
         lost = self.on_ledger("forget", replica.incarnation)
         self._say(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
         deaths = self._replica_starts - self._config.rollout.replicas + 1
@@ -297,6 +397,26 @@ class Fleet:
                 fix="mend the cause, or raise rollout.max_restarts; resume=true continues the run",
             )
         self._launch_replica(name)
+
+
+_LEDGER = "the ledger"
+
+
+def _rank_name(rank: int) -> str:
+    return f"trainer rank {rank}"
+
+
+def _actor_class(kind: type) -> Any:
+    """Return ``kind`` as Ray's actor, whose ``alive`` answers beside every other call."""
+    return ray.remote(concurrency_groups={GROUP: 1})(kind)
+
+
+def _no_ledger(why: str) -> EngineError:
+    return EngineError(
+        "the ledger of prompts died",
+        why=why,
+        fix="resume=true continues from the last checkpoint, if there is one",
+    )
 
 
 def _reserve(bundles: list[tuple[int, ...]], resource: str) -> Any:

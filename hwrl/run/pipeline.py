@@ -15,7 +15,7 @@ from hwrl.run.actors import Taken
 from hwrl.run.cluster import ray_cluster
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
-from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, value_of
+from hwrl.run.fleet import Fleet, TrainerDiedError, value_of
 from hwrl.run.inputs import is_local
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import RunReport, View
@@ -57,7 +57,6 @@ class Pipeline:
         self._window = FigureWindow([])
         self._evaluating: Any = None
         self._saved_step = self._first_step = 0
-        self._overdue_checked_s = time.monotonic()
         self.step = 0
 
     def run(self) -> Summary:
@@ -103,7 +102,8 @@ class Pipeline:
         found = self._fleet.on_trainers("resume")[0] if resume else None
         self.step = self._saved_step = 0 if found is None else int(found["step"])
         self._first_step = self.step + 1
-        self._fleet.on_ledger("load_state_dict", _BEGINNING if found is None else found["ledger"])
+        state = _BEGINNING if found is None else found["ledger"]
+        self._fleet.on_ledger("load_state_dict", state, self._fleet.incarnation)
         if found is not None:
             for path, reason in found["skipped"]:
                 self._view.say(f"skipped {path}: {reason}")
@@ -163,13 +163,11 @@ class Pipeline:
 
     def _wait_for_batch(self, note: Any) -> bool:
         """Block until the batch is there, looking after replicas that join or hang; False if interrupted."""
-        while note not in self._fleet.watch([note]):
-            if self._interrupts.pending:
-                return False
-            self._fleet.serve_joiners()
-            if time.monotonic() - self._overdue_checked_s > POLL_S:
-                self._overdue_checked_s = time.monotonic()
-                self._fleet.replace_overdue()
+        with self._fleet.waiting_for("a batch of finished prompts"):
+            while note not in self._fleet.watch([note]):
+                if self._interrupts.pending:
+                    return False
+                self._fleet.serve_joiners()
         return True
 
     def _save(self) -> None:
@@ -189,8 +187,9 @@ class Pipeline:
 
         With ``block`` wait for one that is under way; the trainers must be idle, for the replica may ask for weights.
         """
-        while block and self._evaluating is not None and not self._fleet.watch([self._evaluating]):
-            self._fleet.serve_joiners()
+        with self._fleet.waiting_for("the evaluation"):
+            while block and self._evaluating is not None and not self._fleet.watch([self._evaluating]):
+                self._fleet.serve_joiners()
         if self._evaluating is None or not ray.wait([self._evaluating], timeout=0)[0]:
             return None
         reference, self._evaluating = self._evaluating, None

@@ -37,8 +37,9 @@ class AsyncTrainer:
     """One rank of the trainer; knows nothing of processes.
 
     ``step(groups)`` trains on a batch that the ledger has released and, every ``trigger_parameter_sync_step`` steps,
-    publishes the weights as the next version. ``max_staleness`` is enforced here once more: a group that is older
-    when it is consumed raises. All ranks call ``step`` with the same groups and train on their shares.
+    publishes the weights as the next version. ``max_staleness`` is enforced here once more: a group raises if it is
+    older when it is consumed, if a token is of a version that does not exist yet, or if another ``incarnation`` of the
+    trainer published its weights. All ranks call ``step`` with the same groups and train on their shares.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class AsyncTrainer:
         publish: Publish,
         max_staleness: int,
         trigger_parameter_sync_step: int = 1,
+        incarnation: int = 0,
     ) -> None:
         self.engine = engine
+        self._incarnation = incarnation
         self._algorithm, self._publish = algorithm, publish
         self._max_staleness = max_staleness
         self._trigger_parameter_sync_step = trigger_parameter_sync_step
@@ -131,7 +134,19 @@ class AsyncTrainer:
                 fix="lower algorithm.mini_batches, train on fewer ranks or with more prompts a step",
             )
 
+    def _require_own(self, groups: Sequence[PromptGroup]) -> None:
+        """Raise unless this incarnation has published the weights of every token: no age is below 0."""
+        for group in groups:
+            if group.incarnation != self._incarnation or group.newest_version > self.version:
+                raise EngineError(
+                    f"this trainer never published the weights that generated prompt group {group.sequence_number}",
+                    why=f"its newest token is of version {group.newest_version}, incarnation {group.incarnation}; the "
+                    f"trainer is at version {self.version}, incarnation {self._incarnation}",
+                    fix="take groups from a PromptLedger that is restored with the trainer",
+                )
+
     def _consumed_figures(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        self._require_own(groups)
         ages = [self.version - group.oldest_version for group in groups]
         if max(ages) > self._max_staleness:
             raise EngineError(
@@ -141,7 +156,7 @@ class AsyncTrainer:
             )
         rewards = np.concatenate([group.rewards for group in groups])
         lengths = np.concatenate([group.lengths for group in groups])
-        spans = [int(group.versions.max()) - group.oldest_version for group in groups]
+        spans = [group.newest_version - group.oldest_version for group in groups]
         extra = {name for group in groups for name in group.metrics} - {"reward"}
         return {
             "reward/mean": float(rewards.mean()),

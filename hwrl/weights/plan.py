@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from hwrl.weights.board import Metadata
 from hwrl.weights.readable import Readable
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
@@ -55,13 +56,18 @@ class PolicySender:
     ``connect`` makes the sender of a link; called for POLICY and, if the policy is an adapter, for POLICY_BASE.
     ``base`` is the identity of the adapter's base, None if whole models are sent. What a receiver lacks is not
     remembered but asked: it joins POLICY_BASE as long as its engine holds no base, whatever the reason. With
-    ``always_base`` the base travels with every version, for comparison.
+    ``always_base`` the base travels with every version, for comparison. ``metadata`` goes with every version.
     """
 
     def __init__(
-        self, connect: Callable[[str], WeightSender], *, base: int | None = None, always_base: bool = False
+        self,
+        connect: Callable[[str], WeightSender],
+        *,
+        base: int | None = None,
+        always_base: bool = False,
+        metadata: Metadata | None = None,
     ) -> None:
-        self._identity = base
+        self._identity, self._metadata = base, dict(metadata or {})
         self._policy = connect(POLICY)
         self._base = connect(POLICY_BASE) if base is not None and not always_base else None
 
@@ -86,9 +92,9 @@ class PolicySender:
         """
         plan = self.plan()
         if self._identity is None:
-            return SyncReport(plan, self._policy.publish(version, model))
+            return SyncReport(plan, self._policy.publish(version, model, self._metadata))
         _log.info("version %d: %s", version, plan)
-        belongs = {"base": self._identity}
+        belongs = {**self._metadata, "base": self._identity}
         if self._base is None:
             whole = self._policy.publish(version, model + adapter, belongs)
             adapter_nbytes = sum(tensor.nbytes for _, tensor in adapter.metadata())

@@ -73,7 +73,7 @@ def _train(home: Path, steps: int, disk: WatchedDisk, *, seed: int, fault: Fault
         resumed = manager.resume({"trained": counts})
         if resumed is not None:
             step = resumed.step
-            ledger.load_state_dict(resumed.extra["ledger"])
+            ledger.load_state_dict(resumed.extra["ledger"], incarnation=seed)
             assert resumed.info.weight_version == step and int(counts.sum()) == step * BATCH
         ledger.advance(step)
         disk.arm(fault)

@@ -56,6 +56,7 @@ def groups_of(count: int, *, seed: int) -> list[PromptGroup]:
                 responses,
                 sequence_number=number,
                 lease_id=number,
+                incarnation=0,
                 prompt_ids=rng.integers(3, 13, size=int(rng.integers(2, 6))).astype(np.int32),
                 rewards=rng.random(4).tolist(),
                 metrics={},

@@ -13,6 +13,7 @@ import torch
 from hwrl.comm import serve_store, store_address
 from hwrl.models import build_model, load_model
 from hwrl.rollout.groups import PromptGroup
+from hwrl.rollout.inlet import INCARNATION
 from hwrl.rollout.ledger import Lease
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
@@ -33,7 +34,7 @@ class OnePrompt:
     def lease(self, count: int) -> Future[list[Lease]]:
         answer: Future[list[Lease]] = Future()
         if not self._given:
-            answer.set_result([Lease(0, 0, 2)])
+            answer.set_result([Lease(0, 0, 2, 0)])
         self._given = True
         return answer
 
@@ -85,7 +86,7 @@ def test_a_rollout_process_holds_one_model_and_its_rooms_and_reads_no_weights(
     ):
         sender.wait_for_receivers(1, timeout_s=90.0)
         for version in (1, 2):
-            sender.publish(version, weights.items())
+            sender.publish(version, weights.items(), {INCARNATION: 0})
         outcome = processes.wait(0)
     assert outcome.error is None, outcome.error
     peak_nbytes, opened = outcome.value

@@ -83,6 +83,11 @@ class Run:
             os.kill(pid, signal.SIGKILL)
         return len(victims)
 
+    def signal(self, title: str, number: signal.Signals) -> None:
+        """Send a signal to each of the run's processes with ``title``."""
+        for pid in self.processes(title):
+            os.kill(pid, number)
+
     def terminate_group(self) -> None:
         """Do what coreutils' timeout does: SIGTERM to the process that it started, and to the process group."""
         self.process.terminate()
@@ -355,3 +360,31 @@ def test_too_few_devices_are_an_error_and_not_a_silent_wait(start: Callable[...,
     run = start("train.ranks=2", HWRL_BACKEND="scarce", PYTHONPATH=str(demo))
     assert run.wait(timeout_s=60) == 1, run.output()
     assert "needs 2 devices" in run.output()
+
+
+def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the_run_ends(
+    start: Callable[..., Run],
+) -> None:
+    """In one run, with a heartbeat of four seconds: each wait is told, ends, and loses no prompt."""
+    run = start("timeouts.heartbeat_s=4", "train.steps=40", "checkpoint.save_every_steps=2", "goals={}")
+    run.await_step(3)
+    run.signal("ray::RolloutActor", signal.SIGTERM)
+    run.await_output("rollout replica-0 ended (The actor died")
+    run.await_step(8)
+    run.signal("ray::RolloutActor", signal.SIGSTOP)
+    run.await_output("rollout replica-0 ended (it has not answered for timeouts.heartbeat_s=4 s)")
+    run.await_step(13)
+    run.signal("ray::TrainActor", signal.SIGSTOP)
+    run.await_output("a trainer died (trainer rank 0: it has not answered for timeouts.heartbeat_s=4 s)")
+    run.await_step(20)
+    run.signal("ray::LedgerActor", signal.SIGSTOP)
+    assert run.wait(timeout_s=60.0) == 1
+    output = run.output()
+    assert re.search(r"waiting for trainer rank 0, which has not answered for \d+ s, at most 4 s", output)
+    assert "EngineError: the ledger of prompts died" in output and "Traceback" not in output
+    run.await_nothing_left()
+    done = [line["step"] for line in run.metrics()]
+    assert done == list(range(1, len(done) + 1))
+    numbers = trained_prompts(run)
+    assert sorted(numbers) == sorted(set(numbers)), "a prompt was trained on twice"
+    assert min(line["staleness/mean"] for line in run.metrics()) >= 0

@@ -14,13 +14,14 @@ from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.rollout.ledger import Lease, PromptLedger
 
 
-def finished(lease: Lease, *, versions: list[int] | None = None) -> PromptGroup:
+def finished(lease: Lease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:
     tokens = np.array(versions or [lease.version], dtype=np.int32)
     response = Response(tokens, tokens.astype(np.float32), tokens, truncated=False)
     return PromptGroup.join(
         [response],
         sequence_number=lease.sequence_number,
         lease_id=lease.lease_id,
+        incarnation=lease.incarnation if incarnation is None else incarnation,
         prompt_ids=np.array([1], dtype=np.int32),
         rewards=[0.0],
         metrics={},
@@ -128,10 +129,42 @@ def test_nothing_is_given_out_before_the_weights_of_this_timeline_are_published(
     assert ledger.lease(4, replica="a", now_s=0) == []
     ledger.advance(0)
     assert len(ledger.lease(4, replica="a", now_s=0)) == 4
-    ledger.load_state_dict({"version": 3, "trained": 12, "next": 14, "owed": [12, 13]})
+    ledger.load_state_dict({"version": 3, "trained": 12, "next": 14, "owed": [12, 13]}, incarnation=1)
     assert ledger.lease(4, replica="a", now_s=0) == []
     ledger.advance(3)
     assert [lease.sequence_number for lease in ledger.lease(3, replica="a", now_s=0)] == [12, 13, 14]
+
+
+def test_what_weights_of_a_lost_future_generated_is_refused_counted_and_generated_anew() -> None:
+    """A replica was frozen at version 37 while the trainer went back to version 17, and wakes up."""
+    ledger = ledger_of(batch=4, staleness=1)
+    ledger.advance(37)
+    lost = ledger.lease(1, replica="a", now_s=0)[0]
+    ledger.load_state_dict({"version": 17, "trained": 68, "next": 70, "owed": [68, 69]}, incarnation=1)
+    ledger.advance(17)
+    lease = ledger.lease(1, replica="a", now_s=0)[0]
+    assert (lease.sequence_number, lease.version, lease.incarnation) == (68, 17, 1)
+    assert not ledger.complete(finished(lost, versions=[37])), "its lease is over"
+    assert not ledger.complete(finished(lease, versions=[17], incarnation=0)), "the same number, other weights"
+    assert ledger.counts().rejected == 2 and ledger.counts().accepted == 0
+    assert ledger.lease(1, replica="a", now_s=0)[0].sequence_number == 68
+
+
+@pytest.mark.parametrize("versions", [[37], [17, 37], [-1], [16, 17]])
+def test_tokens_of_versions_that_were_never_published_or_are_too_old_are_refused_and_end_in_an_error(
+    versions: list[int],
+) -> None:
+    ledger = ledger_of()
+    ledger.advance(17)
+    for _ in range(2):
+        assert not ledger.complete(finished(ledger.lease(1, replica="a", now_s=0)[0], versions=versions))
+    with pytest.raises(EngineError, match=r"failed 3 times(.|\n)*only versions 17 to 18 are possible"):
+        ledger.complete(finished(ledger.lease(1, replica="a", now_s=0)[0], versions=versions))
+
+
+def test_a_version_that_the_trainer_has_just_published_is_taken() -> None:
+    ledger = ledger_of()
+    assert ledger.complete(finished(ledger.lease(1, replica="a", now_s=0)[0], versions=[0, 1]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -145,7 +178,10 @@ def test_nothing_is_given_out_before_the_weights_of_this_timeline_are_published(
 def test_under_any_order_of_events_each_prompt_is_trained_once_and_within_the_bound(
     seed: int, batch: int, steps_per_version: int, staleness: int, steps: int
 ) -> None:
-    """A random run with stragglers, lost replicas, failures, expiries, and kill-and-resume from old checkpoints."""
+    """A random run with stragglers, lost replicas, failures, expiries, and kill-and-resume from old checkpoints.
+
+    A replica that was frozen meanwhile hands in afterwards what it generated with the weights of a lost future.
+    """
     chance = random.Random(seed)
     per_version = batch * steps_per_version
     steps = steps * steps_per_version
@@ -170,13 +206,13 @@ def test_under_any_order_of_events_each_prompt_is_trained_once_and_within_the_bo
         elif event < 0.81:
             step, state = saved
             del trained[step:]
-            ledger = ledger_of(batch=per_version, staleness=staleness, total=steps * batch)
-            ledger.load_state_dict(state)
-            running.clear()
+            ledger.load_state_dict(state, incarnation=ledger.incarnation + 1)
         else:
             ledger.advance(step // steps_per_version)
             groups = ledger.take(batch)
             if groups is not None:
+                assert all(group.incarnation == ledger.incarnation for group in groups)
+                assert all(ledger.version - group.newest_version >= 0 for group in groups)
                 assert all(ledger.version - group.oldest_version <= staleness for group in groups)
                 trained.append([group.sequence_number for group in groups])
     assert sorted(number for numbers in trained for number in numbers) == list(range(steps * batch))

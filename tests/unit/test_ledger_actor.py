@@ -32,6 +32,7 @@ def finished(lease: Lease) -> PromptGroup:
         [Response(tokens, tokens.astype(np.float32), tokens, truncated=False)] * 2,
         sequence_number=lease.sequence_number,
         lease_id=lease.lease_id,
+        incarnation=lease.incarnation,
         prompt_ids=np.array([1], dtype=np.int32),
         rewards=[0.0, 1.0],
         metrics={},
@@ -80,7 +81,7 @@ def test_a_resume_ends_a_take_that_waits_for_the_lost_timeline() -> None:
     async def scene() -> None:
         actor = LedgerActor(config_of())
         abandoned = await begin(actor)
-        await actor.load_state_dict({"version": 1, "trained": 2, "next": 2, "owed": []})
+        await actor.load_state_dict({"version": 1, "trained": 2, "next": 2, "owed": []}, 1)
         assert await abandoned == ([], None)
 
     asyncio.run(scene())

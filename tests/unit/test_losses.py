@@ -22,6 +22,7 @@ def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: 
         responses,
         sequence_number=0,
         lease_id=0,
+        incarnation=0,
         prompt_ids=np.arange(1, prompt + 1, dtype=np.int32),
         rewards=rewards,
         metrics={},

@@ -20,6 +20,7 @@ from hwrl.rollout.engine import MEMORY_TAGS, Completion, GenerationRequest, Roll
 from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward import Reward
+from hwrl.rollout.reward_workers import RewardWorkers
 from hwrl.rollout.rollouter import Rollouter
 
 
@@ -65,13 +66,14 @@ class Desk:
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
+        self.incarnation = 0
         self.groups: list[PromptGroup] = []
         self.failed: list[tuple[int, str]] = []
 
     def lease(self, count: int) -> Future[list[Lease]]:
         given, self.numbers = self.numbers[:count], self.numbers[count:]
         future: Future[list[Lease]] = Future()
-        future.set_result([Lease(100 + number, number, 0) for number in given])
+        future.set_result([Lease(100 + number, number, 0, self.incarnation) for number in given])
         return future
 
     def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
@@ -87,6 +89,8 @@ class Inlet:
     def __init__(self, engine: RolloutEngine | None = None) -> None:
         self.engine = engine or CountingEngine()
         self.offered: list[int] = []
+        self.incarnation = 0
+        self.next_incarnation = 0
         self.events: list[str] = []
 
     def poll(self) -> bool:
@@ -94,6 +98,7 @@ class Inlet:
 
     def update(self) -> bool:
         self.engine.load_weights([], version=self.offered.pop(0))
+        self.incarnation = self.next_incarnation
         return True
 
     def rest(self) -> None:
@@ -122,20 +127,24 @@ def rollouter_of(
     engine: RolloutEngine | None = None,
     prompts: Lengths | None = None,
     sleep_level: int | None = None,
+    reward_timeout_s: float = 60.0,
 ) -> Rollouter:
     inlet = inlet or Inlet(engine)
     return Rollouter(
         inlet.engine,
         ledger=desk,
         prompts=prompts or Lengths(),
-        reward=reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1)),
-        decode=lambda token_ids: " ".join(map(str, token_ids)),
+        rewards=RewardWorkers(
+            reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1)),
+            decode=lambda token_ids: " ".join(map(str, token_ids)),
+            threads=1,  # in the order in which the responses finished
+            timeout_s=reward_timeout_s,
+        ),
         sampling=Sampling(10),
         group_size=2,
         weights=inlet,
         partial_rollout=partial,
         sleep_level=sleep_level,
-        reward_threads=1,  # in the order in which the responses finished
     )
 
 
@@ -207,6 +216,93 @@ def test_a_prompt_waits_for_the_weights_that_its_lease_asks_for() -> None:
     inlet.offered = [5]
     turn_until(rollouter, lambda: len(desk.groups) == 1)
     assert desk.groups[0].oldest_version == 5
+
+
+def test_a_prompt_of_a_new_incarnation_waits_for_its_weights_however_high_the_version_of_the_lost_ones() -> None:
+    """The replica was frozen at version 37 while the trainer went back; its lease asks for version 17."""
+    desk, inlet = Desk([0]), Inlet()
+    desk.incarnation, inlet.engine.version = 1, 37
+    rollouter = rollouter_of(desk, inlet=inlet)
+    turns(rollouter, 5)
+    assert not desk.groups and not rollouter.engine.pending()
+    inlet.offered, inlet.next_incarnation = [17], 1
+    turn_until(rollouter, lambda: len(desk.groups) == 1)
+    assert (desk.groups[0].incarnation, desk.groups[0].newest_version) == (1, 17)
+
+
+def test_weights_of_a_new_incarnation_end_what_the_lost_ones_began_and_an_evaluation_starts_again() -> None:
+    desk, inlet = Desk([5, 6]), Inlet()
+    inlet.engine.version = 37
+    rollouter = rollouter_of(desk, inlet=inlet)
+    answer = rollouter.evaluate([Lengths()[7]])
+    turns(rollouter, 3)
+    assert rollouter.engine.pending() == 5
+    inlet.offered, inlet.next_incarnation = [17], 1
+    desk.numbers, desk.incarnation = [2], 1
+    turn_until(rollouter, lambda: answer.done() and bool(desk.groups))
+    assert answer.result().version == 17, "no token of it is of the lost weights"
+    assert [(group.sequence_number, group.incarnation) for group in desk.groups] == [(2, 1)]
+
+
+def test_a_lease_of_a_lost_incarnation_is_never_begun() -> None:
+    desk, inlet = Desk([0]), Inlet()
+    inlet.incarnation = inlet.next_incarnation = 1
+    rollouter = rollouter_of(desk, inlet=inlet)
+    turns(rollouter, 3)
+    desk.numbers, desk.incarnation = [4], 1
+    turn_until(rollouter, lambda: bool(desk.groups))
+    assert [group.sequence_number for group in desk.groups] == [4]
+
+
+def test_a_reward_that_hangs_fails_its_prompt_and_holds_up_no_other() -> None:
+    released = threading.Event()
+
+    def hangs(prompt: str, response: str, answer: object) -> float:
+        if prompt == "0":
+            released.wait(30)
+        return 1.0
+
+    desk = Desk([0, 1])
+    rollouter = rollouter_of(desk, reward=hangs, reward_timeout_s=0.2)
+    turn_until(rollouter, lambda: bool(desk.failed and desk.groups))
+    assert [group.sequence_number for group in desk.groups] == [1], "another thread took the hung one's place"
+    assert desk.failed[0][0] == 0 and "did not return within 0.2 s for the response '1'" in desk.failed[0][1]
+    released.set()
+    desk.numbers = [2]
+    turn_until(rollouter, lambda: len(desk.groups) == 2)
+    assert len(desk.failed) == 1, "a late answer counts no more"
+    assert rollouter.stats()["reward_errors"] == 1
+
+
+def test_an_evaluation_whose_reward_hangs_says_so() -> None:
+    released = threading.Event()
+    rollouter = rollouter_of(Desk([]), reward=lambda *_: float(released.wait(30)), reward_timeout_s=0.2)
+    answer = rollouter.evaluate([Lengths()[0]])
+    turn_until(rollouter, answer.done)
+    released.set()
+    with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within 0.2 s"):
+        answer.result(timeout=0)
+
+
+def test_a_turn_that_hangs_is_seen_from_outside() -> None:
+    released, stop = threading.Event(), threading.Event()
+
+    class Hangs(CountingEngine):
+        def step(self) -> list[Completion]:
+            released.wait(30)
+            stop.set()
+            return super().step()
+
+    rollouter = rollouter_of(Desk([0]), engine=Hangs())
+    assert rollouter.turn_s() == 0.0
+    thread = threading.Thread(target=rollouter.run, args=[stop])
+    thread.start()
+    deadline_s = time.monotonic() + 10.0
+    while rollouter.turn_s() < 0.2:
+        assert time.monotonic() < deadline_s
+    released.set()
+    thread.join(10)
+    assert rollouter.turn_s() == 0.0
 
 
 def test_a_slow_reward_holds_up_neither_generation_nor_weights() -> None:
@@ -360,7 +456,7 @@ class Throttled(Desk):
         return self.asked[-1]
 
     def give(self) -> None:
-        self.asked[-1].set_result([Lease(100 + number, number, 0) for number in self.numbers])
+        self.asked[-1].set_result([Lease(100 + number, number, 0, self.incarnation) for number in self.numbers])
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from hwrl.lora import add_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.inlet import AdapterInlet, Link
+from hwrl.rollout.inlet import INCARNATION, AdapterInlet, Link
 from hwrl.weights import PolicySender, Readable, SyncReport, WeightReceiver
 from hwrl_cpu import INFO, CpuBackend
 from tests.unit.test_embedded_engine import END, requests_of, tiny_model
@@ -77,7 +77,10 @@ class Trainer:
     def __init__(self, store: Store, transport: str, *, base: int = BASE, seed: int = 1, always: bool = False) -> None:
         self.base, self._seed, self.transport = trained(seed)[0], seed, transport
         self.sender = PolicySender(
-            lambda name: sender_of(store, name=name, transport=transport), base=base, always_base=always
+            lambda name: sender_of(store, name=name, transport=transport),
+            base=base,
+            always_base=always,
+            metadata={INCARNATION: 0},
         )
 
     def adapter(self, version: int) -> Weights:

@@ -67,7 +67,7 @@ def trainer_of(model_directory: Path, outlet: Outlet) -> AsyncTrainer:
     )
 
 
-def group_of(*, version: int, logprob: float = -2.77) -> PromptGroup:
+def group_of(*, version: int, logprob: float = -2.77, incarnation: int = 0) -> PromptGroup:
     """One prompt, answered once with GOOD and once with BAD."""
     responses = [
         Response(
@@ -82,6 +82,7 @@ def group_of(*, version: int, logprob: float = -2.77) -> PromptGroup:
         responses,
         sequence_number=0,
         lease_id=0,
+        incarnation=incarnation,
         prompt_ids=np.array([2, 3, 13], dtype=np.int32),
         rewards=[1.0, 0.0],
         metrics={"reward": 0.5, "exact": 0.25},
@@ -109,6 +110,17 @@ def test_a_group_beyond_the_age_limit_is_never_trained_on(model_directory: Path)
         trainer.step([group_of(version=2)])
     assert trainer.steps_done == 9
     assert any(not torch.equal(before[name], tensor) for name, tensor in trainer.engine.named_weights())
+
+
+@pytest.mark.parametrize(("version", "incarnation"), [(5, 0), (4, 1), (-999_999_733, 2)])
+def test_a_group_of_weights_that_this_trainer_never_published_is_never_trained_on(
+    model_directory: Path, version: int, incarnation: int
+) -> None:
+    trainer = trainer_of(model_directory, Outlet())
+    trainer.load_state_dict({"steps_done": 8})
+    with pytest.raises(EngineError, match=r"never published(.|\n)*trainer is at version 4, incarnation 0"):
+        trainer.step([group_of(version=version, incarnation=incarnation)])
+    assert trainer.steps_done == 8
 
 
 def test_the_seconds_of_a_step_add_up_to_all_the_time_since_the_last(model_directory: Path) -> None:

@@ -1,0 +1,140 @@
+"""The threads that score responses, beside the one that generates them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from hwrl.errors import DataError
+from hwrl.rollout.data import Prompt
+from hwrl.rollout.groups import Response
+from hwrl.rollout.reward import Reward, judge
+
+
+@dataclass
+class Scores:
+    """The reward function's metrics for each response to a prompt, in order.
+
+    ``errors`` counts the calls that raised or did not return. ``failure`` says why the responses after the last
+    scored one have no metrics; None if all have.
+    """
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    errors: int = 0
+    failure: str | None = None
+
+
+@dataclass(eq=False)
+class _Job:
+    prompt: Prompt
+    responses: Sequence[Response]
+    scores: Future[Scores]
+    errors: int = 0
+    text: str = ""
+    called_s: float | None = None  # when the call began that runs now
+
+
+class RewardWorkers:
+    """Scores the responses to prompts in ``threads`` threads, so that generation never waits for a reward function.
+
+    A call that raises is repeated, ``attempts`` times in all; then the prompt has failed. A call that has not returned
+    after ``timeout_s`` fails the prompt at once: its thread cannot be stopped, so :meth:`expire` leaves it behind and
+    starts another. ``decode`` turns token ids into the text that the function gets. The threads are daemons: they end
+    with the process, or after :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        attempts: int = 3,
+        threads: int = 4,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self._reward, self._decode = reward, decode
+        self._attempts, self._timeout_s = attempts, timeout_s
+        self._threads = threads
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._running: list[_Job] = []
+        self._guard = threading.Lock()  # of _running, and of each job between a timeout and an answer
+        for _ in range(threads):
+            self._start_thread()
+
+    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
+        """Score ``responses`` soon. The future never has an exception: a failure is part of the scores."""
+        job = _Job(prompt, responses, Future())
+        self._jobs.put(job)
+        return job.scores
+
+    def expire(self) -> None:
+        """Fail the prompts that wait for a call that has run for too long; call this now and then."""
+        now_s = time.monotonic()
+        with self._guard:
+            late = [job for job in self._running if job.called_s is not None and now_s - job.called_s > self._timeout_s]
+            self._running = [job for job in self._running if job not in late]
+        for job in late:
+            failure = f"the reward function did not return within {self._timeout_s:g} s for the response {job.text!r}"
+            job.scores.set_result(Scores([], job.errors + 1, failure))
+            self._start_thread()
+
+    def close(self) -> None:
+        """Let the threads end that are not in a call; jobs that have not begun are dropped."""
+        while not self._jobs.empty():
+            self._jobs.get()
+        for _ in range(self._threads):
+            self._jobs.put(None)
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, name="reward", daemon=True).start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            with self._guard:
+                self._running.append(job)
+            scores = self._score(job)
+            with self._guard:
+                if job not in self._running:  # expired: another thread has taken this one's place
+                    return
+                self._running.remove(job)
+            job.scores.set_result(scores)
+
+    def _score(self, job: _Job) -> Scores:
+        scores = Scores()
+        for response in job.responses:
+            job.text = self._decode(response.token_ids.tolist())
+            metrics = self._call(job)
+            if isinstance(metrics, str):
+                scores.failure = metrics
+                break
+            scores.metrics.append(metrics)
+        scores.errors = job.errors
+        return scores
+
+    def _call(self, job: _Job) -> dict[str, float] | str:
+        """Return the metrics of the response ``job.text``, or why there are none after the last attempt."""
+        failure = ""
+        for _ in range(self._attempts):
+            job.called_s = time.monotonic()
+            try:
+                return judge(self._reward, prompt=job.prompt.text, response=job.text, answer=job.prompt.answer)
+            except (Exception, SystemExit) as exc:  # noqa: BLE001 - the user's code may do anything; it is reported
+                job.errors += 1
+                failure = f"the reward function raised {exc!r} for the response {job.text!r}"
+            finally:
+                job.called_s = None
+        return failure
+
+
+def unscored(scores: Sequence[Scores]) -> DataError:
+    """Return the error for an evaluation in which some of the prompts have failed."""
+    failures = [one.failure for one in scores if one.failure is not None]
+    return DataError(
+        f"{len(failures)} of {len(scores)} evaluation prompts could not be judged",
+        why=failures[0],
+        fix="fix the reward function, or raise reward.timeout_s; reward_errors in the metrics counts such errors",
+    )
