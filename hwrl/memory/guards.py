@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -66,6 +68,9 @@ class Guards:
         self._add(module.register_forward_pre_hook, self._refuse, prepend=True)
 
     def _add(self, register: Callable[..., Any], hook: Callable[..., None], **kwargs: bool) -> None:
+        if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes a second
+            reason = f"the {self._name} are offloaded, use them inside `with offloader.loaded():`"
+            hook = torch.compiler.disable(hook, reason=reason)  # tracing the error itself would warn
         self._handles.append(register(hook, **kwargs))
 
     def _mark(self, parameter: nn.Parameter) -> None:

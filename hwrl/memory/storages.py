@@ -166,7 +166,7 @@ def _movable_storage(piece: Piece, part: str) -> torch.UntypedStorage:
 
 
 def _refuse(part: str, piece: Piece, *, why: str, fix: str) -> NoReturn:
-    raise MemoryStateError(f"the {part} cannot be offloaded", why=f"{piece.name!r} {why}", fix=fix)
+    raise MemoryStateError(f"the {part} cannot be offloaded", why=f"{piece.name} {why}", fix=fix)
 
 
 def _has_address(storage: torch.UntypedStorage) -> bool:
