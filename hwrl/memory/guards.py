@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hwrl.errors import MemoryStateError
+
+_Hook = Callable[..., None]
 
 
 class Offloaded(nn.Parameter):
@@ -39,11 +42,12 @@ class Guards:
         """Refuse uses from now on; ``state_dict`` even while lending, if there is a tensor ``around`` others."""
         self.remove()
         self._on, self._around = True, around
+        refuse, refuse_state = self._hooks()
         for optimizer in optimizers_in(self._optimizer):
-            self._guard_optimizer(optimizer)
+            self._guard_optimizer(optimizer, refuse, refuse_state)
         if self._name == "parameters":
             for module in self._model.modules():
-                self._guard_module(module)
+                self._guard_module(module, refuse, refuse_state)
             for parameter in self._model.parameters():
                 self._mark(parameter)
 
@@ -56,22 +60,23 @@ class Guards:
             handle.remove()
         self._handles, self._parameters = [], []
 
-    def _guard_optimizer(self, optimizer: Optimizer) -> None:
-        self._add(optimizer.register_step_pre_hook, self._refuse)
+    def _guard_optimizer(self, optimizer: Optimizer, refuse: _Hook, refuse_state: _Hook) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(refuse))
         if self._name == "optimizer":
-            self._add(optimizer.register_state_dict_pre_hook, self._refuse_state)
-            self._add(optimizer.register_load_state_dict_pre_hook, self._refuse)
+            self._handles.append(optimizer.register_state_dict_pre_hook(refuse_state))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
 
-    def _guard_module(self, module: nn.Module) -> None:
-        self._add(module.register_state_dict_pre_hook, self._refuse_state)
-        self._add(module.register_load_state_dict_pre_hook, self._refuse)
-        self._add(module.register_forward_pre_hook, self._refuse, prepend=True)
+    def _guard_module(self, module: nn.Module, refuse: _Hook, refuse_state: _Hook) -> None:
+        self._handles.append(module.register_state_dict_pre_hook(refuse_state))
+        self._handles.append(module.register_load_state_dict_pre_hook(refuse))
+        self._handles.append(module.register_forward_pre_hook(refuse, prepend=True))
 
-    def _add(self, register: Callable[..., Any], hook: Callable[..., None], **kwargs: bool) -> None:
-        if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes a second
-            reason = f"the {self._name} are offloaded, use them inside `with offloader.loaded():`"
-            hook = torch.compiler.disable(hook, reason=reason)  # tracing the error itself would warn
-        self._handles.append(register(hook, **kwargs))
+    def _hooks(self) -> tuple[_Hook, _Hook]:
+        if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes a second
+            return self._refuse, self._refuse_state
+        reason = f"the {self._name} are offloaded, use them inside `with offloader.loaded():`"
+        disabled = functools.partial(torch.compiler.disable, reason=reason)  # tracing the error itself would warn
+        return disabled(self._refuse), disabled(self._refuse_state)
 
     def _mark(self, parameter: nn.Parameter) -> None:
         if type(parameter) is nn.Parameter:

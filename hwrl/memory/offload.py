@@ -75,14 +75,19 @@ class Offloader:
 
     What an optimizer updates that is none of the model's memory, such as its own float32 parameters, is its state too.
     Works on plain modules and on FSDP2 (each rank moves its own shards), with tied parameters and shared storages
-    moved once. Device memory is really freed, and comes back under the same Parameter objects and storages, so that
+    moved once. ``optimizer`` is one of torch's, or a wrapper that holds some, as accelerate's does.
+    Tensor subclasses move if they have ``__tensor_flatten__``, or memory of their own and more in their attributes.
+    Device memory is really freed, and comes back under the same Parameter objects and storages, so that
     the optimizer, FSDP2 and views stay valid. Gradients are left alone: call ``zero_grad`` first.
 
     A storage is not copied to the host again if the host still has its content: its tensors' version counters and
     a fingerprint of its bytes, taken on the device, are both unchanged. (Counters alone do not tell: fused
     optimizers and ``foreach`` operations on DTensors do not count.)
 
-    While parts are offloaded, ``forward``, ``step``, ``state_dict`` and ``load_state_dict`` raise
+    Nothing is freed before everything was found to be movable, the host has a copy, and the guards are on. An error
+    at any point leaves everything as it was.
+
+    While parts are offloaded, ``forward`` (compiled too), ``step``, ``state_dict`` and ``load_state_dict`` raise
     :class:`~hwrl.errors.MemoryStateError`; reading a tensor directly is not guarded and may crash the process.
 
     The offloader owns the host memory; ``close``, or leaving the context, brings everything back and frees it.

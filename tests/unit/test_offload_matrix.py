@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
 
 from hwrl.errors import MemoryStateError
 from hwrl.memory import Offloader
@@ -341,6 +342,15 @@ def test_tensors_of_several_parts_are_not_lent() -> None:
         for use in (model.state_dict, optimizer.state_dict):
             with offloader.lending(), pytest.raises(MemoryStateError, match="class Quantized cannot be lent"):
                 use()
+
+
+def test_gradients_and_what_torch_owns_stay_on_the_device() -> None:
+    model = _net_of_packed()
+    gradient, owned = torch.ones(WIDTH), TensorDataset(torch.ones(WIDTH))
+    model.frozen.main_grad, model.frozen.data_set = gradient, owned
+    with Offloader(model, backend=BACKEND) as offloader:
+        offloader.offload()
+        assert gradient.untyped_storage().nbytes() and owned.tensors[0].untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("kind", [nn.LazyLinear, nn.Linear])
