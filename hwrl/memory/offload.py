@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from hwrl.backend import Backend
-from hwrl.errors import MemoryStateError
+from hwrl.errors import HwrlError, MemoryStateError
 from hwrl.memory.fingerprint import bytes_of, fingerprints
+from hwrl.memory.guards import Guards, optimizers_in
 from hwrl.memory.lending import HostCopies, HostCopy, Loans
 from hwrl.memory.pool import PinnedPool
 from hwrl.memory.slabs import batches
+from hwrl.memory.storages import (
+    Named,
+    Placed,
+    model_tensors,
+    optimizer_tensors,
+    pieces_of,
+    require_resizing,
+    storages_of,
+    whole,
+)
 from hwrl.registry import get_backend
 
 _ALIGNMENT_NBYTES = 512
@@ -28,8 +37,6 @@ _BATCH_NBYTES = 256 << 20  # copying it takes several times as long as the finge
 
 _Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of target and source."""
-_Placed = tuple[torch.UntypedStorage, int, tuple[int, ...]]
-"""A storage, where its copy begins in the slab, and its tensors' version counters."""
 
 
 class Transfer:
@@ -68,29 +75,36 @@ class Offloader:
 
     What an optimizer updates that is none of the model's memory, such as its own float32 parameters, is its state too.
     Works on plain modules and on FSDP2 (each rank moves its own shards), with tied parameters and shared storages
-    moved once. Device memory is really freed, and comes back under the same Parameter objects and storages, so that
+    moved once. ``optimizer`` is one of torch's, or a wrapper that holds some, as accelerate's does.
+    Tensor subclasses move if they have ``__tensor_flatten__``, or memory of their own and more in their attributes.
+    Device memory is really freed, and comes back under the same Parameter objects and storages, so that
     the optimizer, FSDP2 and views stay valid. Gradients are left alone: call ``zero_grad`` first.
 
     A storage is not copied to the host again if the host still has its content: its tensors' version counters and
     a fingerprint of its bytes, taken on the device, are both unchanged. (Counters alone do not tell: fused
     optimizers and ``foreach`` operations on DTensors do not count.)
 
-    While parts are offloaded, ``forward``, ``step``, ``state_dict`` and ``load_state_dict`` raise
+    Nothing is freed before everything was found to be movable, the host has a copy, and the guards are on. An error
+    at any point leaves everything as it was.
+
+    While parts are offloaded, ``forward`` (compiled too), ``step``, ``state_dict`` and ``load_state_dict`` raise
     :class:`~hwrl.errors.MemoryStateError`; reading a tensor directly is not guarded and may crash the process.
 
     The offloader owns the host memory; ``close``, or leaving the context, brings everything back and frees it.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, backend: Backend | None = None) -> None:
+    def __init__(self, model: nn.Module, optimizer: object = None, *, backend: Backend | None = None) -> None:
         self._backend = backend or get_backend()
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
         self._lending = threading.Event()
-        refusals = functools.partial(_refuse_use, model, optimizer, self._lending)
-        find_params = functools.partial(_model_tensors, model)
+        optimizers_in(optimizer)  # refuses a wrapper of none
+        find_params = functools.partial(model_tensors, model)
+        guards = Guards("parameters", model, optimizer, self._lending)
+        self._params = _Part("parameters", self._backend, find_params, guards)
+        guards = Guards("optimizer", model, optimizer, self._lending)
         find_state = functools.partial(_optimizer_tensors, optimizer)
-        self._params = _Part("parameters", self._backend, find_params, refusals)
-        self._optimizer = _Part("optimizer", self._backend, find_state, refusals, apart_from=find_params)
+        self._optimizer = _Part("optimizer", self._backend, find_state, guards, apart_from=find_params)
 
     @property
     def pool_nbytes(self) -> int:
@@ -101,36 +115,75 @@ class Offloader:
         """Move the chosen parts to the host and free their device memory; what is offloaded already stays so.
 
         Blocks until the copies are complete, and before that, batch by batch, until what is to be overwritten is no
-        longer lent. Raises :class:`~hwrl.errors.MemoryStateError`, with nothing changed, if
-        a tensor's memory cannot be given back.
+        longer lent. Raises :class:`~hwrl.errors.MemoryStateError`, with everything as it was, if
+        a tensor's memory cannot be moved, or on any other error.
         """
         parts = [part for part in self._chosen(params=params, optimizer=optimizer) if not part.offloaded]
-        self._stream.synchronize()  # a load may still read the slab that is now written
         moved = Transfer()
-        for plan in [part.plan_offload(self._pool) for part in parts]:
-            for copies in plan:
+        with _explained("offloaded", parts, fix="nothing was moved: remove the cause and offload again"):
+            try:
+                self._move_out(parts, moved)
+            except BaseException:
+                self._stay(parts)
+                raise
+        return moved
+
+    def _move_out(self, parts: list[_Part], moved: Transfer) -> None:
+        self._stream.synchronize()  # a load may still read the slab that is now written
+        for part in parts:
+            part.lay_out()
+        for part in parts:
+            for copies in part.save(self._pool):
                 self._copy(copies, moved)
         self._stream.synchronize()
+        for part in parts:
+            part.guard()
         for part in parts:
             part.free()
         if parts:
             self._backend.empty_cache()
-        return moved
+
+    def _stay(self, parts: list[_Part]) -> None:
+        away = [part for part in parts if part.offloaded]
+        for part in parts:
+            if not part.offloaded:
+                part.release()
+                part.let_go()
+        with _explained("brought back after an error", away, fix="the host has all of it: free device memory and load"):
+            self._bring_back(away)
+        for part in away:
+            part.let_go()
 
     def load(self, *, params: bool = True, optimizer: bool = True) -> Transfer:
         """Bring the chosen parts back; what is on the device already stays so.
 
         Does not block where the backend has streams: the caller's current stream waits for the copies. Raises
-        :class:`~hwrl.errors.MemoryStateError` if the device has no room; that part stays offloaded then.
+        :class:`~hwrl.errors.MemoryStateError`, with everything as it was, if the device has no room, or on any other
+        error: the host's copies are kept, for another load.
         """
         parts = [part for part in self._chosen(params=params, optimizer=optimizer) if part.offloaded]
+        with _explained("loaded", parts, fix="the host still has all of it: free device memory and load again"):
+            moved = self._bring_back(parts)
+        for part in parts:
+            part.let_go()
+        return moved
+
+    def _bring_back(self, parts: list[_Part]) -> Transfer:
         moved = Transfer()
         try:
             for part in parts:
-                for copies in part.restore():
+                for copies in part.fill():
                     self._copy(copies, moved)
-        finally:
             self._backend.current_stream().wait_stream(self._stream)
+            for part in parts:
+                part.release()
+        except BaseException:
+            for part in parts:
+                part.guard()
+            self._stream.synchronize()  # copies may still write what is freed
+            for part in parts:
+                part.free()
+            raise
         return moved
 
     @contextlib.contextmanager
@@ -168,7 +221,7 @@ class Offloader:
         """
         copies = self.lend_all()
         try:
-            return copies.lend(_local(tensor))
+            return copies.lend(whole(tensor, is_away=copies.holds))
         finally:
             copies.give_back()
 
@@ -218,72 +271,95 @@ class _Slot:
 
 
 class _Part:
-    """The storages of one kind, and their copies in one slab."""
+    """The storages of one kind, and their copies in one slab.
+
+    Out: ``lay_out``, ``save``, ``guard``, ``free``. Back: ``fill``, ``release``. After an error on the way out,
+    ``fill`` if it was freed, and ``release``; on the way back, ``guard`` and ``free``. When it is back: ``let_go``.
+    """
 
     def __init__(
         self,
         name: str,
         backend: Backend,
-        find: Callable[[], Iterable[torch.Tensor]],
-        refuse: Callable[[str], list[Any]],
+        find: Callable[[], Named],
+        guards: Guards,
         *,
-        apart_from: Callable[[], Iterable[torch.Tensor]] = tuple,
+        apart_from: Callable[[], Named] = tuple,
     ) -> None:
-        self._name, self._backend = name, backend
-        self._find, self._apart_from, self._refuse = find, apart_from, refuse
+        self.name, self._backend = name, backend
+        self._find, self._apart_from, self._guards = find, apart_from, guards
         self._slab: torch.Tensor | None = None
         self._copied: dict[int, _Slot] = {}  # by start, what the slab holds
-        self._away: list[tuple[torch.UntypedStorage, _Slot]] = []  # of an offloaded part; else to be freed
+        self._layout: list[Placed] = []
+        self._away: list[tuple[torch.UntypedStorage, _Slot]] = []  # what is in the slab, in the order of the layout
         self._starts: dict[int, int] = {}  # by storage, of an offloaded part
         self._loans = Loans()
-        self._guards: list[Any] = []
         self.offloaded = False
 
-    def plan_offload(self, pool: PinnedPool) -> Iterator[_Copies]:
-        """Return the copies to the host that :meth:`free` needs first, in batches; changes nothing on the device.
+    def lay_out(self) -> None:
+        """Find the storages; raises, by the tensor's name, if one cannot be moved. Changes nothing."""
+        apart = {piece.storage_key for piece in pieces_of(self._apart_from())}
+        pieces = [piece for piece in pieces_of(self._find()) if piece.storage_key not in apart]
+        self._layout = storages_of(pieces, self.name, device_type=self._backend.info.device_type)
+        if self._layout:
+            require_resizing(self._layout[0].storage.device)
+
+    def save(self, pool: PinnedPool) -> Iterator[_Copies]:
+        """Yield the copies to the host that :meth:`free` needs first, in batches; changes nothing on the device.
 
         A batch is compared with what the host holds only when it is asked for, while the one before is copied.
         """
-        layout = self._lay_out()
-        slab = pool.slab(self._name, nbytes=max((start + storage.nbytes() for storage, start, _ in layout), default=0))
+        starts = list(itertools.accumulate(map(_aligned_nbytes, self._layout), initial=0))
+        slab = pool.slab(self.name, nbytes=starts[-1])
         if slab is not self._slab:
             self._slab, self._copied = slab, {}
         known, self._copied, self._away = self._copied, {}, []  # known again when the copies are complete
-        return self._stale(layout, slab, known)
-
-    def _stale(self, layout: list[_Placed], slab: torch.Tensor, known: dict[int, _Slot]) -> Iterator[_Copies]:
-        for batch in batches(layout, lambda placed: placed[0].nbytes(), nbytes=_BATCH_NBYTES):
+        placed = zip(self._layout, starts, strict=False)
+        for batch in batches(placed, lambda one: one[0].storage.nbytes(), nbytes=_BATCH_NBYTES):
             copies = []
-            prints = fingerprints([storage for storage, _, _ in batch])
-            for (storage, start, versions), fingerprint in zip(batch, prints, strict=True):
-                slot = _Slot(start, storage.nbytes(), versions, fingerprint)
-                self._away.append((storage, slot))
+            prints = fingerprints([one.storage for one, _ in batch])
+            for (one, start), fingerprint in zip(batch, prints, strict=True):
+                slot = _Slot(start, one.storage.nbytes(), one.versions, fingerprint)
+                self._away.append((one.storage, slot))
                 if known.get(start) != slot:
                     self._loans.wait(start)
-                    copies.append((slab[start : start + slot.nbytes], bytes_of(storage)))
+                    copies.append((slab[start : start + slot.nbytes], bytes_of(one.storage)))
             yield copies
 
+    def guard(self) -> None:
+        """Refuse every use from now on."""
+        around = (piece.around for one in self._layout for piece in one.pieces)
+        self._guards.install(around=next(filter(None, around), None))
+
     def free(self) -> None:
-        """Free the device memory; the slab holds all of it."""
+        """Free the device memory; the slab holds all of it, and no use is possible."""
         self._copied = {slot.start: slot for _, slot in self._away}
         self._starts = {storage._cdata: slot.start for storage, slot in self._away}
+        self.offloaded = True
         for storage, _ in self._away:
             storage.resize_(0)
-        self._guards = self._refuse(self._name)
-        self.offloaded = True
 
-    def restore(self) -> Iterator[_Copies]:
+    def fill(self) -> Iterator[_Copies]:
         """Allocate the device memory again, batch by batch, and yield the copies that fill it.
 
-        A batch is allocated while the one before is copied.
+        A batch is allocated while the one before is copied. After an error the memory that is still there is filled
+        as well: nobody knows what it holds.
         """
-        assert self._slab is not None, "offloaded before"
+        assert self._slab is not None, "saved before"
         for batch in batches(self._away, lambda pair: pair[1].nbytes, nbytes=_BATCH_NBYTES):
-            self._allocate(batch)
+            for storage, slot in batch:
+                if storage.nbytes() != slot.nbytes:
+                    storage.resize_(slot.nbytes)
             yield [(bytes_of(storage), self._slab[slot.start : slot.start + slot.nbytes]) for storage, slot in batch]
-        for guard in self._guards:
-            guard.remove()
-        self._away, self._starts, self._guards, self.offloaded = [], {}, [], False
+
+    def release(self) -> None:
+        """Allow every use: the device has all of it."""
+        self.offloaded = False
+        self._guards.remove()
+
+    def let_go(self) -> None:
+        """Let go of the storages, so that what the optimizer replaces is freed; of a part that is on the device."""
+        self._layout, self._away, self._starts = [], [], {}
 
     def forget(self) -> None:
         """Let go of the host's copies, of a part that is on the device."""
@@ -294,106 +370,22 @@ class _Part:
         """Where the copies lie while offloaded, by storage, and who reads them; else None."""
         return None if self._slab is None or not self.offloaded else (self._slab, self._starts, self._loans)
 
-    def _allocate(self, batch: list[tuple[torch.UntypedStorage, _Slot]]) -> None:
-        try:
-            for storage, slot in batch:
-                storage.resize_(slot.nbytes)
-        except RuntimeError as exc:  # torch's out-of-memory errors
-            self._backend.synchronize()  # earlier batches are being copied
-            for storage, _ in self._away:
-                storage.resize_(0)
-            raise MemoryStateError(
-                f"the {self._name} cannot be loaded", why=str(exc), fix="free device memory and load again"
-            ) from exc
 
-    def _lay_out(self) -> list[_Placed]:
-        apart = {storage._cdata for storage, _ in self._storages(self._apart_from())}
-        placed: list[_Placed] = []
-        start = 0
-        for storage, versions in self._storages(self._find()):
-            if storage._cdata not in apart:
-                _require_resizable(storage, self._name)
-                placed.append((storage, start, versions))
-                start += -(-storage.nbytes() // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-        return placed
-
-    def _storages(self, tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, tuple[int, ...]]]:
-        """Return each storage on the device once, with the versions of all tensors that share it."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        versions: dict[int, tuple[int, ...]] = {}
-        for tensor in tensors:
-            local = _local(tensor)
-            storage = local.untyped_storage()
-            if local.device.type == self._backend.info.device_type and storage.nbytes():
-                storages[storage._cdata] = storage
-                versions[storage._cdata] = (*versions.get(storage._cdata, ()), tensor._version, local._version)
-        return [(storage, versions[key]) for key, storage in storages.items()]
+def _aligned_nbytes(placed: Placed) -> int:
+    return -(-placed.storage.nbytes() // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
-def _model_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a root that only ran forward still holds its whole parameters
-    yield from model.parameters()
-    yield from model.buffers()
+def _optimizer_tensors(optimizer: object) -> Named:
+    return optimizer_tensors(optimizers_in(optimizer))
 
 
-def _optimizer_tensors(optimizer: Optimizer | None) -> Iterator[torch.Tensor]:
-    if optimizer is not None:
-        yield from _tensors_in(list(optimizer.state.values()))
-        for group in optimizer.param_groups:  # copies of its own, in float32; the model's parameters are set apart
-            yield from group["params"]
-
-
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors_in(one)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def _require_resizable(storage: torch.UntypedStorage, name: str) -> None:
-    if not storage.resizable():
-        raise MemoryStateError(
-            f"the {name} cannot be offloaded",
-            why=f"{storage.nbytes():,} bytes of them belong to a file, an array or another process",
-            fix="give the tensors memory of their own: parameter.data = parameter.data.clone()",
-        )
-
-
-def _refuse_use(model: nn.Module, optimizer: Optimizer | None, lending: threading.Event, name: str) -> list[Any]:
-    """Make every use of an offloaded part raise, except ``state_dict`` during ``lending``; return the handles."""
-
-    def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise MemoryStateError(
-            f"the {name} cannot be used", why="they are offloaded", fix="use them inside `with offloader.loaded():`"
-        )
-
-    def refuse_state(*args: object, **kwargs: object) -> None:
-        if not lending.is_set():
-            refuse()
-
-    guards: list[Any] = []
-    modules: Iterable[Any] = model.modules() if name == "parameters" else ()
-    if optimizer is not None:
-        guards.append(optimizer.register_step_pre_hook(refuse))
-    if optimizer is not None and name == "optimizer":
-        guards.append(optimizer.register_state_dict_pre_hook(refuse_state))
-        guards.append(optimizer.register_load_state_dict_pre_hook(refuse))
-    for module in modules:
-        guards.append(module.register_state_dict_pre_hook(refuse_state))
-        guards += [
-            module.register_forward_pre_hook(refuse, prepend=True),
-            module.register_load_state_dict_pre_hook(refuse),
-        ]
-    return guards
+@contextlib.contextmanager
+def _explained(done: str, parts: list[_Part], *, fix: str) -> Iterator[None]:
+    """Turn any error inside into one that says what it stopped; hwrl's own say it already."""
+    try:
+        yield
+    except HwrlError:
+        raise
+    except Exception as exc:
+        names = " and ".join(part.name for part in parts)
+        raise MemoryStateError(f"the {names} cannot be {done}", why=str(exc) or repr(exc), fix=fix) from exc
