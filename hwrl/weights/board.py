@@ -23,8 +23,9 @@ class Offer:
 
     ``to`` are the receivers (their join numbers) of a device or ipc transfer, in rank order from 1; ``group`` names the
     groups, ``lanes`` many. ``timeout_s`` is the sender's, from which receivers derive how long they wait for it.
-    ``directory`` and ``slot`` say where a host version
-    lies; ``before`` is the offer of the version that stays until this one is whole, 0 if there is none.
+    A host version lies in place ``slot``; ``files`` are the numbers of all places' files, in ``directory`` or, if that
+    is empty, among the open files of process ``pid``, and ``inodes`` tell whether they are still those. ``before`` is
+    the offer of the version that stays until this one is whole, 0 if there is none.
     """
 
     number: int
@@ -37,7 +38,10 @@ class Offer:
     lanes: int = 1
     timeout_s: float = 60.0
     directory: str = ""
+    pid: int = 0
     slot: int = 0
+    files: list[int] = field(default_factory=list)
+    inodes: list[int] = field(default_factory=list)
     before: int = 0
     metadata: dict[str, str | int | float] = field(default_factory=dict)
 
@@ -47,7 +51,7 @@ class Offer:
         try:
             offer = cls(**json.loads(text))
             good = all(isinstance(getattr(offer, name), type(value)) for name, value in asdict(_SAMPLE).items())
-            good = good and all(isinstance(number, int) for number in offer.to)
+            good = good and all(isinstance(number, int) for number in [*offer.to, *offer.files, *offer.inodes])
             good = good and math.isfinite(offer.timeout_s) and offer.timeout_s > 0
         except (ValueError, TypeError, RecursionError) as exc:
             raise _unreadable("an offer", text) from exc
