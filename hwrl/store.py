@@ -17,21 +17,48 @@ from hwrl.errors import CommError, CommTimeoutError, PeerLostError
 def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
     """Return a store that other processes reach at ``store_address(store)``; it lives as long as this object.
 
-    ``port`` 0 takes a free one. ``timeout_s`` bounds its blocking calls. Raises CommError if the port is taken.
+    It listens on the address of ``host`` and on no other; "0.0.0.0" means every IPv4 interface. Anyone who reaches the
+    port may read and write. ``port`` 0 takes a free one. ``timeout_s`` bounds its blocking calls. Raises CommError if
+    the port is taken, or if ``host`` is no address of this machine.
     """
-    try:
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    listener = _listen(host, port)
+    bound, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
+    try:  # by itself TCPStore listens on every interface, whatever its host is
+        return TCPStore(
+            host, bound, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
     except dist.DistError as exc:
-        raise CommError(
-            f"cannot serve a store on {host}:{port}",
-            why=first_line(exc),
-            fix="choose another port, or 0 for a free one",
-        ) from exc
+        raise _cannot_serve(host, port, first_line(exc)) from exc
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the first address of ``host`` that this machine has."""
+    if not 0 <= port < 65536:
+        raise _cannot_serve(host, port, "ports are 0 to 65535")
+    why = "the name has no address"
+    try:
+        for family, _, _, _, (address, _, *scope) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            try:
+                return socket.create_server((address, port, *scope), family=family)
+            except OSError as exc:
+                why = str(exc)
+    except (OSError, UnicodeError) as exc:  # there is no such name
+        why = str(exc)
+    raise _cannot_serve(host, port, why)
+
+
+def _cannot_serve(host: str, port: int, why: str) -> CommError:
+    return CommError(
+        f"cannot serve a store on {host}:{port}",
+        why=why,
+        fix="use an address of this machine, and another port, or 0 for a free one",
+    )
 
 
 def store_address(store: TCPStore) -> str:
-    """Return ``host:port``, which :func:`connect_store` takes."""
-    return f"{store.host}:{store.port}"
+    """Return ``host:port`` ("[host]:port" for IPv6), which :func:`connect_store` takes."""
+    host = f"[{store.host}]" if ":" in store.host else store.host
+    return f"{host}:{store.port}"
 
 
 def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
@@ -40,7 +67,8 @@ def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
     Raises CommTimeoutError if nothing answers there in time.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise CommError(f"{address!r} is no store address", why="it must be host:port", fix="use store_address(store)")
     _await_server(host, int(port), timeout_s)
     try:

@@ -79,12 +79,11 @@ def build_rollouter(config: Config, *, replica: str, seed: int, store_address: s
 
 
 def _build_inlet(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightsInlet:
-    store, timeout_s = connect_store(store_address), _transfer_timeout_s(config)
+    store = connect_store(store_address)
 
     def connect(name: str, *, newest: bool = True) -> Link:
-        receiver = WeightReceiver(store, name=name, replica=replica, newest=newest, timeout_s=timeout_s)
-        # The sender waits once for the receivers and once for their votes; a receiver must not give up before it does.
-        return Link(receiver, patience_s=3 * timeout_s)
+        receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
+        return Link(receiver, patience_s=_transfer_timeout_s(config))
 
     return ModelInlet(engine, connect(POLICY)) if config.model.lora is None else AdapterInlet(engine, connect)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,8 +22,10 @@ class Offer:
     """A version that the sender offers. ``number`` grows with every offer of every sender of the link.
 
     ``to`` are the receivers (their join numbers) of a device or ipc transfer, in rank order from 1; ``group`` names the
-    groups, ``lanes`` many. ``directory`` and ``slot`` say where a host version
-    lies; ``before`` is the offer of the version that stays until this one is whole, 0 if there is none.
+    groups, ``lanes`` many. ``timeout_s`` is the sender's, from which receivers derive how long they wait for it.
+    A host version lies in place ``slot``; ``files`` are the numbers of all places' files, in ``directory`` or, if that
+    is empty, among the open files of process ``pid``, and ``inodes`` tell whether they are still those. ``before`` is
+    the offer of the version that stays until this one is whole, 0 if there is none.
     """
 
     number: int
@@ -33,8 +36,12 @@ class Offer:
     to: list[int] = field(default_factory=list)
     group: str = ""
     lanes: int = 1
+    timeout_s: float = 60.0
     directory: str = ""
+    pid: int = 0
     slot: int = 0
+    files: list[int] = field(default_factory=list)
+    inodes: list[int] = field(default_factory=list)
     before: int = 0
     metadata: dict[str, str | int | float] = field(default_factory=dict)
 
@@ -44,7 +51,8 @@ class Offer:
         try:
             offer = cls(**json.loads(text))
             good = all(isinstance(getattr(offer, name), type(value)) for name, value in asdict(_SAMPLE).items())
-            good = good and all(isinstance(number, int) for number in offer.to)
+            good = good and all(isinstance(number, int) for number in [*offer.to, *offer.files, *offer.inodes])
+            good = good and math.isfinite(offer.timeout_s) and offer.timeout_s > 0
         except (ValueError, TypeError, RecursionError) as exc:
             raise _unreadable("an offer", text) from exc
         if not good or not _is_metadata(offer.metadata):
@@ -52,6 +60,7 @@ class Offer:
         return offer
 
 
+_AGAIN, _GIVEN_UP = "again", "given up: "
 _ABSENT = "\x01"  # a value that is never written; compare_set returns it for a missing key, and writes nothing
 _SAMPLE = Offer(number=0, epoch=0, version=0, transport="", layout="")
 
@@ -71,6 +80,16 @@ class Board:
         """Count one more sender of this link and return its number; the earlier ones are thereby deposed."""
         return self._notes.add("epochs", 1)
 
+    def check_epoch(self, epoch: int) -> None:
+        """Raise TransferFailedError if sender number ``epoch`` is deposed."""
+        newest = self.epoch()
+        if newest != epoch:
+            raise TransferFailedError(
+                f"this sender of {self.name!r} is deposed",
+                why=f"it is sender {epoch}, and sender {newest} has taken over",
+                fix="end this process; two trainers must not share a link's name",
+            )
+
     def epoch(self) -> int:
         """Return the newest sender's number, 0 before there was one."""
         return self._notes.add("epochs", 0)
@@ -89,8 +108,13 @@ class Board:
         self._notes.set(f"go/{offer.number}", "go" if go else "withdrawn")
 
     def put_verdict(self, offer: Offer, *, committed: bool) -> None:
-        """Tell the receivers how the transfer ended; if it did not commit, another offer follows."""
-        self._notes.set(f"verdict/{offer.number}", "committed" if committed else "again")
+        """Tell the receivers how the round ended; if it did not commit, another offer follows or :meth:`give_up`."""
+        self._notes.set(f"verdict/{offer.number}", "committed" if committed else _AGAIN)
+
+    def give_up(self, offer: Offer, why: str) -> None:
+        """Tell the receivers that no offer follows ``offer``; does nothing if it ended before, or nobody saw it."""
+        if self.newest() >= offer.number and self._verdict(offer) in (None, _AGAIN):
+            self._notes.set(f"verdict/{offer.number}", _GIVEN_UP + why)
 
     def put_note(self, offer: Offer, note: str, text: str) -> None:
         """Tell the receivers of ``offer`` something that only its transport understands."""
@@ -108,7 +132,12 @@ class Board:
 
     def has_verdict(self, offer: Offer) -> bool:
         """Return whether the sender has ended the transfer."""
-        return self._notes.get(f"verdict/{offer.number}") is not None
+        return self._verdict(offer) is not None
+
+    def given_up(self, offer: Offer) -> str | None:
+        """Return why the sender gave up after ``offer``, or None if it did not."""
+        verdict = self._verdict(offer) or ""
+        return verdict.removeprefix(_GIVEN_UP) if verdict.startswith(_GIVEN_UP) else None
 
     def vote(self, offer: Offer, member: int) -> str:
         """Return what a member that is not absent voted."""
@@ -183,6 +212,10 @@ class Board:
         """Return why a receiver was excluded, or None if it was not."""
         found = self._notes.get(f"excluded/{member}")
         return None if found is None else found.decode()
+
+    def _verdict(self, offer: Offer) -> str | None:
+        found = self._notes.get(f"verdict/{offer.number}")
+        return None if found is None else found.decode(errors="replace")
 
     def layout(self, offer: Offer) -> WeightLayout:
         """Return the layout that ``offer`` follows; raises LayoutMismatchError if it is malformed or another one."""

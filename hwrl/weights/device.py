@@ -29,15 +29,12 @@ class Lanes:
     leaves the wire idle for about 10 µs, which the other group's slab fills (docs/benchmarks.md). Elsewhere, one.
     """
 
-    def __init__(self, store: Store, offer: Offer, *, rank: int, backend: Backend, timeout_s: float) -> None:
-        """Connect with the other ranks of ``offer``; blocks until all came, raises CommError if not.
-
-        ``timeout_s`` is the transfer's, votes included.
-        """
+    def __init__(self, store: Store, offer: Offer, *, rank: int, backend: Backend) -> None:
+        """Connect with the other ranks of ``offer``; blocks until all came, raises CommError if not."""
         self.name, self.to = offer.group, offer.to
         self._groups: list[Group] = []
         self._turn = 0
-        comm, size, wire_s = Comm(backend), 1 + len(offer.to), wire_timeout_s(timeout_s)
+        comm, size, wire_s = Comm(backend), 1 + len(offer.to), wire_timeout_s(offer.timeout_s)
         try:
             for lane in range(offer.lanes):
                 self._groups.append(
@@ -100,7 +97,7 @@ class DeviceSender(Rounds):
 
     def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:
         if self._lanes is None:
-            self._lanes = Lanes(self._board.store, offer, rank=0, backend=self._backend, timeout_s=self._timeout_s)
+            self._lanes = Lanes(self._board.store, offer, rank=0, backend=self._backend)
         under_way = collections.deque[tuple[Pending, Lease, list[torch.Tensor]]]()
         for index, slab in enumerate(self._layout.slabs):
             with clock("gather"):
@@ -128,8 +125,8 @@ class DeviceSender(Rounds):
 class DeviceReceiver:
     """A receiver's end of the groups."""
 
-    def __init__(self, board: Board, *, backend: Backend, slabs: int, timeout_s: float) -> None:
-        self._board, self._backend, self._slabs, self._timeout_s = board, backend, slabs, timeout_s
+    def __init__(self, board: Board, *, backend: Backend, slabs: int) -> None:
+        self._board, self._backend, self._slabs = board, backend, slabs
         self._lanes: Lanes | None = None
 
     def receive(self, offer: Offer, member: int, place: Place, sums: Checksums, clock: StageClock) -> torch.Tensor:
@@ -158,7 +155,7 @@ class DeviceReceiver:
         if self._lanes is None or self._lanes.name != offer.group:
             self.close()
             rank = 1 + offer.to.index(member)
-            self._lanes = Lanes(self._board.store, offer, rank=rank, backend=self._backend, timeout_s=self._timeout_s)
+            self._lanes = Lanes(self._board.store, offer, rank=rank, backend=self._backend)
         return self._lanes
 
     def _receive_slabs(

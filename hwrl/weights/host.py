@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import logging
-import mmap
 import os
-import shutil
-import struct
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hwrl.backend import Backend
-from hwrl.errors import CommTimeoutError, TransferFailedError, UnsupportedError, WeightsError
-from hwrl.memory.pagelock import PageLocked
+from hwrl.errors import CommTimeoutError, TransferFailedError
 from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import BroadcastBuffer, Place, Staging
+from hwrl.weights.buffer import BroadcastBuffer, Place
 from hwrl.weights.checksum import Checksums
-from hwrl.weights.layout import ALIGNMENT_NBYTES, TensorFeed, WeightLayout
+from hwrl.weights.layout import TensorFeed, WeightLayout
+from hwrl.weights.places import DirectoryFiles, MemoryFiles, SharedPlace, is_alive, open_place, place_nbytes
 from hwrl.weights.report import StageClock
 from hwrl.weights.roster import Roster
 from hwrl.weights.rounds import Named
 
 _log = logging.getLogger("hwrl.weights")
-_PREFIX = "hwrl-weights-"
 _HOST = torch.device("cpu")
-_HEADER = struct.Struct("<qq")  # the offer's number, and how many slabs are there; one more when the checksums are
 _FIRST_SLOTS = (0, 1)  # those that alternate unless receivers lag; made and page-locked in the first transfer
 _TORN = -1  # instead of a number of slabs: writing ended with an error
 _POLL_S = 5e-5  # a slab of 16 MiB takes 300 µs on its way to the host
@@ -62,16 +56,15 @@ class HostSender:
     ) -> None:
         self._board, self._roster, self._layout = board, roster, layout
         self._backend, self._slabs, self._timeout_s = backend, slabs, timeout_s
-        base = directory or _memory_directory()
-        _sweep(base)
-        self.directory, self._owner = _new_directory(base)
-        self._places: list[_Place | None] = [None] * versions
+        self._files = MemoryFiles() if directory is None else DirectoryFiles(directory)
+        self._places: list[SharedPlace | None] = [None] * versions
         self._buffer = BroadcastBuffer(layout, backend=backend, slabs=slabs)
         self._sums = Checksums(layout, device=backend.device())
         # Two streams: copies to the host follow each other without a gap while later slabs are packed and summed.
         self._packing, self._copying = backend.stream(), backend.stream()
-        self._packed = backend.event()
         self._copied = [backend.event() for _ in layout.slabs]
+        # One for each slab here, too: on some devices a wait that is queued follows what is recorded later.
+        self._packed = [backend.event() for _ in layout.slabs]
         self._offers: list[Offer] = []  # those on the board
         self._newest: Offer | None = None
 
@@ -89,7 +82,7 @@ class HostSender:
         with clock("claim"):
             slot, place = self._claim(number, clock)
         before = 0 if self._newest is None else self._newest.number
-        offer = replace(base, number=number, directory=str(self.directory), slot=slot, before=before)
+        offer = self._describe(replace(base, number=number, slot=slot, before=before))
         self._board.put_offer(offer)
         self._offers.append(offer)
         with clock("copy"), torch.no_grad(), contextlib.closing(feed), clock.span(self._backend):
@@ -109,10 +102,20 @@ class HostSender:
             if place is not None:
                 place.close()
         self._places = []
-        shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._owner)
+        self._files.close()
 
-    def _claim(self, number: int, clock: StageClock) -> tuple[int, _Place]:
+    def _describe(self, offer: Offer) -> Offer:
+        """Return ``offer`` with all that receivers need to find the places and to know them again."""
+        places = [place for place in self._places if place is not None]  # they are made in order
+        return replace(
+            offer,
+            directory=self._files.directory,
+            pid=os.getpid(),
+            files=[self._files.number(slot, place.file) for slot, place in enumerate(places)],
+            inodes=[place.inode for place in places],
+        )
+
+    def _claim(self, number: int, clock: StageClock) -> tuple[int, SharedPlace]:
         """Make a place that nobody reads, and that does not hold the newest version, offer ``number``'s."""
         with clock("register"):
             for slot in _FIRST_SLOTS[: len(self._places)]:
@@ -134,14 +137,14 @@ class HostSender:
                 )
             time.sleep(0.001)
 
-    def _place(self, slot: int) -> _Place:
+    def _place(self, slot: int) -> SharedPlace:
         place = self._places[slot]
         if place is None:
-            file = _allocate(self.directory / str(slot), nbytes=_sums_at(self._layout) + Checksums.nbytes(self._layout))
-            place = self._places[slot] = _Place(file, self._layout, backend=self._backend)
+            file = self._files.make(slot, nbytes=place_nbytes(self._layout))
+            place = self._places[slot] = SharedPlace(file, self._layout, backend=self._backend)
         return place
 
-    def _write(self, place: _Place, feed: TensorFeed, clock: StageClock) -> None:
+    def _write(self, place: SharedPlace, feed: TensorFeed, clock: StageClock) -> None:
         held: collections.deque[list[torch.Tensor]] = collections.deque()  # of the slabs that are not there yet
         there = 0
         try:
@@ -173,9 +176,9 @@ class HostSender:
         with self._packing:
             lease = self._buffer.pack(index, tensors)
             self._sums.add(index, lease.memory)
-            self._packed.record(self._packing)
+            self._packed[index].record(self._packing)
         with self._copying:
-            self._copying.wait_event(self._packed)
+            self._copying.wait_event(self._packed[index])
             target.copy_(lease.memory, non_blocking=True)
             self._copied[index].record(self._copying)
         lease.in_use_until(self._copied[index])
@@ -186,10 +189,10 @@ class HostReceiver:
 
     def __init__(self, board: Board, *, backend: Backend) -> None:
         self._board, self._backend = board, backend
-        self._directory = ""
-        self._places: dict[int, _Place] = {}
+        self._sender = ("", 0, 0)
+        self._places: dict[int, SharedPlace] = {}
         self._copying, self._summing = backend.stream(), backend.stream()
-        self._landed = backend.event()
+        self._landed: dict[int, Any] = {}  # an event for each slab, kept for the next version
 
     def receive(
         self,
@@ -224,7 +227,7 @@ class HostReceiver:
         self._places = {}
 
     @contextlib.contextmanager
-    def claim(self, offer: Offer, layout: WeightLayout, clock: StageClock) -> Iterator[_Place | None]:
+    def claim(self, offer: Offer, layout: WeightLayout, clock: StageClock) -> Iterator[SharedPlace | None]:
         """Keep the offered version from being overwritten; yield its place, or None if a newer one has replaced it."""
         with clock("register"):
             place = self._place(offer, layout)
@@ -257,7 +260,7 @@ class HostReceiver:
             )
         return True
 
-    def _follow(self, source: _Place, offer: Offer, place: Place, sums: Checksums, deadline: float) -> bool:
+    def _follow(self, source: SharedPlace, offer: Offer, place: Place, sums: Checksums, deadline: float) -> bool:
         """Queue the copies of all slabs, each when it is there; return False if another sender's offer came."""
         current = self._backend.current_stream()
         self._copying.wait_stream(current)
@@ -276,14 +279,15 @@ class HostReceiver:
         with self._copying:
             lease = place.room(index)
             lease.memory.copy_(slab, non_blocking=True)
-            self._landed.record(self._copying)
+            landed = self._landed[index] = self._landed.get(index) or self._backend.event()
+            landed.record(self._copying)
         with self._summing:
-            self._summing.wait_event(self._landed)
+            self._summing.wait_event(landed)
             sums.add(index, lease.memory)
             place.land(lease)
             lease.in_use_until(self._summing.record_event())
 
-    def _await_more(self, place: _Place, offer: Offer, there: int, deadline: float) -> int | None:
+    def _await_more(self, place: SharedPlace, offer: Offer, there: int, deadline: float) -> int | None:
         """Wait until more than ``there`` slabs can be read; return how many, or None if another sender's offer came."""
         watch = time.monotonic() + _WATCH_S
         alive = True
@@ -306,153 +310,22 @@ class HostReceiver:
             if time.monotonic() > watch:
                 if self._board.newest() != offer.number:
                     return None
-                alive, watch = _is_owned(Path(offer.directory)), time.monotonic() + _WATCH_S
+                alive, watch = is_alive(offer), time.monotonic() + _WATCH_S
             else:
                 time.sleep(_POLL_S)
 
-    def _place(self, offer: Offer, layout: WeightLayout) -> _Place:
-        if offer.directory != self._directory:
+    def _place(self, offer: Offer, layout: WeightLayout) -> SharedPlace:
+        sender = (offer.directory, offer.pid, offer.epoch)
+        if sender != self._sender:
             self.close()
-            self._directory = offer.directory
-        directory = Path(offer.directory)
-        made = {slot for slot in _FIRST_SLOTS if (directory / str(slot)).exists()}
-        for slot in (made | {offer.slot}) - self._places.keys():
-            try:
-                file = os.open(directory / str(slot), os.O_RDWR)
-            except OSError as exc:
-                raise TransferFailedError(
-                    f"version {offer.version} is not on this host",
-                    why=f"{exc}: its sender has closed it, runs as another user, or runs on another host",
-                    fix="use transport='device' between hosts",
-                ) from exc
-            try:
-                self._places[slot] = _Place(file, layout, backend=self._backend)
-            except (ValueError, RuntimeError) as exc:
-                os.close(file)
-                raise TransferFailedError(
-                    f"version {offer.version} cannot be read",
-                    why=f"{exc.__class__.__name__}: {exc}",
-                    fix="publish again",
-                ) from exc
+            self._sender = sender
+        if not 0 <= offer.slot < len(offer.files) == len(offer.inodes):
+            raise TransferFailedError(
+                f"version {offer.version} cannot be read",
+                why=f"it is in place {offer.slot} of {len(offer.files)} files and {len(offer.inodes)} inodes",
+                fix="use the same hwrl on both sides",
+            )
+        for slot in range(len(offer.files)):
+            if slot not in self._places:
+                self._places[slot] = open_place(offer, slot, layout, backend=self._backend)
         return self._places[offer.slot]
-
-
-class _Place:
-    """One version's file as one process maps it: ``slabs`` and ``sums``, page-locked, and a header between them."""
-
-    def __init__(self, file: int, layout: WeightLayout, *, backend: Backend) -> None:
-        self._file, self._header_at = file, _header_at(layout)
-        mapping = mmap.mmap(file, 0)
-        memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.slabs = Staging(layout, flat=memory).slabs
-        at = _sums_at(layout)
-        self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
-        self._lock: PageLocked | None = None
-        try:
-            self._lock = PageLocked(mapping, backend=backend)
-        except UnsupportedError as exc:
-            _log.warning("weights on the host are not page-locked, which slows copies down: %s", exc)
-
-    # -- the writer -------------------------------------------------------------------------------------------------
-
-    def begin(self, number: int) -> bool:
-        """Make the place offer ``number``'s, with no slab there; return False if a receiver reads it."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        self._number = number
-        self.announce(0)
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        return True
-
-    def announce(self, slabs: int) -> int:
-        """Say how many slabs are there, one more when the checksums are as well; return the number."""
-        os.pwrite(self._file, _HEADER.pack(self._number, slabs), self._header_at)
-        return slabs
-
-    # -- a reader ---------------------------------------------------------------------------------------------------
-
-    def claim(self, number: int) -> bool:
-        """Keep the place as it is until :meth:`release`; return whether it is offer ``number``'s."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # this very moment it becomes another one's
-            return False
-        return self._header()[0] == number
-
-    def release(self) -> None:
-        """Let the writer have the place."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def written(self) -> int:
-        """Return what the writer announced last."""
-        return self._header()[1]
-
-    def _header(self) -> tuple[int, int]:
-        number, slabs = _HEADER.unpack(os.pread(self._file, _HEADER.size, self._header_at))
-        return number, slabs
-
-    def close(self) -> None:
-        """Unlock the memory and close the file; the memory is unmapped with this object."""
-        if self._lock is not None:
-            self._lock.close()
-        os.close(self._file)
-
-
-def _allocate(path: Path, *, nbytes: int) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.posix_fallocate(file, 0, nbytes)  # a sparse file would kill the process when the memory runs out
-    except OSError as exc:
-        os.close(file)
-        raise WeightsError(
-            f"cannot keep another version of {nbytes:,} bytes in {path.parent}", why=str(exc), fix="free memory there"
-        ) from exc
-    return file
-
-
-def _header_at(layout: WeightLayout) -> int:
-    return layout.nbytes + -layout.nbytes % ALIGNMENT_NBYTES
-
-
-def _sums_at(layout: WeightLayout) -> int:
-    return _header_at(layout) + ALIGNMENT_NBYTES
-
-
-def _memory_directory() -> Path:
-    shared = Path("/dev/shm")
-    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def _new_directory(base: Path) -> tuple[Path, int]:
-    # Locked before it gets the name that _sweep looks for.
-    made = Path(tempfile.mkdtemp(prefix=".hwrl-new-", dir=base))
-    owner = os.open(made / "owner", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(owner, fcntl.LOCK_EX)
-    final = base / (_PREFIX + made.name.removeprefix(".hwrl-new-"))
-    made.rename(final)
-    return final, owner
-
-
-def _sweep(base: Path) -> None:
-    """Delete the directories whose sender is gone."""
-    for left in base.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            if not _is_owned(left):
-                shutil.rmtree(left)
-
-
-def _is_owned(directory: Path) -> bool:
-    """Return whether the sender that made ``directory`` lives: as long as it does, it holds a lock there."""
-    try:
-        owner = os.open(directory / "owner", os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(owner)
-    return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Generator, ItemsView, Iterable, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from hwrl.errors import LayoutMismatchError
 
+_log = logging.getLogger("hwrl.weights")
 ALIGNMENT_NBYTES = 512
 OWN_NBYTES = 1 << 20
 _MAX_NBYTES = 1 << 50
@@ -167,7 +169,8 @@ class TensorFeed:
     """
 
     def __init__(self, layout: WeightLayout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._layout, self._named = layout, iter(named)
+        self._layout, self._named = layout, named
+        self._reading: Iterator[tuple[str, torch.Tensor]] | None = None  # a source that nobody reads is not begun
         self.is_there = isinstance(named, (Sequence, ItemsView))
         """Whether the tensors are kept by who gave them, until the transfer ends."""
         self._held: list[torch.Tensor | None] = [None] * len(layout.entries)
@@ -199,18 +202,33 @@ class TensorFeed:
     def finish(self) -> None:
         """Read what follows the last slab (tied and empty tensors); raise LayoutMismatchError if that is too much."""
         self._read(len(self._layout.entries))
-        if next(self._named, None) is not None:
+        if next(self._read_on(), None) is not None:
             raise _changed(f"{len(self._layout.entries)} tensors were planned and more came")
 
     def close(self) -> None:
-        """Let what was read go; a generator ends now, and not when the last reference to a traceback is dropped."""
+        """Let what was read go, and read a source that was begun to its end.
+
+        Making its tensors may be collective: other ranks would wait for ever for one that stops in the middle.
+        """
         self._held = []
         self._first = {}
-        if isinstance(self._named, Generator):
-            self._named.close()
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return
+        try:
+            with torch.no_grad():
+                for _ in reading:
+                    pass
+        except Exception:  # noqa: BLE001 - what ended the transfer is on its way to the caller, and says more
+            _log.warning("the weights could not be read to their end", exc_info=True)
+
+    def _read_on(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._reading is None:
+            self._reading = iter(self._named)
+        return self._reading
 
     def _read(self, stop: int) -> None:
-        for entry, (name, tensor) in zip(self._layout.entries[self._next : stop], self._named, strict=False):
+        for entry, (name, tensor) in zip(self._layout.entries[self._next : stop], self._read_on(), strict=False):
             if tensor.dtype is not entry.dtype or tensor.shape != entry.shape or name != entry.name:
                 raise _changed(_difference(entry, name, tensor))
             self._held[self._next] = tensor

@@ -20,6 +20,7 @@ from hwrl.weights.host import HostReceiver
 from hwrl.weights.ipc import IpcReceiver
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
+from hwrl.weights.rounds import note_timeout_s
 
 _WATCH_S = 0.2
 
@@ -73,17 +74,16 @@ class WeightReceiver:
         into: Mapping[str, torch.Tensor] | None = None,
         slabs: int = 4,
         newest: bool = True,
-        timeout_s: float = 60.0,
     ) -> None:
         self._backend = Comm(backend).backend
         self._board = Board(store, name=name)
-        self.replica, self._timeout_s = replica, timeout_s
+        self.replica = replica
         self.version: int | None = None
         """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
         self._done: int  # offers up to this number are taken, withdrawn, failed or passed over
         self._into, self._slabs = into, slabs
         self._rooms: _Rooms | None = None
-        self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs, timeout_s=timeout_s)
+        self._device = DeviceReceiver(self._board, backend=self._backend, slabs=slabs)
         self._ipc = IpcReceiver(backend=self._backend)
         self._host = HostReceiver(self._board, backend=self._backend)
         self._join(newest=newest)
@@ -121,15 +121,18 @@ class WeightReceiver:
     def receive(self, *, timeout_s: float = 60.0) -> Received:
         """Block until the newest offered version is committed here, and return it.
 
-        Raises CommTimeoutError if none is offered within ``timeout_s``, or one that the host transport offered is still
-        being written then; TransferFailedError if one did not commit (the old version stays valid, unless it was
-        received ``into`` tensors); QuarantinedError if this receiver was excluded (``join`` again).
+        ``timeout_s`` is for the offer, and with the host transport for the whole version: CommTimeoutError. Once a
+        version of another transport is offered, the limits are derived from the sender's ``timeout_s``, so that this
+        receiver waits as long as the sender may wait for others. Raises TransferFailedError if the version did not
+        commit: the sender gave up, which is known at once, or says nothing within its limits (the old version stays
+        valid, unless it was received ``into`` tensors); QuarantinedError if this receiver was excluded (``join``
+        again).
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, lost = time.monotonic() + timeout_s, None
         while True:
             clock = StageClock()
             with clock("wait"):
-                offer = self._await_offer(deadline, timeout_s)
+                offer = self._await_offer(deadline, timeout_s, lost)
             rooms = self._rooms_for(offer)
             after, self._done = self._done, offer.number
             try:
@@ -141,6 +144,9 @@ class WeightReceiver:
                 tensors = rooms.flip()
                 self.version = taken.version
                 return Received(taken, tensors, rooms.layout.payload_nbytes, clock)
+            if offer.transport != "host":  # the sender may be as slow with the next round
+                lost = offer
+                deadline = max(deadline, time.monotonic() + note_timeout_s(offer.timeout_s, note="go"))
 
     def close(self) -> None:
         """Leave the link and free the memory; tensors that were received must not be used after."""
@@ -153,17 +159,25 @@ class WeightReceiver:
         if newest <= self._done:
             return None
         offer = self._board.offer(newest)
-        if offer is None or (offer.transport != "host" and self._member not in offer.to):
-            return None
-        return offer
+        if offer is None or offer.transport == "host":
+            return offer
+        return offer if self._member in offer.to and offer.epoch == self._board.epoch() else None
 
-    def _await_offer(self, deadline: float, timeout_s: float) -> Offer:
+    def _await_offer(self, deadline: float, timeout_s: float, lost: Offer | None) -> Offer:
+        """Wait for an offer, after ``lost`` did not commit; raises at once if the sender gave up after that one."""
         while True:
             self._check_standing()
             newest = self._board.newest()
             offer = self._offered(newest)
             if offer is not None:
                 return offer
+            why = None if lost is None else self._board.given_up(lost)
+            if why is not None:
+                raise TransferFailedError(
+                    f"the sender gave version {lost.version if lost else '?'} up",
+                    why=why,
+                    fix="look at the sender's log; this receiver goes on with the version that it has",
+                )
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise CommTimeoutError(
@@ -180,20 +194,20 @@ class WeightReceiver:
             return self._host.receive(offer, rooms.layout, place, sums, after=after, deadline=deadline, clock=clock)
         self._board.say(offer, self._member, note="here", text="here")
         with clock("rendezvous"):
-            if self._await_note(offer, "go", deadline) != b"go":
+            if self._await_note(offer, "go") != b"go":
                 return None
         with clock("wire"), torch.no_grad():
-            vote = self._move(offer, rooms, deadline, clock)
+            vote = self._move(offer, rooms, clock)
         with clock("vote"):
             self._board.say(offer, self._member, note="vote", text=vote)
-            return offer if self._await_note(offer, "verdict", deadline) == b"committed" else None
+            return offer if self._await_note(offer, "verdict") == b"committed" else None
 
-    def _move(self, offer: Offer, rooms: _Rooms, deadline: float, clock: StageClock) -> str:
+    def _move(self, offer: Offer, rooms: _Rooms, clock: StageClock) -> str:
         """Receive ``offer``; return the vote: "whole", "corrupt …" or "torn …"."""
         try:
             place = self._spare(rooms)
             if offer.transport == "ipc":
-                await_note, say = partial(self._note, offer, deadline), partial(self._taken, offer)
+                await_note, say = partial(self._note, offer), partial(self._taken, offer)
                 theirs = self._ipc.receive(await_note, say, place, rooms.sums, clock)
             else:
                 theirs = self._device.receive(offer, self._member, place, rooms.sums, clock)
@@ -212,9 +226,9 @@ class WeightReceiver:
     def _taken(self, offer: Offer, note: str) -> None:
         self._board.say(offer, self._member, note=note, text="taken")
 
-    def _note(self, offer: Offer, deadline: float, note: str) -> bytes:
+    def _note(self, offer: Offer, note: str) -> bytes:
         """Wait for a note without which there is no transfer."""
-        found = self._await_note(offer, note, deadline)
+        found = self._await_note(offer, note)
         if found is None:
             raise CommError(
                 "the sender gave up",
@@ -223,22 +237,29 @@ class WeightReceiver:
             )
         return found
 
-    def _await_note(self, offer: Offer, note: str, deadline: float) -> bytes | None:
-        """Wait for the sender's note on ``offer``; None if the verdict, or another offer, came instead."""
+    def _await_note(self, offer: Offer, note: str) -> bytes | None:
+        """Wait for the sender's note on ``offer``; None if the verdict, or another offer or sender, came instead."""
+        limit_s = note_timeout_s(offer.timeout_s, note=note)
+        deadline = time.monotonic() + limit_s
         while True:
             left_s = deadline - time.monotonic()
             found = self._board.await_note(offer, note, timeout_s=min(_WATCH_S, max(0.0, left_s)))
             self._check_standing()
             if found is not None:
                 return found
-            if self._board.newest() != offer.number or (note != "verdict" and self._board.has_verdict(offer)):
+            if self._is_over(offer) or (note != "verdict" and self._board.has_verdict(offer)):
                 return self._board.await_note(offer, note, timeout_s=0.0)  # it may have come before those
             if left_s <= 0:
                 raise TransferFailedError(
                     f"version {offer.version} did not commit in {self.replica!r}",
-                    why=f"the sender's {note!r} did not come in time",
+                    why=f"the sender's {note!r} did not come within {limit_s:g} s, and it waits for others "
+                    f"{offer.timeout_s:g} s at a time",
                     fix="is the sender alive? this receiver goes on with the version that it has",
                 )
+
+    def _is_over(self, offer: Offer) -> bool:
+        """Return whether another offer was made, or another sender has taken over."""
+        return self._board.newest() != offer.number or self._board.epoch() != offer.epoch
 
     def _check_standing(self) -> None:
         why = self._board.excluded(self._member)

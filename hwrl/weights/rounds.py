@@ -12,6 +12,7 @@ import torch
 
 from hwrl.backend import Backend
 from hwrl.errors import CommError, TransferFailedError
+from hwrl.store import first_line
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import BroadcastBuffer
 from hwrl.weights.checksum import Checksums
@@ -21,6 +22,9 @@ from hwrl.weights.roster import Roster
 
 _log = logging.getLogger("hwrl.weights")
 _ATTEMPTS_WITHOUT_CULPRIT = 3
+_BEGIN_WITHIN = 4  # times timeout_s: after that no round of the same version begins
+_SLACK_S = 10.0  # for what a sender does between two waits on a busy machine
+_WHY_CHARACTERS = 300
 _WATCH_S = 0.5
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -39,6 +43,14 @@ def wire_timeout_s(timeout_s: float) -> float:
     return timeout_s - vote_timeout_s(timeout_s)
 
 
+def note_timeout_s(timeout_s: float, *, note: str) -> float:
+    """Return how long a receiver waits for a sender's ``note`` on a round before it takes the sender for dead.
+
+    Until "go" the sender may wait ``timeout_s`` for other receivers; after that, as long for the wire, and for votes.
+    """
+    return (1 if note == "go" else 2) * timeout_s + _SLACK_S
+
+
 class Rounds:
     """Repeats rounds until each member of the roster has the version or is excluded.
 
@@ -54,25 +66,46 @@ class Rounds:
         self._buffer = BroadcastBuffer(layout, backend=backend, slabs=slabs)
         self._sums = Checksums(layout, device=backend.device())
         self._past: list[Offer] = []
+        self._newest: Offer | None = None  # of the version that is being published
+        self._came: set[int] = set()  # the members that came to one of its rounds
         self._trouble = ""
 
     def publish(self, base: Offer, named: Named, clock: StageClock) -> tuple[int, dict[str, str]]:
         """Send ``named``, which is iterated once a round, to each member that lacks the version.
 
-        Returns how many have it now, and who was excluded, with the reason.
+        Returns how many have it now, and who was excluded, with the reason. Whatever this raises, receivers that wait
+        for the version learn that it does not come.
         """
+        self._newest, self._came = None, set()
         excluded: dict[str, str] = {}
-        fruitless = 0
-        while fruitless < _ATTEMPTS_WITHOUT_CULPRIT:
+        try:
+            self._repeat(base, named, excluded, clock)
+        except BaseException as exc:
+            self._give_up(exc)
+            raise
+        return sum(served == base.version for served in self._roster.served.values()), excluded
+
+    def _repeat(self, base: Offer, named: Named, excluded: dict[str, str], clock: StageClock) -> None:
+        """Repeat rounds until one commits, or nobody is left to send to; what failing receivers can cost is bounded."""
+        begin, fruitless, rounds = time.monotonic(), 0, 0
+        passed_s = 0.0
+        while fruitless < _ATTEMPTS_WITHOUT_CULPRIT and passed_s < _BEGIN_WITHIN * self._timeout_s:
+            self._board.check_epoch(base.epoch)
             self._roster.refresh()
             to, blamed = self._roster.without(base.version), len(excluded)
-            offer = self._offer(base, to) if to else None
-            if offer is None or self._round(offer, named, excluded, clock):
-                return len(self._roster.members), excluded
+            if passed_s >= self._timeout_s:  # others join and never come; they are served by the next publish
+                to = [member for member in to if member in self._came]
+            if not to:
+                return
+            offer = self._offer(base, to)
+            if self._round(offer, named, excluded, clock):
+                return
             fruitless += len(excluded) == blamed and not self._gone(offer)
+            rounds, passed_s = rounds + 1, time.monotonic() - begin
         raise TransferFailedError(
             f"version {base.version} could not be sent",
-            why=f"{fruitless} attempts failed although every receiver answered; the last: {self._trouble}",
+            why=f"{rounds} attempts failed in {passed_s:.0f} s, {fruitless} of them although every receiver answered; "
+            f"the last: {self._trouble}",
             fix="look at the connection between the machines; receivers go on with the version that they have",
         )
 
@@ -83,6 +116,7 @@ class Rounds:
 
     def close(self) -> None:
         """Give it up for good."""
+        self._give_up(TransferFailedError("the sender was closed", why="its owner ended it", fix="make a new sender"))
         self.release()
 
     def _begin(self, offer: Offer) -> Offer:
@@ -97,23 +131,37 @@ class Rounds:
 
     def _offer(self, base: Offer, to: list[int]) -> Offer:
         offer = self._begin(replace(base, number=self._board.newest() + 1, to=to))
+        self._newest = offer  # before anybody can see it
         self._board.put_offer(offer)
         self._past.append(offer)
         return offer
 
+    def _give_up(self, exc: BaseException) -> None:
+        """Tell the receivers of the newest offer that ``exc`` ended this version, unless it was committed before."""
+        if self._newest is not None:
+            why = f"{type(exc).__name__}: {first_line(exc)[:_WHY_CHARACTERS]}"
+            with contextlib.suppress(CommError):  # the store is lost, too
+                self._board.give_up(self._newest, why)
+
     def _round(self, offer: Offer, named: Named, excluded: dict[str, str], clock: StageClock) -> bool:
         feed = TensorFeed(self._layout, named)
         try:
-            with clock("gather"):
-                feed.read_ahead()  # receivers are on their way meanwhile
-        except BaseException:
-            self._board.say_go(offer, go=False)
+            return self._attempt(offer, feed, excluded, clock)
+        except BaseException as exc:
+            self._give_up(exc)  # receivers need not wait until the source has been read to its end
             raise
+        finally:
+            feed.close()
+
+    def _attempt(self, offer: Offer, feed: TensorFeed, excluded: dict[str, str], clock: StageClock) -> bool:
+        with clock("gather"):
+            feed.read_ahead()  # receivers are on their way meanwhile
         with clock("rendezvous"):
             absent = self._absent(offer)
             excluded |= self._roster.exclude(absent, f"it did not come to receive within {self._timeout_s:g} s")
             self._board.say_go(offer, go=not absent)
         if absent:
+            self._trouble = f"of {len(offer.to)} receivers, {len(absent)} did not come or were replaced"
             return False
         self._forget_past(offer)
         deadline = time.monotonic() + self._timeout_s
@@ -125,6 +173,7 @@ class Rounds:
         """Wait for all receivers; return those which did not come, have left, or were replaced meanwhile."""
         absent = offer.to
         for looks, absent in enumerate(self._watch(offer, "here", self._timeout_s)):
+            self._came.update(member for member in offer.to if member not in absent)
             gone = self._gone(offer) if absent or looks else []
             if gone:
                 return gone
@@ -140,20 +189,23 @@ class Rounds:
             yield late
 
     def _gone(self, offer: Offer) -> list[int]:
-        """Return which receivers of ``offer`` have left, or were replaced, since it was made."""
+        """Return which receivers of ``offer`` have left, or were replaced, since it was made.
+
+        Raises TransferFailedError if another sender has taken over: its receivers are not this one's to exclude.
+        """
+        self._board.check_epoch(offer.epoch)
         self._roster.refresh()
         return [member for member in offer.to if member not in self._roster.members]
 
     def _try_to_move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> CommError | None:
         try:
-            with clock("wire"), torch.no_grad(), contextlib.closing(feed), clock.span(self._backend):
+            with clock("wire"), torch.no_grad(), clock.span(self._backend):
                 self._move(offer, feed, clock)
         except CommError as exc:
             self._break_off()
             return exc
         except BaseException:  # whatever ended the sending, the receivers must not wait for the rest
             self._break_off()
-            self._board.put_verdict(offer, committed=False)
             raise
         return None
 

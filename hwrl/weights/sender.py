@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ class WeightSender:
     (``versions`` of them at most, 1 if only one is ever sent; under ``directory``, by default in memory) from which
     receivers pull later.
     ``slabs`` of ``slab_nbytes`` (None: what suits the device) are under way at once. ``timeout_s`` bounds each wait
-    for receivers. A context manager.
+    for receivers, and the receivers derive their own limits from it. A context manager.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class WeightSender:
         timeout_s: float = 60.0,
     ) -> None:
         _check_options(transport=transport, slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
+        _check_timeout(timeout_s)
         self.transport = transport
         self._backend = Comm(backend).backend
         usual, self._own_nbytes = _sizes(self._backend)
         self._slab_nbytes = usual if slab_nbytes is None else slab_nbytes
         self._slabs, self._versions, self._directory = slabs, versions, directory
-        self._timeout_s = timeout_s
+        self._timeout_s = float(timeout_s)
         self._board = Board(store, name=name)
         self._roster = Roster(self._board)
         self._epoch = self._board.begin_epoch()
@@ -75,20 +77,22 @@ class WeightSender:
 
         A list, a dict's ``items()``, or any object with ``__iter__`` is read as the transfer goes on, and again if the
         transfer must be repeated; of tensors that are made while it is read only some slabs' worth is held at a time.
-        An iterator can be read only once, so all that it yields is held. Tensors must not change until this returns;
-        with the host transport, only until they are copied. The first call plans the layout, from
-        ``named_tensors.metadata()`` (names and meta tensors) where there is such a method; later ones must bring the
-        same names, dtypes and shapes in the same order (LayoutMismatchError). A version names its content: publishing
-        the newest one again reaches only the receivers that joined since (with the host transport, all). Without a
-        receiver the device and ipc transports send nothing and report 0 receivers.
+        An iterator can be read only once, so all that it yields is held. Reading may be collective: an iterator is
+        always read to its end, and of an object every iteration that has begun is, also if this raises. Tensors must
+        not change until this returns; with the host transport, only until they are copied. The first call plans the
+        layout, from ``named_tensors.metadata()`` (names and meta tensors) where there is such a method; later ones must
+        bring the same names, dtypes and shapes in the same order (LayoutMismatchError). A version names its content:
+        publishing the newest one again reaches only the receivers that joined since (with the host transport, all).
+        Without a receiver the device and ipc transports send nothing and report 0 receivers.
 
         Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if
-        the transfer fails with no receiver to blame.
+        the transfer fails with no receiver to blame, or again and again; no attempt begins later than four times
+        ``timeout_s`` after the first. Whatever it raises, receivers that wait for the version are told at once.
         """
         clock = StageClock()
-        self._check_turn(version)
         with clock("gather"), torch.no_grad():
             named = list(named_tensors) if isinstance(named_tensors, Iterator) else named_tensors
+            self._check_turn(version)
             link = self._link or self._connect(named)
         base = Offer(
             number=0,
@@ -96,6 +100,7 @@ class WeightSender:
             version=version,
             transport=self.transport,
             layout=self._layout.hash,
+            timeout_s=self._timeout_s,
             metadata=checked_metadata(metadata),
         )
         receivers, excluded = link.publish(base, named, clock)
@@ -144,12 +149,7 @@ class WeightSender:
         self._link = None
 
     def _check_turn(self, version: int) -> None:
-        if self._board.epoch() != self._epoch:
-            raise TransferFailedError(
-                f"this sender of {self._board.name!r} is deposed",
-                why=f"it is sender {self._epoch}, and sender {self._board.epoch()} has taken over",
-                fix="end this process; two trainers must not share a link's name",
-            )
+        self._board.check_epoch(self._epoch)
         if self.version is not None and version < self.version:
             raise TransferFailedError(
                 f"version {version} cannot follow version {self.version}",
@@ -183,6 +183,15 @@ def _sizes(backend: Backend) -> tuple[int, int]:
     if backend.supports(Capability.STREAMS).usable:
         return 256 << 20, 16 << 20
     return 16 << 20, 4 << 20
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ConfigError(
+            f"timeout_s={timeout_s} cannot work",
+            why="receivers that hang are excluded after so many seconds",
+            fix="use a positive number of seconds",
+        )
 
 
 def _check_options(*, transport: str, slab_nbytes: int | None, slabs: int, versions: int) -> None:

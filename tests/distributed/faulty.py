@@ -54,7 +54,7 @@ class DyingBackend(FaultyBackend):
 
 
 class LateBackend(CpuBackend):
-    """The CPU, whose event number ``at`` (0-based) is reached when ``reach`` has returned. Nothing is in time after it.
+    """The CPU, whose event number ``at``, from 1, is reached when ``reach`` has returned. Nothing is in time after it.
 
     In a host sender events 1, 2, … are the slabs' arrivals on the host.
     """
@@ -65,7 +65,7 @@ class LateBackend(CpuBackend):
 
     def event(self, *, timing: bool = False) -> InlineEvent:
         self._made += 1
-        return _LateEvent(self._reach) if self._made == self._at + 1 else super().event(timing=timing)
+        return _LateEvent(self._reach) if self._made == self._at else super().event(timing=timing)
 
 
 class _LateEvent(InlineEvent):

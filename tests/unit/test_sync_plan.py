@@ -41,7 +41,7 @@ class Replica:
 
     def __init__(self, store: Store) -> None:
         def connect(name: str, *, newest: bool = True) -> Link:
-            options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest, "timeout_s": 10.0}
+            options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
             return Link(WeightReceiver(store, name=name, replica="r0", **options), patience_s=10.0)
 
         model = add_adapter(tiny_model(99), LORA)

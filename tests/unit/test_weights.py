@@ -163,7 +163,7 @@ def test_an_error_while_tensors_are_read_reaches_the_caller_and_spoils_nothing(s
 
 
 def _into(store: Store, targets: dict[str, torch.Tensor]) -> WeightReceiver:
-    return WeightReceiver(store, replica="r0", backend=CpuBackend(INFO), into=targets, timeout_s=10.0)
+    return WeightReceiver(store, replica="r0", backend=CpuBackend(INFO), into=targets)
 
 
 def test_a_version_is_received_into_the_receivers_own_tensors(store: Store) -> None:

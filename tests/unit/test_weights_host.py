@@ -1,8 +1,12 @@
 """The rules of the host transport, with sender and receivers as threads of one process."""
 
 import contextlib
+import os
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from hwrl.errors import (
     UnsupportedError,
 )
 from hwrl.weights import WeightReceiver
+from hwrl.weights.places import MemoryFiles
 from hwrl.weights.report import StageClock
 from hwrl_cpu import INFO, CpuBackend
 from tests.distributed.faulty import LateBackend
@@ -182,3 +187,94 @@ def test_a_closed_host_sender_is_named(store: Store, tmp_path: Path) -> None:
         sender.publish(1, model_of(1))
     with receiver_of(store) as receiver, pytest.raises(TransferFailedError, match="its sender has closed it"):
         receiver.receive(timeout_s=1.0)
+
+
+@pytest.mark.parametrize("fault", ["short", "can be shortened", "another file", "a pipe", "no such place"])
+def test_a_file_that_is_not_what_the_sender_made_is_refused_before_it_is_read(
+    store: Store, tmp_path: Path, fault: str
+) -> None:
+    with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
+        sender.publish(1, model_of(1))
+        offer = receiver._board.offer(receiver._board.newest())
+        assert offer is not None
+        with _file_for(tmp_path, fault) as file:
+            inode = os.fstat(file).st_ino + (fault == "another file")
+            slot = 7 if fault == "no such place" else 0
+            forged = replace(offer, number=offer.number + 1, slot=slot, files=[file], inodes=[inode])
+            receiver._board.put_offer(forged)
+            with pytest.raises(TransferFailedError, match=f"version 1 cannot be read[\\s\\S]*{_WHY[fault]}"):
+                receiver.receive(timeout_s=1.0)
+
+
+_WHY = {
+    "short": r"the file has 4,096 bytes, and this layout takes [\d,]+",
+    "can be shortened": "no memory file whose size is fixed",
+    "another file": "is another file by now",
+    "a pipe": "is another file by now",
+    "no such place": "place 7 of 1 files",
+}
+
+
+@contextlib.contextmanager
+def _file_for(directory: Path, fault: str) -> Iterator[int]:
+    if fault == "a pipe":
+        os.mkfifo(directory / "pipe")
+        file = os.open(directory / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    elif fault == "can be shortened":
+        file = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        file = MemoryFiles().make(0, nbytes=4096)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+class EagerEvents(CpuBackend):
+    """Events whose wait follows the newest record, as those of some devices do; notes records that follow a wait."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self.waited: set[int] = set()
+        self.again = 0
+
+    def event(self, *, timing: bool = False) -> Any:
+        backend, inner = self, super().event(timing=timing)
+
+        class Event:
+            def record(self, *args: Any) -> Any:
+                backend.again += id(self) in backend.waited
+                return inner.record(*args)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(inner, name)
+
+        return Event()
+
+    def stream(self, *args: Any, **options: Any) -> Any:
+        backend, inner = self, super().stream(*args, **options)
+
+        class Stream:
+            def wait_event(self, event: Any) -> Any:
+                backend.waited.add(id(event))
+
+            def __enter__(self) -> Any:
+                return inner.__enter__()
+
+            def __exit__(self, *exc: Any) -> Any:
+                return inner.__exit__(*exc)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(inner, name)
+
+        return Stream()
+
+
+def test_no_event_is_recorded_again_while_a_stream_may_wait_for_it(store: Store) -> None:
+    mine, theirs = EagerEvents(), EagerEvents()
+    receiver = WeightReceiver(store, replica="r0", backend=theirs)
+    with sender_of(store, backend=mine, **_SLABS) as sender, receiver:
+        sender.publish(1, _slabs(1))
+        assert torch.equal(receiver.receive(timeout_s=1.0)["w"], _slabs(1)[0][1])
+    assert len(mine.waited) == len(theirs.waited) == 4
+    assert (mine.again, theirs.again) == (0, 0)

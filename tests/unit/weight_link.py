@@ -24,7 +24,7 @@ def sender_of(store: Store, **options: Any) -> WeightSender:
 
 
 def receiver_of(store: Store, replica: str = "r0") -> WeightReceiver:
-    return WeightReceiver(store, replica=replica, backend=CpuBackend(INFO), timeout_s=10.0)
+    return WeightReceiver(store, replica=replica, backend=CpuBackend(INFO))
 
 
 def model_of(value: float) -> list[tuple[str, torch.Tensor]]:
