@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch._C._distributed_c10d import PrefixStore
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.models import (
     configuration_identity,
     encode_prompt,
@@ -256,8 +257,16 @@ class TrainerParts:
 
     def export(self) -> None:
         """Write the trained model to the run directory, for transformers."""
-        with self._engine.on_device(optimizer=False):
-            self._engine.export(self._config.dir / MODEL)
+        directory = self._config.dir / MODEL
+        try:
+            with self._engine.on_device(optimizer=False):
+                self._engine.export(directory)
+        except (OSError, SafetensorError) as exc:
+            raise RunDirectoryError(
+                f"the trained model cannot be written to {directory}",
+                why=str(exc),
+                fix="give the directory what the reason names; resume=true then writes the model",
+            ) from exc
 
     def close(self) -> None:
         """End the transfer and the checkpoints; raises if a save in the background failed."""

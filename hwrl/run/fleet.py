@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError, EngineError, HwrlError
+from hwrl.errors import ConfigError, EngineError, HwrlError, attempt_all
 from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
@@ -235,18 +237,23 @@ class Fleet:
                 self._joined(reference)
         return [reference for reference in ready if reference in references]
 
-    def close(self) -> None:
-        """End every process; those that can still answer release files and memory first."""
+    def close(self, *, failed: bool = False) -> None:
+        """End every process; those that can still answer release files and memory first.
+
+        If the run ``failed``, raise what the trainers then say: a save in the background may have failed, too.
+        """
         goodbyes = [trainer.call.remote("close") for trainer in self._trainers if self._trainers_answer]
+        trainers = list(goodbyes)
         for replica in self._replicas.values():
             replica.actor.stop.remote()
             goodbyes += [replica.run] if replica.run is not None else []
-        if goodbyes:
-            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_S)
+        answered = ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_S)[0] if goodbyes else []
+        answers = [partial(_raise_error_of, reference) for reference in answered if failed and reference in trainers]
         for actor in [*self._trainers, *(replica.actor for replica in self._replicas.values()), self._ledger]:
             ray.kill(actor)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
+        attempt_all(*answers)
 
     # -- what dies ----------------------------------------------------------------------------------------------
 
@@ -322,6 +329,11 @@ def value_of(reference: Any) -> Any:
         if isinstance(exc.cause, HwrlError):
             raise exc.cause from exc
         raise
+
+
+def _raise_error_of(reference: Any) -> None:
+    with contextlib.suppress(RayError):  # it is dead, or its error is none of hwrl's
+        value_of(reference)
 
 
 def _death_among(references: list[Any]) -> TrainerDiedError | None:

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import Taken
@@ -37,9 +37,12 @@ def run_training(config: Config, view: View) -> Summary:
         interrupts.listen()  # again: Ray's C++ part, too, has set a handler for SIGTERM
         pipeline = Pipeline(config, view, interrupts)
         try:
-            return pipeline.run()
-        finally:
-            pipeline.close()
+            summary = pipeline.run()
+        except BaseException as error:
+            pipeline.close(after=error)
+            raise
+        pipeline.close()
+        return summary
 
 
 class Pipeline:
@@ -47,7 +50,7 @@ class Pipeline:
 
     run()    starts everything, resumes, steps until done or until a signal is pending, and sums up;
              a trainer that dies takes the run back to its last checkpoint, wherever that happens
-    close()  ends every process, also after errors
+    close()  ends every process, also after errors; the run's own error comes first, those of closing are noted on it
     """
 
     def __init__(self, config: Config, view: View, interrupts: Interrupts) -> None:
@@ -75,12 +78,16 @@ class Pipeline:
                 return self._finish(interrupted=self.step < self._config.train.steps)
             except TrainerDiedError as cause:
                 self._recover(cause)
+            except (RunDirectoryError, InputChangedError) as error:
+                self._save_before(error)
+                raise
 
-    def close(self) -> None:
-        """End every process and close the files."""
-        self._fleet.close()
+    def close(self, *, after: BaseException | None = None) -> None:
+        """End every process and close the files; ``after`` is the error that ended the run."""
+        acts = [lambda: self._fleet.close(failed=after is not None)]
         if self._report is not None:
-            self._report.close()
+            acts.append(self._report.close)
+        attempt_all(*acts, after=after)
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -113,7 +120,7 @@ class Pipeline:
             self._view.say(f"no checkpoint in {self._config.dir} ({every}): beginning at step 0")
         if self._report is not None:
             self._report.close()
-        self._report = RunReport(self._config.dir, resume_step=self.step)
+        self._report = RunReport(self._config.dir, say=self._view.say, resume_step=self.step)
         self._window = FigureWindow(self._report.history)
 
     def _recover(self, cause: Exception) -> None:
@@ -174,9 +181,25 @@ class Pipeline:
 
     def _save(self) -> None:
         """Save a checkpoint; its figures go on the line of the step that is saved."""
+        self._figures.sync()  # a checkpoint must not outlive the lines of its steps
         figures = self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))[0]
-        self._figures.amend(figures)
         self._saved_step = self.step
+        self._figures.amend(figures)
+
+    def _save_before(self, error: HwrlError) -> None:
+        """Save what was trained since the last checkpoint before ``error`` ends the run; note on it how that went.
+
+        The trainers are idle. Nothing is written to the report: it may be what cannot be written.
+        """
+        if self._saved_step == self.step:
+            return
+        try:
+            self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))
+            self._fleet.on_trainers("close")  # waits for a save in the background
+        except (TrainerDiedError, HwrlError, RayError) as exc:
+            note(error, exc)
+        else:
+            error.add_note(f"then a checkpoint of step {self.step} was saved, which resume=true continues from")
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ FIGURES = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0, "wei
 
 
 def write_steps(directory: Path, steps: range, *, resume_step: int = 0) -> None:
-    report = RunReport(directory, resume_step=resume_step)
+    report = RunReport(directory, say=pytest.fail, resume_step=resume_step)
     for step in steps:
         report.add(step, FIGURES, prompts=[step, step + 100])
     report.close()
@@ -40,7 +40,7 @@ def test_a_resume_drops_what_came_after_its_step_and_goes_on_counting_seconds(tm
 
 
 def test_an_evaluation_is_added_to_the_newest_line(tmp_path: Path) -> None:
-    report = RunReport(tmp_path)
+    report = RunReport(tmp_path, say=pytest.fail)
     report.add(1, FIGURES, prompts=[])
     report.add(2, FIGURES, prompts=[])
     report.amend({"eval/reward": 0.75})
