@@ -15,10 +15,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError, EngineError, HwrlError, attempt_all
+from hwrl.errors import ConfigError, EngineError, HwrlError, InputChangedError, attempt_all
 from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
+from hwrl.run.identity import RunInputs
 from hwrl.run.inputs import is_local
 from hwrl.run.placement import Seat, choose_transport, machine_devices, seat
 
@@ -48,8 +49,9 @@ class Fleet:
     :meth:`relaunch_trainers` is all that helps.
     """
 
-    def __init__(self, config: Config, *, say: Callable[[str], None]) -> None:
-        self._config, self._say = config, say
+    def __init__(self, config: Config, *, inputs: RunInputs, say: Callable[[str], None]) -> None:
+        self._config, self._inputs, self._say = config, inputs, say
+        self._refusal: InputChangedError | None = None
         self._backend = get_backend()
         # Other machines must reach the store; on one machine it is nobody else's business.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
@@ -76,6 +78,7 @@ class Fleet:
         """Return when every replica has joined and waits for weights."""
         while self._joining:
             self.watch([])
+        self._raise_refusal()
 
     def relaunch_trainers(self, cause: Exception) -> None:
         """End all trainer ranks and start new ones, unless that has happened too often."""
@@ -147,6 +150,7 @@ class Fleet:
         return [
             trainer.set_up.remote(
                 self._config,
+                inputs=self._inputs,
                 backend=self._backend.info.name,
                 rank=rank,
                 store_address=self._store_address,
@@ -171,6 +175,7 @@ class Fleet:
         self._replicas[name] = _Replica(actor, incarnation, replaces=start >= self._config.rollout.replicas)
         joining = actor.set_up.remote(
             self._config,
+            inputs=self._inputs,
             backend=self._backend.info.name,
             opens=self._opens,
             replica=name,
@@ -192,7 +197,8 @@ class Fleet:
         return self.ledger_value(getattr(self._ledger, method).remote(*args))
 
     def take(self, count: int, version: int) -> tuple[Any, Any]:
-        """Ask for a batch; return references to the groups and to the note on them."""
+        """Ask for a batch; return references to the groups and to the note on them; the trainers must be idle."""
+        self._raise_refusal()
         groups, note = self._ledger.take.options(num_returns=2).remote(count, version)
         return groups, note
 
@@ -209,8 +215,14 @@ class Fleet:
 
     def serve_joiners(self) -> None:
         """Give the newest weights to replicas that joined since they were published; the trainers must be idle."""
+        self._raise_refusal()
         if self._gather([self._trainers[0].call.remote("joiners")])[0]:
             self.on_trainers("publish")
+
+    def _raise_refusal(self) -> None:
+        """Raise what a replica's restart cannot fix; while the trainers are idle, so that the run can be saved."""
+        if self._refusal is not None:
+            raise self._refusal
 
     def replace_overdue(self) -> None:
         """Replace the replicas that have held a prompt beyond its deadline: they hang."""
@@ -286,6 +298,9 @@ class Fleet:
         except (HwrlError, RayTaskError) as exc:
             if not replica.replaces:
                 raise
+            if isinstance(exc, InputChangedError):
+                self._refusal = exc
+                return
             self._replace(name, f"it could not be set up in another's place: {_first_line(exc)}")
             return
         self._replicas[name] = dataclasses.replace(replica, run=replica.actor.run.remote())

@@ -16,6 +16,7 @@ from hwrl.run.cluster import ray_cluster
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
 from hwrl.run.fleet import POLL_S, Fleet, TrainerDiedError, value_of
+from hwrl.run.identity import identify_inputs
 from hwrl.run.inputs import is_local
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import RunReport, View
@@ -55,7 +56,7 @@ class Pipeline:
 
     def __init__(self, config: Config, view: View, interrupts: Interrupts) -> None:
         self._config, self._view, self._interrupts = config, view, interrupts
-        self._fleet = Fleet(config, say=view.say)
+        self._fleet = Fleet(config, inputs=identify_inputs(config), say=view.say)
         self._report: RunReport | None = None
         self._window = FigureWindow([])
         self._evaluating: Any = None
@@ -114,6 +115,8 @@ class Pipeline:
         if found is not None:
             for path, reason in found["skipped"]:
                 self._view.say(f"skipped {path}: {reason}")
+            for sentence in found["changed"]:
+                self._view.say(sentence)
             self._view.say(f"resumed after step {self.step}")
         elif resume:
             every = f"checkpoint.save_every_steps={self._config.checkpoint.save_every_steps}"

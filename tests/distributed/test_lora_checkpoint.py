@@ -15,6 +15,7 @@ from hwrl.errors import ConfigError
 from hwrl.run.build import TrainerParts
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
+from hwrl.run.identity import identify_inputs
 from tests.distributed.test_fsdp_engine import groups_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -33,7 +34,9 @@ def address() -> Iterator[str]:
 
 
 def parts_of(config: Config, address: str) -> TrainerParts:
-    return TrainerParts(config, rank=0, store_address=address, incarnation=0, transport="host")
+    return TrainerParts(
+        config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
+    )
 
 
 def trained(config: Config, address: str, *, steps: int) -> list[dict[str, float]]:

@@ -13,6 +13,7 @@ from hwrl.errors import HwrlError
 from hwrl.run.build import TrainerParts
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
+from hwrl.run.identity import identify_inputs
 from tests.distributed.test_fsdp_engine import groups_of
 
 
@@ -40,7 +41,9 @@ def moved(tmp_path: Path, address: str) -> Config:
 
 
 def parts_of(config: Config, address: str) -> TrainerParts:
-    return TrainerParts(config, rank=0, store_address=address, incarnation=0, transport="host")
+    return TrainerParts(
+        config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
+    )
 
 
 def set_in(config: Config, **settings: object) -> None:
