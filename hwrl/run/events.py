@@ -57,9 +57,13 @@ class EventFile:
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}.{purge_step}"
         self._file = AppendedFile(directory / name)
         self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), step=purge_step, file_version="brain.Event:2"))
-        started = SessionLog(status=SessionLog.START)
-        self._write(Event(wall_time=time.time(), step=purge_step, session_log=started))
+        try:
+            self._write(Event(wall_time=time.time(), step=purge_step, file_version="brain.Event:2"))
+            started = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=started))
+        except BaseException:
+            self.close()
+            raise
 
     def add(self, figures: Mapping[str, float], *, step: int) -> None:
         """Write ``figures`` as the scalars of ``step``."""

@@ -9,12 +9,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from hwrl.checkpoint.durable import DurableFS
 from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.run.events import AppendedFile, EventFile
 
@@ -40,6 +39,8 @@ class RunReport:
     """
 
     def __init__(self, directory: Path, *, say: Callable[[str], None], resume_step: int = 0) -> None:
+        from hwrl.checkpoint.durable import DurableFS  # brings torch, which the views and read_metrics do without
+
         self._directory, self._say = directory, say
         self._fs = DurableFS()
         self.history: list[Figures] = self._cut_back(METRICS, last_step=resume_step)
@@ -98,11 +99,14 @@ class RunReport:
                 draw_curve(self.history, self._directory / CURVE)
 
     def _add_events(self, figures: Mapping[str, float], *, step: int) -> None:
+        if self._events is None:
+            return
         events, self._events = self._events, None
-        if events is not None:
-            with self._convenience("TensorBoard's events"):
-                events.add(figures, step=step)
-                self._events = events  # not after an error
+        with self._convenience("TensorBoard's events"), ExitStack() as after_an_error:
+            after_an_error.callback(events.close)
+            events.add(figures, step=step)
+            after_an_error.pop_all()
+            self._events = events
 
     @contextmanager
     def _convenience(self, what: str) -> Iterator[None]:
@@ -364,4 +368,6 @@ def _unusable(path: Path, use: str, exc: OSError) -> RunDirectoryError:
 
 
 def _reason(exc: Exception) -> str:
-    return f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) and exc.filename else str(exc) or repr(exc)
+    if isinstance(exc, OSError) and exc.strerror:
+        return f"{exc.strerror}: {exc.filename}" if exc.filename else exc.strerror
+    return str(exc) or repr(exc)

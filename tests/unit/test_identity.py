@@ -153,7 +153,7 @@ def test_what_is_the_same_may_be_touched_copied_and_documented(config: Config) -
     (config.model.path / "README.md").write_text("a model")
     (config.model.path / ".cache").mkdir()
     for role in ("trainer", "rollout"):
-        with inputs.unchanged(role):  # type: ignore[arg-type]  # one of its names
+        with inputs.unchanged(role):
             inputs.read(TRAIN)
 
 
