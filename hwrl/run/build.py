@@ -249,6 +249,7 @@ class TrainerParts:
         """Write the trained model to the run directory, for transformers."""
         directory = self._config.dir / MODEL
         try:
+            directory.mkdir(exist_ok=True)  # transformers does nothing, and raises nothing, if a file has that name
             with self._engine.on_device(optimizer=False):
                 self._engine.export(directory)
         except (OSError, SafetensorError) as exc:
