@@ -36,7 +36,8 @@ def run_training(config: Config, view: View) -> Summary:
     with claimed_directory(config), interrupts, ray_cluster(config, say=view.say):
         interrupts.answer = None
         interrupts.listen()  # again: Ray's C++ part, too, has set a handler for SIGTERM
-        pipeline = Pipeline(config, view, interrupts)
+        fleet = Fleet(config, inputs=identify_inputs(config), say=view.say)
+        pipeline = Pipeline(config, view, interrupts, fleet=fleet)
         try:
             summary = pipeline.run()
         except BaseException as error:
@@ -54,9 +55,8 @@ class Pipeline:
     close()  ends every process, also after errors; the run's own error comes first, those of closing are noted on it
     """
 
-    def __init__(self, config: Config, view: View, interrupts: Interrupts) -> None:
-        self._config, self._view, self._interrupts = config, view, interrupts
-        self._fleet = Fleet(config, inputs=identify_inputs(config), say=view.say)
+    def __init__(self, config: Config, view: View, interrupts: Interrupts, *, fleet: Fleet) -> None:
+        self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._report: RunReport | None = None
         self._window = FigureWindow([])
         self._evaluating: Any = None

@@ -114,7 +114,7 @@ def _parsed(config: Config, written: bytes) -> Any:
         raise ConfigError(
             f"{config.dir / RUN_CONFIG} is damaged, so that nothing says how the run in it was configured",
             why=str(exc),
-            fix="put the file back, or, if there are checkpoints, delete it: then they continue with what you configure",
+            fix="put the file back, or, if there are checkpoints, delete it: they then take what you configure",
         ) from exc
 
 
