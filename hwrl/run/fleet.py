@@ -197,7 +197,7 @@ class Fleet:
         return self.ledger_value(getattr(self._ledger, method).remote(*args))
 
     def take(self, count: int, version: int) -> tuple[Any, Any]:
-        """Ask for a batch; return references to the groups and to the note on them; the trainers must be idle."""
+        """Ask for a batch; return references to the groups and to the note on them; raise if one has ``refused``."""
         self._raise_refusal()
         groups, note = self._ledger.take.options(num_returns=2).remote(count, version)
         return groups, note
@@ -215,12 +215,16 @@ class Fleet:
 
     def serve_joiners(self) -> None:
         """Give the newest weights to replicas that joined since they were published; the trainers must be idle."""
-        self._raise_refusal()
         if self._gather([self._trainers[0].call.remote("joiners")])[0]:
             self.on_trainers("publish")
 
+    @property
+    def refused(self) -> bool:
+        """Whether a replica found what no restart can fix; the next ``take`` or ``await_replicas`` raises that."""
+        return self._refusal is not None
+
     def _raise_refusal(self) -> None:
-        """Raise what a replica's restart cannot fix; while the trainers are idle, so that the run can be saved."""
+        """Raise why a replica refused; while trainers are idle and no batch is on its way, so the run can be saved."""
         if self._refusal is not None:
             raise self._refusal
 

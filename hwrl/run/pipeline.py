@@ -153,8 +153,9 @@ class Pipeline:
         groups, note = self._fleet.take(self._config.train.batch_groups, version)
         if not self._wait_for_batch(note):
             self._fleet.on_ledger("abandon_take")
+        taken: Taken | None = self._fleet.ledger_value(note)
+        if taken is None:  # abandoned; if it is there after all, the ledger counts it as trained
             return
-        taken: Taken = self._fleet.ledger_value(note)
         figures = self._fleet.on_trainers("step", groups)[0]
         self.step += 1
         line = self._figures.add(
@@ -172,9 +173,9 @@ class Pipeline:
         self._view.show(line)
 
     def _wait_for_batch(self, note: Any) -> bool:
-        """Block until the batch is there, looking after replicas that join or hang; False if interrupted."""
+        """Block until the batch is there, looking after replicas that join or hang; False if the run is to end."""
         while note not in self._fleet.watch([note]):
-            if self._interrupts.pending:
+            if self._interrupts.pending or self._fleet.refused:
                 return False
             self._fleet.serve_joiners()
             if time.monotonic() - self._overdue_checked_s > POLL_S:

@@ -34,7 +34,7 @@ FIGURES = {
 class Trainers:
     """Stands for a :class:`~hwrl.run.fleet.Fleet` of a run of two steps; a checkpoint is a file with its step."""
 
-    size = "nothing"
+    size, refused = "nothing", False
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
@@ -56,7 +56,7 @@ class Trainers:
     def watch(self, references: list[Any]) -> list[Any]:
         return references
 
-    def ledger_value(self, note: str) -> Taken:
+    def ledger_value(self, note: str) -> Taken | None:
         return Taken([self._step + 1], {}, {})
 
     def on_ledger(self, method: str, *args: Any) -> dict[str, Any]:
@@ -75,18 +75,22 @@ class Trainers:
         return [None]
 
 
-def _train(home: Path) -> None:
+def train(home: Path, fleet: Trainers, interrupts: Interrupts) -> None:
     """Do what ``hwrl train`` does, without processes."""
     view = PlainView(2, stream=io.StringIO())
     words = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
     config = Config.model_validate({"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}, **words})
-    run = Pipeline(config, view, Interrupts(), fleet=cast(Fleet, Trainers(home, DurableFS())))
+    run = Pipeline(config, view, interrupts, fleet=cast(Fleet, fleet))
     try:
         run.run()
     except BaseException as error:
         run.close(after=error)
         raise
     run.close()
+
+
+def _train(home: Path) -> None:
+    train(home, Trainers(home, DurableFS()), Interrupts())
 
 
 def _in_child(home: Path, *, fault: Fault | None, trace: Path | None = None) -> tuple[str, int]:

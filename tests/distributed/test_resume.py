@@ -25,7 +25,8 @@ def address() -> Iterator[str]:
 
 def config_of(directory: Path) -> Config:
     words = ["train.batch_groups=4", f"dir={directory / 'run'}", f"model.path={directory / 'model'}"]
-    return load_config(directory / "config.yaml", [*words, f"data.train={directory / 'train.jsonl'}"])
+    words += [f"data.train={directory / 'train.jsonl'}", f"data.eval={directory / 'eval.jsonl'}"]
+    return load_config(directory / "config.yaml", words)
 
 
 @pytest.fixture

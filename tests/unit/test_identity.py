@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hwrl.errors import ConfigError, InputChangedError
+from hwrl.errors import ConfigError, HwrlError, InputChangedError
 from hwrl.run import identity
 from hwrl.run.actors import RolloutActor, TrainActor
 from hwrl.run.config import Config, load_config
@@ -125,8 +125,9 @@ def test_a_process_that_finds_another_file_than_the_run_began_with_refuses(
 ) -> None:
     inputs = identify_inputs(config)
     change(config)
-    with pytest.raises(InputChangedError, match=f"{name} changed while the run was going on"):
+    with pytest.raises(InputChangedError, match=f"{name} changed while the run was going on") as caught:
         set_up(config, inputs)
+    assert not isinstance(caught.value.__context__, HwrlError), "it comes before the process joins any other"
 
 
 def test_evaluation_prompts_are_compared_as_they_are_read(config: Config) -> None:
