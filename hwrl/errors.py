@@ -24,12 +24,15 @@ HwrlError
  │   └─ CheckpointSaveError         a save did not commit
  ├─ ConfigError                     a configuration value is wrong
  ├─ DataError                       a data set or a reward function is wrong
+ ├─ InputChangedError               a file that a run reads changed while it was going on
+ ├─ RunDirectoryError               a file of the run directory cannot be written or read
  └─ EngineError                     a train or rollout engine cannot do what was asked
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -160,5 +163,43 @@ class DataError(HwrlError):
     """Raised when a data set or a reward function cannot be used."""
 
 
+class InputChangedError(HwrlError):
+    """Raised when a process of a run finds another content in a file than the run began with."""
+
+
+class RunDirectoryError(HwrlError):
+    """Raised when a file of the run directory cannot be written or read: no space, no permission, or it is gone."""
+
+
 class EngineError(HwrlError):
     """Raised when a train or rollout engine cannot do what was asked."""
+
+
+def attempt_all(*acts: Callable[[], object], after: BaseException | None = None) -> None:
+    """Call each of ``acts``, also after errors; then raise the first error, with the later ones as notes on it.
+
+    With ``after``, an error that the caller is about to raise, nothing is raised, and all errors are notes on that.
+    """
+    first = after
+    for act in acts:
+        try:
+            act()
+        except Exception as exc:  # noqa: BLE001 - raised below, or noted on what is raised
+            if first is None:
+                first = exc
+            else:
+                note(first, exc)
+    if first is not None and after is None:
+        raise first
+
+
+def note(error: BaseException, later: Exception) -> None:
+    """Add ``later``, which came after ``error``, to it as a note, unless it says the same."""
+    text = f"{type(later).__name__}: {str(later) or repr(later)}"
+    if str(later) != str(error) and f"then {text}" not in getattr(error, "__notes__", []):
+        error.add_note(f"then {text}")
+
+
+def with_notes(error: BaseException) -> str:
+    """Return the message of ``error`` and what was noted on it."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +70,6 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
         if not tensor.untyped_storage().resizable():  # mapped from the file, which may change and cannot be offloaded
             tensor.data = tensor.data.clone()
     return model
-
-
-def configuration_identity(directory: Path) -> str:
-    """Return a hash of the model's configuration in ``directory``, but for where it came from and what wrote it."""
-    _require_directory(directory)
-    configuration = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    told = {key: value for key, value in configuration.items() if key not in ("_name_or_path", "transformers_version")}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def model_identity(directory: Path) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hwrl import __version__
-from hwrl.errors import HwrlError
+from hwrl.errors import HwrlError, with_notes
 
 COMMANDS = ("train", "doctor", "bench", "checkpoints", "conformance")
 """Names of the subcommands, and of the modules in this package; a module is imported only when it is asked for."""
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args)
     except HwrlError as error:
-        print(f"hwrl: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"hwrl: {type(error).__name__}: {with_notes(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("hwrl: interrupted", file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hwrl.errors import manual
+from hwrl.errors import manual, with_notes
 
 HELP = "train a policy with asynchronous reinforcement learning"
 
@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     with Interrupts():
         try:
             return _train(args)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stop:
             last = "resume=true continues from the last checkpoint, if there is one"
-            print(f"hwrl: interrupted, and nothing more was saved; {last}", file=sys.stderr)
+            print(f"hwrl: interrupted, and nothing more was saved; {last}{with_notes(stop)}", file=sys.stderr)
             return 130
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,15 +53,16 @@ class PromptStream:
         return self._prompts[int(self._order[place])]
 
 
-def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int) -> list[Prompt]:
+def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int, content: bytes | None = None) -> list[Prompt]:
     """Read every row of ``path`` (``.jsonl`` or ``.parquet``): ``prompt``, text or messages, and ``answer``, anything.
 
+    ``content`` is what the file holds, from a caller that has read it.
     A row may set ``max_new_tokens``, a limit on its responses below the run's. Raises what :func:`check_prompts` does,
     and DataError, with the row's place, for messages that ``encode`` refuses, and for a prompt that is empty or longer
     than ``max_prompt_tokens``.
     """
     prompts = []
-    for place, row in _rows(path):
+    for place, row in _rows(path, content=content):
         text, token_ids = _encoded(row["prompt"], encode, place=place)
         if not 1 <= len(token_ids) <= max_prompt_tokens:
             raise DataError(
@@ -131,7 +133,9 @@ def check_vocabulary(prompts: Iterable[Prompt], *, path: Path, vocabulary: int) 
             )
 
 
-def _rows(path: Path, *, key: str = "data.train or data.eval") -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(
+    path: Path, *, key: str = "data.train or data.eval", content: bytes | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row, which is a prompt with an answer, and where it stands; raise as :func:`check_prompts` does."""
     if not path.is_file():
         raise DataError(f"there is no file {path}", why=f"{key} names it", fix="correct the path")
@@ -143,15 +147,15 @@ def _rows(path: Path, *, key: str = "data.train or data.eval") -> Iterator[tuple
         )
 
     place = None
-    for place, row in _READERS[path.suffix](path):
+    for place, row in _READERS[path.suffix](path, path.read_bytes() if content is None else content):
         _check_row(row, place=place)
         yield place, row
     if place is None:
         raise DataError(f"{path} holds no prompts", why="the file has no rows", fix="add at least one row")
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
+def _json_lines(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
+    with io.BytesIO(content) as lines:
         for number, line in enumerate(lines, start=1):
             line = line.strip()
             if not line:
@@ -165,16 +169,19 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             yield place, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet_rows(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(pa.BufferReader(content))
     except (pa.ArrowException, OSError) as exc:  # OSError: of a page in the middle
         raise DataError(f"{path} cannot be read as Parquet", why=str(exc), fix="write the file again") from exc
     for number, row in enumerate(table.to_pylist(), start=1):
         yield f"{path}, row {number}", row
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": _json_lines, ".parquet": _parquet_rows}
+_READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".parquet": _parquet_rows,
+}

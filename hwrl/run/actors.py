@@ -21,6 +21,7 @@ from hwrl.registry import get_backend, set_backend
 from hwrl.rollout.groups import PromptGroup
 from hwrl.rollout.ledger import Lease, PromptLedger
 from hwrl.run.config import Config
+from hwrl.run.identity import RunInputs
 from hwrl.run.placement import see_also
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ class RolloutActor:
         self,
         config: Config,
         *,
+        inputs: RunInputs,
         backend: str,
         opens: Sequence[int],
         replica: str,
@@ -217,15 +219,16 @@ class RolloutActor:
         from hwrl.run.build import build_rollouter, evaluation_prompts, prepare_process
 
         prepare_process(threads=config.rollout.threads)
-        with get_backend().allocating("the rollout engine"):
+        with inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
             self._rollouter = build_rollouter(
                 config,
+                inputs=inputs,
                 replica=replica,
                 seed=seed,
                 store_address=store_address,
                 ledger=RemoteLedger(ledger, replica=incarnation),
             )
-        self._evaluation_prompts = evaluation_prompts(config)
+            self._evaluation_prompts = evaluation_prompts(config, inputs)
 
     def run(self) -> None:
         """Roll out until ``stop``."""
@@ -254,16 +257,29 @@ class TrainActor:
         return 0.0
 
     def set_up(
-        self, config: Config, *, backend: str, rank: int, store_address: str, incarnation: int, transport: Transport
+        self,
+        config: Config,
+        *,
+        inputs: RunInputs,
+        backend: str,
+        rank: int,
+        store_address: str,
+        incarnation: int,
+        transport: Transport,
     ) -> None:
         """Build this rank; on several ranks, all must be set up at the same time."""
         set_backend(backend)
         from hwrl.run.build import TrainerParts, prepare_process
 
         prepare_process(threads=config.train.threads)
-        with get_backend().allocating("the trainer"):
+        with inputs.unchanged("trainer"), get_backend().allocating("the trainer"):
             self._parts = TrainerParts(
-                config, rank=rank, store_address=store_address, incarnation=incarnation, transport=transport
+                config,
+                inputs=inputs,
+                rank=rank,
+                store_address=store_address,
+                incarnation=incarnation,
+                transport=transport,
             )
 
     def call(self, method: str, *args: Any) -> Any:

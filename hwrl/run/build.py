@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch._C._distributed_c10d import PrefixStore
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.models import (
-    configuration_identity,
     encode_prompt,
     load_generation_config,
     load_tokenizer,
@@ -28,6 +27,7 @@ from hwrl.rollout.reward import load_reward
 from hwrl.rollout.reward_workers import RewardWorkers
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
 from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.run.identity import EVAL, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.summary import MODEL, SENT
 from hwrl.train.engine import EngineSettings, TrainEngine
@@ -48,21 +48,23 @@ def prepare_process(*, threads: int) -> None:
         get_backend().set_device(0)
 
 
-def evaluation_prompts(config: Config) -> list[Prompt]:
+def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
     """Return the prompts to evaluate on: none if the configuration names no evaluation data."""
     if config.data.eval is None:
         return []
-    return _prompts(config, config.data.eval)[: config.eval.prompts]
+    return _prompts(config, inputs, key=EVAL)[: config.eval.prompts]
 
 
-def build_rollouter(config: Config, *, replica: str, seed: int, store_address: str, ledger: LedgerClient) -> Rollouter:
+def build_rollouter(
+    config: Config, *, inputs: RunInputs, replica: str, seed: int, store_address: str, ledger: LedgerClient
+) -> Rollouter:
     """Return a rollouter that waits for its first weights; it never reads the training model's weights."""
     tokenizer = load_tokenizer(config.model.path)
     engine = _build_rollout_engine(config, tokenizer, seed=seed)
     return Rollouter(
         engine,
         ledger=ledger,
-        prompts=PromptStream(_prompts(config, config.data.train), seed=config.seed),
+        prompts=PromptStream(_prompts(config, inputs, key=TRAIN), seed=config.seed),
         rewards=RewardWorkers(
             load_reward(config.reward.function),
             decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
@@ -94,10 +96,11 @@ def _transfer_timeout_s(config: Config) -> float:
     return config.weights.timeout_s + drain_s
 
 
-def _prompts(config: Config, path: Path) -> list[Prompt]:
-    tokenizer = load_tokenizer(config.model.path)
+def _prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt]:
+    tokenizer, path = load_tokenizer(config.model.path), inputs.files[key].path
     prompts = load_prompts(
         path,
+        content=inputs.read(key),
         encode=lambda prompt: encode_prompt(tokenizer, prompt),
         max_prompt_tokens=config.data.max_prompt_tokens,
     )
@@ -143,9 +146,16 @@ class TrainerParts:
     """One rank's trainer with its engine, weight sender and checkpoints, wired together."""
 
     def __init__(
-        self, config: Config, *, rank: int, store_address: str, incarnation: int, transport: Transport
+        self,
+        config: Config,
+        *,
+        inputs: RunInputs,
+        rank: int,
+        store_address: str,
+        incarnation: int,
+        transport: Transport,
     ) -> None:
-        self._config, self._rank = config, rank
+        self._config, self._inputs, self._rank = config, inputs, rank
         backend = get_backend()
         store = connect_store(store_address)
         ranks = config.train.ranks
@@ -168,8 +178,6 @@ class TrainerParts:
             trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
             incarnation=incarnation,
         )
-        self._model_identity = configuration_identity(config.model.path)
-        self._data_hash = hashlib.sha256(config.data.train.read_bytes()).hexdigest()
         self._checkpoints = CheckpointManager(
             config.dir / "checkpoints",
             max_ckpt_to_keep=config.checkpoint.max_ckpt_to_keep,
@@ -179,14 +187,13 @@ class TrainerParts:
         )
 
     def resume(self) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint; return its ``extra`` and what was skipped, or None."""
+        """Load the newest complete checkpoint; return its ``extra``, what was skipped and what has changed, or None."""
         with self._engine.on_device(optimizer=True):
             state = self._engine.state_dict()
             resumed = self._checkpoints.resume(state)
             if resumed is None:
                 return None
-            self._check_data(resumed.extra["data"])
-            self._check_model(resumed.extra["model"])
+            changed = self._inputs.compare_with_checkpoint(resumed.extra)
             self._check_base(resumed.extra["adapter"])
             self._engine.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
@@ -196,23 +203,8 @@ class TrainerParts:
             **resumed.extra,
             "step": resumed.step,
             "skipped": [(str(one.path), one.reason) for one in resumed.skipped],
+            "changed": changed,
         }
-
-    def _check_data(self, saved_hash: str) -> None:
-        if saved_hash != self._data_hash:
-            raise ConfigError(
-                f"{self._config.data.train} does not hold the checkpoint's training data",
-                why="its hash is another, and the order of the prompts depends on it: some would be lost or come twice",
-                fix="put the old file back, or begin a new run in another dir=…",
-            )
-
-    def _check_model(self, saved: str) -> None:
-        if saved != self._model_identity:
-            raise ConfigError(
-                f"the checkpoint is not of the model in {self._config.model.path}",
-                why="the configuration there, config.json, is another than when the run began",
-                fix="put the old model back, or begin a new run in another dir=…",
-            )
 
     def _check_base(self, saved: dict[str, Any] | None) -> None:
         before = None if saved is None else saved["base"]
@@ -253,8 +245,7 @@ class TrainerParts:
                 extra={
                     "trainer": self._trainer.state_dict(),
                     "ledger": ledger,
-                    "data": self._data_hash,
-                    "model": self._model_identity,
+                    "inputs": self._inputs.digests(),
                     "adapter": self._adapter(),
                 },
                 rank_extra={"rng": rng_state(get_backend())},
@@ -264,8 +255,17 @@ class TrainerParts:
 
     def export(self) -> None:
         """Write the trained model to the run directory, for transformers."""
-        with self._engine.on_device(optimizer=False):
-            self._engine.export(self._config.dir / MODEL)
+        directory = self._config.dir / MODEL
+        try:
+            directory.mkdir(exist_ok=True)  # transformers does nothing, and raises nothing, if a file has that name
+            with self._engine.on_device(optimizer=False):
+                self._engine.export(directory)
+        except (OSError, SafetensorError) as exc:
+            raise RunDirectoryError(
+                f"the trained model cannot be written to {directory}",
+                why=str(exc),
+                fix="give the directory what the reason names; resume=true then writes the model",
+            ) from exc
 
     def close(self) -> None:
         """End the transfer and the checkpoints; raises if a save in the background failed."""

@@ -16,7 +16,7 @@ class FigureWindow:
     def __init__(self, history: list[dict[str, float]]) -> None:
         self._last: dict[str, dict[str, float]] = {}
         self._last_s = time.perf_counter()
-        self._trained_tokens = history[-1]["response/tokens_total"] if history else 0.0
+        self._trained_tokens = history[-1].get("response/tokens_total", 0.0) if history else 0.0
         self._rollout_idle_ratio = 0.0
 
     def figures(self, trained: dict[str, float], taken: Taken) -> dict[str, float]:

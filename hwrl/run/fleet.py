@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError, EngineError, HwrlError
+from hwrl.errors import ConfigError, EngineError, HwrlError, InputChangedError, attempt_all
 from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
 from hwrl.run.heartbeats import GROUP, Heartbeats
+from hwrl.run.identity import RunInputs
 from hwrl.run.inputs import is_local
 from hwrl.run.placement import Seat, choose_transport, machine_devices, seat
 from hwrl.run.waits import WaitLog
@@ -59,12 +62,13 @@ class Fleet:
     which :meth:`relaunch_trainers` is all that helps; without the ledger the run ends with an EngineError.
     """
 
-    def __init__(self, config: Config, *, say: Callable[[str], None]) -> None:
-        self._config, self._say = config, say
+    def __init__(self, config: Config, *, inputs: RunInputs, say: Callable[[str], None]) -> None:
+        self._config, self._inputs, self._say = config, inputs, say
         self._limits = config.timeouts
         self._waits, self._heartbeats = WaitLog(say), Heartbeats()
         self._evaluator: _Evaluator | None = None
         self._checked_s = time.monotonic()
+        self._refusal: InputChangedError | None = None
         self._backend = get_backend()
         # Other machines must reach the store; on one machine it is nobody else's business.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
@@ -94,6 +98,7 @@ class Fleet:
         with self.waiting_for("the replicas to be set up"):
             while self._joining:
                 self.watch([])
+        self._raise_refusal()
 
     def relaunch_trainers(self, cause: Exception) -> None:
         """End all trainer ranks and start new ones, unless that has happened too often."""
@@ -174,6 +179,7 @@ class Fleet:
         return [
             trainer.set_up.remote(
                 self._config,
+                inputs=self._inputs,
                 backend=self._backend.info.name,
                 rank=rank,
                 store_address=self._store_address,
@@ -200,6 +206,7 @@ class Fleet:
         self._heartbeats.watch(name, actor)
         joining = actor.set_up.remote(
             self._config,
+            inputs=self._inputs,
             backend=self._backend.info.name,
             opens=self._opens,
             replica=name,
@@ -232,7 +239,8 @@ class Fleet:
         return self.ledger_value(answer)
 
     def take(self, count: int, version: int) -> tuple[Any, Any]:
-        """Ask for a batch; return references to the groups and to the note on them."""
+        """Ask for a batch; return references to the groups and to the note on them; raise if one has ``refused``."""
+        self._raise_refusal()
         groups, note = self._ledger.take.options(num_returns=2).remote(count, version)
         return groups, note
 
@@ -247,6 +255,16 @@ class Fleet:
         """Give the newest weights to replicas that joined since they were published; the trainers must be idle."""
         if self._gather([self._trainers[0].call.remote("joiners")])[0]:
             self.on_trainers("publish")
+
+    @property
+    def refused(self) -> bool:
+        """Whether a replica found what no restart can fix; the next ``take`` or ``await_replicas`` raises that."""
+        return self._refusal is not None
+
+    def _raise_refusal(self) -> None:
+        """Raise why a replica refused; while trainers are idle and no batch is on its way, so the run can be saved."""
+        if self._refusal is not None:
+            raise self._refusal
 
     def evaluate(self) -> Any:
         """Let a replica that runs evaluate; return a reference to the answer, None if no replica runs."""
@@ -327,18 +345,23 @@ class Fleet:
                 late[evaluator.replica] = f"its evaluation took timeouts.evaluation_s={limits.evaluation_s:g}"
         return late
 
-    def close(self) -> None:
-        """End every process; those that can still answer release files and memory first."""
+    def close(self, *, failed: bool = False) -> None:
+        """End every process; those that can still answer release files and memory first.
+
+        If the run ``failed``, raise what the trainers then say: a save in the background may have failed, too.
+        """
         goodbyes = [trainer.call.remote("close") for trainer in self._trainers if self._trainers_answer]
+        trainers = list(goodbyes)
         for replica in self._replicas.values():
             replica.actor.stop.remote()
             goodbyes += [replica.run] if replica.run is not None else []
-        if goodbyes:
-            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_S)
+        answered = ray.wait(goodbyes, num_returns=len(goodbyes), timeout=GOODBYE_S)[0] if goodbyes else []
+        answers = [partial(_raise_error_of, reference) for reference in answered if failed and reference in trainers]
         for actor in [*self._trainers, *(replica.actor for replica in self._replicas.values()), self._ledger]:
             ray.kill(actor)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
+        attempt_all(*answers)
 
     # -- what dies ----------------------------------------------------------------------------------------------
 
@@ -379,6 +402,9 @@ class Fleet:
         except (HwrlError, RayTaskError) as exc:
             if not replica.replaces:
                 raise
+            if isinstance(exc, InputChangedError):
+                self._refusal = exc
+                return
             self._replace(name, f"it could not be set up in another's place: {_first_line(exc)}")
             return
         self._replicas[name] = dataclasses.replace(replica, run=replica.actor.run.remote())
@@ -442,6 +468,11 @@ def value_of(reference: Any) -> Any:
         if isinstance(exc.cause, HwrlError):
             raise exc.cause from exc
         raise
+
+
+def _raise_error_of(reference: Any) -> None:
+    with contextlib.suppress(RayError):  # it is dead, or its error is none of hwrl's
+        value_of(reference)
 
 
 def _death_among(references: list[Any]) -> TrainerDiedError | None:

@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
-from hwrl.errors import EngineError
+from hwrl.errors import EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import Taken
@@ -16,6 +16,7 @@ from hwrl.run.cluster import ray_cluster
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
 from hwrl.run.fleet import Fleet, TrainerDiedError, value_of
+from hwrl.run.identity import identify_inputs
 from hwrl.run.inputs import is_local
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import RunReport, View
@@ -35,11 +36,15 @@ def run_training(config: Config, view: View) -> Summary:
     with claimed_directory(config), interrupts, ray_cluster(config, say=view.say):
         interrupts.answer = None
         interrupts.listen()  # again: Ray's C++ part, too, has set a handler for SIGTERM
-        pipeline = Pipeline(config, view, interrupts)
+        fleet = Fleet(config, inputs=identify_inputs(config), say=view.say)
+        pipeline = Pipeline(config, view, interrupts, fleet=fleet)
         try:
-            return pipeline.run()
-        finally:
-            pipeline.close()
+            summary = pipeline.run()
+        except BaseException as error:
+            pipeline.close(after=error)
+            raise
+        pipeline.close()
+        return summary
 
 
 class Pipeline:
@@ -47,12 +52,11 @@ class Pipeline:
 
     run()    starts everything, resumes, steps until done or until a signal is pending, and sums up;
              a trainer that dies takes the run back to its last checkpoint, wherever that happens
-    close()  ends every process, also after errors
+    close()  ends every process, also after errors; the run's own error comes first, those of closing are noted on it
     """
 
-    def __init__(self, config: Config, view: View, interrupts: Interrupts) -> None:
-        self._config, self._view, self._interrupts = config, view, interrupts
-        self._fleet = Fleet(config, say=view.say)
+    def __init__(self, config: Config, view: View, interrupts: Interrupts, *, fleet: Fleet) -> None:
+        self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._report: RunReport | None = None
         self._window = FigureWindow([])
         self._evaluating: Any = None
@@ -74,12 +78,16 @@ class Pipeline:
                 return self._finish(interrupted=self.step < self._config.train.steps)
             except TrainerDiedError as cause:
                 self._recover(cause)
+            except (RunDirectoryError, InputChangedError) as error:
+                self._save_before(error)
+                raise
 
-    def close(self) -> None:
-        """End every process and close the files."""
-        self._fleet.close()
+    def close(self, *, after: BaseException | None = None) -> None:
+        """End every process and close the files; ``after`` is the error that ended the run."""
+        acts = [lambda: self._fleet.close(failed=after is not None)]
         if self._report is not None:
-            self._report.close()
+            acts.append(self._report.close)
+        attempt_all(*acts, after=after)
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -107,13 +115,15 @@ class Pipeline:
         if found is not None:
             for path, reason in found["skipped"]:
                 self._view.say(f"skipped {path}: {reason}")
+            for sentence in found["changed"]:
+                self._view.say(sentence)
             self._view.say(f"resumed after step {self.step}")
         elif resume:
             every = f"checkpoint.save_every_steps={self._config.checkpoint.save_every_steps}"
             self._view.say(f"no checkpoint in {self._config.dir} ({every}): beginning at step 0")
         if self._report is not None:
             self._report.close()
-        self._report = RunReport(self._config.dir, resume_step=self.step)
+        self._report = RunReport(self._config.dir, say=self._view.say, resume_step=self.step)
         self._window = FigureWindow(self._report.history)
 
     def _recover(self, cause: Exception) -> None:
@@ -143,8 +153,9 @@ class Pipeline:
         groups, note = self._fleet.take(self._config.train.batch_groups, version)
         if not self._wait_for_batch(note):
             self._fleet.on_ledger("abandon_take")
+        taken: Taken | None = self._fleet.ledger_value(note)
+        if taken is None:  # abandoned; if it is there after all, the ledger counts it as trained
             return
-        taken: Taken = self._fleet.ledger_value(note)
         figures = self._fleet.on_trainers("step", groups)[0]
         self.step += 1
         line = self._figures.add(
@@ -162,19 +173,35 @@ class Pipeline:
         self._view.show(line)
 
     def _wait_for_batch(self, note: Any) -> bool:
-        """Block until the batch is there, looking after replicas that join or hang; False if interrupted."""
+        """Block until the batch is there, looking after replicas that join or hang; False if the run is to end."""
         with self._fleet.waiting_for("a batch of finished prompts"):
             while note not in self._fleet.watch([note]):
-                if self._interrupts.pending:
+                if self._interrupts.pending or self._fleet.refused:
                     return False
                 self._fleet.serve_joiners()
         return True
 
     def _save(self) -> None:
         """Save a checkpoint; its figures go on the line of the step that is saved."""
+        self._figures.sync()  # a checkpoint must not outlive the lines of its steps
         figures = self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))[0]
-        self._figures.amend(figures)
         self._saved_step = self.step
+        self._figures.amend(figures)
+
+    def _save_before(self, error: HwrlError) -> None:
+        """Save what was trained since the last checkpoint before ``error`` ends the run; note on it how that went.
+
+        The trainers are idle. Nothing is written to the report: it may be what cannot be written.
+        """
+        if self._saved_step == self.step:
+            return
+        try:
+            self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))
+            self._fleet.on_trainers("close")  # waits for a save in the background
+        except (TrainerDiedError, HwrlError, RayError) as exc:
+            note(error, exc)
+        else:
+            error.add_note(f"then a checkpoint of step {self.step} was saved, which resume=true continues from")
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
+
+from hwrl.errors import RunDirectoryError, attempt_all
+from hwrl.run.events import AppendedFile, EventFile
 
 METRICS = "metrics.jsonl"
 PROMPTS = "trained_prompts.jsonl"
@@ -23,21 +29,28 @@ class RunReport:
 
     ``metrics.jsonl`` has one JSON object a training step, with ``step``, ``time_s`` (seconds since everything was
     up, resumes added up) and the step's figures; ``trained_prompts.jsonl`` the sequence numbers that the
-    step trained on.
+    step trained on. These two are the account of the run: what cannot be written to them is a RunDirectoryError.
+    A file that lacks steps up to ``resume_step``, or has damaged lines, is reported through ``say``.
+
+    TensorBoard's events and the reward curve are conveniences: the first error of each is reported through ``say``, and
+    no more of it is written.
+
+    Timeline: ``add`` after each step; ``sync`` before a checkpoint that relies on the account; ``close`` at the end.
     """
 
-    def __init__(self, directory: Path, *, resume_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, directory: Path, *, say: Callable[[str], None], resume_step: int = 0) -> None:
+        from hwrl.checkpoint.durable import DurableFS  # brings torch, which the views and read_metrics do without
 
-        self._directory = directory
-        for name in (METRICS, PROMPTS):
-            _truncate(directory / name, last_step=resume_step)
-        self.history = read_metrics(directory)
+        self._directory, self._say = directory, say
+        self._fs = DurableFS()
+        self.history: list[Figures] = self._cut_back(METRICS, last_step=resume_step)
+        self._cut_back(PROMPTS, last_step=resume_step)
         self._earlier_s = self.history[-1]["time_s"] if self.history else 0.0
         self._started_s = time.perf_counter()
-        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
-        self._metrics = (directory / METRICS).open("a", encoding="utf-8")
-        self._prompts = (directory / PROMPTS).open("a", encoding="utf-8")
+        self._metrics, self._prompts = (self._open(name) for name in (METRICS, PROMPTS))
+        self._events: EventFile | None = None
+        with self._convenience("TensorBoard's events"):
+            self._events = EventFile(directory / "tensorboard", purge_step=resume_step + 1)
 
     def start_clock(self) -> None:
         """Count ``time_s`` from now: everything is up, and what came before was not training."""
@@ -48,36 +61,93 @@ class RunReport:
         elapsed_s = self._earlier_s + time.perf_counter() - self._started_s
         line: Figures = {"step": step, "time_s": round(elapsed_s, 3), **{k: _round(v) for k, v in figures.items()}}
         self.history.append(line)
-        _write_line(self._metrics, line)
-        _write_line(self._prompts, {"step": step, "sequence_numbers": prompts})
-        for name, value in figures.items():
-            self._events.add_scalar(name, value, step)
+        attempt_all(
+            partial(self._append, PROMPTS, self._prompts, {"step": step, "sequence_numbers": prompts}),
+            partial(self._append, METRICS, self._metrics, line),
+        )
+        self._add_events(figures, step=step)
         return line
 
     def amend(self, figures: Mapping[str, float]) -> Figures:
         """Add ``figures`` to the newest line: those that came after the step, like an evaluation."""
         line = self.history[-1]
         line.update({name: _round(value) for name, value in figures.items()})
-        for name, value in figures.items():
-            self._events.add_scalar(name, value, int(line["step"]))
+        with _writing(self._directory / METRICS):
+            self._metrics.sync()  # raises if the file is not there: it must not be made anew
+        self._replace(METRICS, self.history)
         self._metrics.close()
-        _rewrite(self._directory / METRICS, self.history)
-        self._metrics = (self._directory / METRICS).open("a", encoding="utf-8")
+        self._metrics = self._open(METRICS)
+        self._add_events(figures, step=int(line["step"]))
         return line
+
+    def sync(self) -> None:
+        """Make all lines durable."""
+        for name, file in ((PROMPTS, self._prompts), (METRICS, self._metrics)):
+            with _writing(self._directory / name):
+                file.sync()
+                self._fs.sync_directory(self._directory)
 
     def close(self) -> None:
         """Write the reward curve and close the files."""
         self._metrics.close()
         self._prompts.close()
-        self._events.close()
+        if self._events is not None:
+            with self._convenience("TensorBoard's events"):
+                self._events.close()
         if self.history:
-            draw_curve(self.history, self._directory / CURVE)
+            with self._convenience(f"the reward curve {self._directory / CURVE}"):
+                draw_curve(self.history, self._directory / CURVE)
+
+    def _add_events(self, figures: Mapping[str, float], *, step: int) -> None:
+        if self._events is None:
+            return
+        events, self._events = self._events, None
+        with self._convenience("TensorBoard's events"), ExitStack() as after_an_error:
+            after_an_error.callback(events.close)
+            events.add(figures, step=step)
+            after_an_error.pop_all()
+            self._events = events
+
+    @contextmanager
+    def _convenience(self, what: str) -> Iterator[None]:
+        """Report an error instead of raising it: the run does without ``what``."""
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - a plotting library may raise anything; it is reported
+            self._say(f"{what} cannot be written any longer ({_reason(exc)}); the run goes on without")
+
+    def _open(self, name: str) -> AppendedFile:
+        with _writing(self._directory / name):
+            return AppendedFile(self._directory / name)
+
+    def _append(self, name: str, file: AppendedFile, line: Mapping[str, Any]) -> None:
+        with _writing(self._directory / name):
+            file.write(_encoded([line]))
+
+    def _replace(self, name: str, lines: list[Any]) -> None:
+        with _writing(self._directory / name):
+            self._fs.replace_file(self._directory / name, _encoded(lines))
+
+    def _cut_back(self, name: str, *, last_step: int) -> list[Any]:
+        """Drop the lines after ``last_step``; return the others, and report those of them that are missing."""
+        path = self._directory / name
+        kept, damaged = _read_lines(path, last_step=last_step)
+        missing = sorted(set(range(1, last_step + 1)) - {line["step"] for line in kept})
+        if missing or damaged:
+            damage = [f"it lacks {_ranges('step', missing)} of {last_step}"] if missing else []
+            damage += [f"garbled or out of order: {_ranges('line', damaged)}"] if damaged else []
+            self._say(
+                f"{path} is not whole: {'; '.join(damage)}. "
+                "The run goes on: weights and prompts come from the checkpoint"
+            )
+        if path.exists():
+            self._replace(name, kept)
+        return kept
 
 
 def read_metrics(directory: Path) -> list[Figures]:
-    """Return the lines of ``metrics.jsonl``; a last line that was cut off in the middle is left out."""
-    path = directory / METRICS
-    return _complete_lines(path) if path.exists() else []
+    """Return the lines of ``metrics.jsonl`` by step; a line that was cut off or garbled is left out."""
+    return _read_lines(directory / METRICS)[0]
 
 
 def draw_curve(history: list[Figures], path: Path) -> None:
@@ -104,7 +174,9 @@ def draw_curve(history: list[Figures], path: Path) -> None:
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path)
+    draft = path.with_name(f".tmp_{path.name}")
+    figure.savefig(draft, format="png")
+    draft.replace(path)  # an error leaves the old curve
     pyplot.close(figure)
 
 
@@ -220,24 +292,82 @@ def _round(value: float) -> float:
     return value if float(value).is_integer() else float(f"{value:.6g}")  # bytes are counted exactly
 
 
-def _write_line(file: TextIO, value: Mapping[str, Any]) -> None:
-    file.write(json.dumps(value) + "\n")
-    file.flush()
+def _encoded(lines: list[Any]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
-def _complete_lines(path: Path) -> list[Any]:
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]  # a killed run can leave half a line
-    return [json.loads(line) for line in whole.splitlines()]
+def _read_lines(path: Path, *, last_step: float = math.inf) -> tuple[list[Any], list[int]]:
+    """Return the records of ``path`` up to ``last_step``, by step, and the numbers of the lines before the last of them
+    that are out of order or no record. (What is garbled after it, a killed run or a power loss has left.)
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return [], []
+    except OSError as exc:
+        raise _unusable(path, "read", exc) from exc
+    found: dict[int, Any] = {}
+    damaged, waiting = [], []
+    for number, text in enumerate(content.split(b"\n")[:-1], start=1):
+        line = _record(text)
+        if line is None or line["step"] in found:
+            waiting.append(number)
+            continue
+        if line["step"] > last_step:
+            continue
+        damaged += waiting + ([number] if found and line["step"] < max(found) else [])
+        waiting.clear()
+        found[line["step"]] = line
+    return [found[step] for step in sorted(found)], damaged
 
 
-def _truncate(path: Path, *, last_step: int) -> None:
-    if path.exists():
-        _rewrite(path, [line for line in _complete_lines(path) if line["step"] <= last_step])
+def _record(text: bytes) -> Any:
+    """Return the line of a step that ``text`` is; None if it is none."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    if isinstance(line.get("sequence_numbers"), list):
+        return line
+    return line if "time_s" in line and all(isinstance(value, int | float) for value in line.values()) else None
 
 
-def _rewrite(path: Path, lines: list[Any]) -> None:
-    """Replace the file at once, so that a kill leaves the old or the new lines."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    draft.replace(path)
+def _ranges(noun: str, numbers: list[int]) -> str:
+    """Return the numbers in words.
+
+    >>> _ranges("step", [3]), _ranges("step", [1, 2, 3, 7])
+    ('step 3', 'steps 1-3, 7')
+    """
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in itertools.islice(runs, 20)]
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(shown)}{', ...' if len(runs) > 20 else ''}"
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise _unusable(path, "written", exc) from exc
+
+
+def _unusable(path: Path, use: str, exc: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path} cannot be {use}",
+        why=_reason(exc),
+        fix="give the run directory what the reason names (disk space, permission, a higher ulimit -f, its place "
+        "under that name); resume=true then continues the run from its last checkpoint",
+    )
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, OSError) and exc.strerror:
+        return f"{exc.strerror}: {exc.filename}" if exc.filename else exc.strerror
+    return str(exc) or repr(exc)

@@ -7,14 +7,16 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.lock import DirectoryLock
 from hwrl.errors import ConfigError
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
-from hwrl.run.report import CURVE, METRICS, PROMPTS, read_metrics
+from hwrl.run.report import CURVE, METRICS, PROMPTS
 
 MODEL = "model"
 """The trained model's directory in the run directory."""
@@ -65,11 +67,13 @@ def _write_config(config: Config) -> None:
     has_checkpoints = any(config.dir.glob("checkpoints/global_step_*"))
     if before is None or not before.startswith(RUN_HEADER):
         _refuse_to_overwrite(config, [RUN_CONFIG] if has_checkpoints else _WRITTEN)
-    if has_checkpoints or read_metrics(config.dir):
+    if has_checkpoints or _has_lines(config.dir / METRICS):
         _check_same_run(config, before)
-    draft = path.with_name(f".{RUN_CONFIG}.draft")
-    draft.write_bytes(dump_run_config(config))
-    draft.replace(path)  # at once: half a file would not be known as hwrl's
+    DurableFS().replace_file(path, dump_run_config(config))  # half a file would not be known as hwrl's
+
+
+def _has_lines(path: Path) -> bool:
+    return path.exists() and b"\n" in path.read_bytes()
 
 
 def _refuse_to_overwrite(config: Config, names: Sequence[str]) -> None:
@@ -93,7 +97,7 @@ def _check_same_run(config: Config, written: bytes | None) -> None:
         )
     if written is None:
         return
-    now, before = config.model_dump(mode="json"), yaml.safe_load(written)
+    now, before = config.model_dump(mode="json"), _parsed(config, written)
     changed = [key for key in FIXED_KEYS if _at(now, key) != _at(before, key)]
     if changed:
         raise ConfigError(
@@ -101,6 +105,17 @@ def _check_same_run(config: Config, written: bytes | None) -> None:
             why="; ".join(f"{key} was {_at(before, key)!r} and is {_at(now, key)!r}" for key in changed),
             fix="resume with the old values, or begin a new run in another dir=…",
         )
+
+
+def _parsed(config: Config, written: bytes) -> Any:
+    try:
+        return yaml.safe_load(written)
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"{config.dir / RUN_CONFIG} is damaged, so that nothing says how the run in it was configured",
+            why=str(exc),
+            fix="put the file back, or, if there are checkpoints, delete it: they then take what you configure",
+        ) from exc
 
 
 def _at(tree: Any, key: str) -> Any:
@@ -174,7 +189,8 @@ def summarise(config: Config, history: list[dict[str, float]], *, interrupted: b
     names = ("reward/mean", "eval/reward", "eval/exact", "weights/version", "response/tokens_total")
     lines += [f"  {name:<22} {last[name]:.6g}" for name in names if name in last]
     for name in ("staleness/mean", "trainer/idle_ratio", "rollout/idle_ratio") if history else ():
-        lines.append(f"  {name:<22} {statistics.mean(line[name] for line in history):.3g}, mean of all steps")
+        values = [line[name] for line in history if name in line]
+        lines += [f"  {name:<22} {statistics.mean(values):.3g}, mean of all steps"] if values else []
     if any("sync/base_sent" in line for line in history):
         sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
         lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from hwrl import cli
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.run.build import TrainerParts
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
+from hwrl.run.identity import identify_inputs
 from tests.distributed.test_fsdp_engine import groups_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -33,7 +34,9 @@ def address() -> Iterator[str]:
 
 
 def parts_of(config: Config, address: str) -> TrainerParts:
-    return TrainerParts(config, rank=0, store_address=address, incarnation=0, transport="host")
+    return TrainerParts(
+        config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
+    )
 
 
 def trained(config: Config, address: str, *, steps: int) -> list[dict[str, float]]:
@@ -78,6 +81,15 @@ def test_a_resumed_trainer_has_the_adapter_that_was_saved_and_exported(
     parts.export()
     parts.close()
     torch.testing.assert_close(load_file(config.dir / "model" / WEIGHTS), exported, rtol=0, atol=0)
+
+
+def test_a_model_that_cannot_be_written_is_an_error_of_the_run_directory(config: Config, address: str) -> None:
+    (config.dir / "model").parent.mkdir()
+    (config.dir / "model").touch()
+    parts = parts_of(config, address)
+    with pytest.raises(RunDirectoryError, match="the trained model cannot be written to"):
+        parts.export()
+    parts.close()
 
 
 def test_an_adapter_goes_on_with_no_other_base(

@@ -13,6 +13,7 @@ from hwrl.errors import HwrlError
 from hwrl.run.build import TrainerParts
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
+from hwrl.run.identity import identify_inputs
 from tests.distributed.test_fsdp_engine import groups_of
 
 
@@ -24,7 +25,8 @@ def address() -> Iterator[str]:
 
 def config_of(directory: Path) -> Config:
     words = ["train.batch_groups=4", f"dir={directory / 'run'}", f"model.path={directory / 'model'}"]
-    return load_config(directory / "config.yaml", [*words, f"data.train={directory / 'train.jsonl'}"])
+    words += [f"data.train={directory / 'train.jsonl'}", f"data.eval={directory / 'eval.jsonl'}"]
+    return load_config(directory / "config.yaml", words)
 
 
 @pytest.fixture
@@ -40,7 +42,9 @@ def moved(tmp_path: Path, address: str) -> Config:
 
 
 def parts_of(config: Config, address: str) -> TrainerParts:
-    return TrainerParts(config, rank=0, store_address=address, incarnation=0, transport="host")
+    return TrainerParts(
+        config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
+    )
 
 
 def set_in(config: Config, **settings: object) -> None:

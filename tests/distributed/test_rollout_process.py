@@ -54,6 +54,7 @@ def memory_nbytes(name: str) -> int:
 def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
     """Receive two versions and generate a group; return the peak of memory above that before, and what was opened."""
     from hwrl.run.build import build_rollouter, prepare_process
+    from hwrl.run.identity import identify_inputs
 
     build_model(config.model.path, dtype=torch.float32)  # what is imported for it is no weights
     prepare_process(threads=1)
@@ -61,7 +62,9 @@ def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
     opened: list[str] = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
     ledger = OnePrompt()
-    rollouter = build_rollouter(config, replica="r0", seed=1, store_address=address, ledger=ledger)
+    rollouter = build_rollouter(
+        config, inputs=identify_inputs(config), replica="r0", seed=1, store_address=address, ledger=ledger
+    )
     while not ledger.groups:
         rollouter.turn()
     assert rollouter.engine.version == 2

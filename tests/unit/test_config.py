@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from hwrl.cli import main
 from hwrl.errors import CheckpointError, ConfigError, EngineError, HwrlError
 from hwrl.lora import LoraSettings
-from hwrl.run.config import Config, Section, dump_config, load_config
+from hwrl.run.config import RUN_HEADER, Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
 from hwrl.run.summary import FIXED_KEYS, claimed_directory
 
@@ -307,6 +307,22 @@ def test_a_run_without_its_configuration_is_still_a_run(tmp_path: Path) -> None:
         pass
     with claimed_directory(load_config(path, [place, "resume=true"])):
         assert load_config(tmp_path / "run" / "config.yaml").dir == tmp_path / "run"
+
+
+def test_a_damaged_account_is_still_a_run_and_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
+    own = begun_run(tmp_path)
+    (own / "metrics.jsonl").write_bytes(b"\0\0\xff\n")
+    copy, place = write(tmp_path, MINIMAL), f"dir={own}"
+    with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(copy, [place])):
+        pass
+    (own / "config.yaml").write_bytes(RUN_HEADER + b"seed: [\n")
+    words = [place, "resume=true"]
+    with pytest.raises(ConfigError, match=r"config.yaml is damaged"), claimed_directory(load_config(copy, words)):
+        pass
+    (own / "config.yaml").unlink()
+    (own / "checkpoints" / "global_step_7").mkdir(parents=True)
+    with claimed_directory(load_config(copy, words)):
+        assert load_config(own / "config.yaml").seed == 0
 
 
 def test_a_copy_of_a_runs_configuration_says_where_its_run_goes(tmp_path: Path) -> None:

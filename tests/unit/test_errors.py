@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 
 from hwrl import errors
-from hwrl.errors import BackendNotFoundError, HwrlError
+from hwrl.errors import BackendNotFoundError, ConfigError, DataError, HwrlError, attempt_all, with_notes
 
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HwrlError)]
 
@@ -46,3 +47,27 @@ def test_the_tree_in_the_docstring_shows_every_error_at_its_depth(kind: type[Hwr
 @pytest.mark.parametrize("page", ["errors.md", "configuration.md"])
 def test_the_pages_that_errors_name_are_there_in_the_tree_and_in_a_wheel(page: str) -> None:
     assert errors.manual(page).is_file()
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def test_of_several_errors_the_first_is_raised_and_the_later_ones_are_its_notes() -> None:
+    done: list[int] = []
+    acts = [raising(ConfigError("first")), raising(DataError("second", why="it is late")), lambda: done.append(3)]
+    with pytest.raises(ConfigError) as caught:
+        attempt_all(*acts, raising(ConfigError("first")))
+    lines = with_notes(caught.value).splitlines()
+    assert lines[0] == "first" and lines.count("first") == 1
+    assert "then DataError: second" in lines and "  why: it is late" in lines
+    assert done == [3]
+
+
+def test_what_goes_wrong_after_an_error_does_not_take_its_place() -> None:
+    error = ConfigError("first")
+    attempt_all(raising(OSError("second")), after=error)
+    assert with_notes(error).endswith("then OSError: second")

@@ -5,21 +5,29 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.run.actors import Taken
+from hwrl.run.config import Config, load_config
 from hwrl.run.figures import FigureWindow
-from hwrl.run.report import METRICS, PROMPTS, LiveView, PlainView, RunReport, draw_curve, read_metrics
+from hwrl.run.report import CURVE, METRICS, PROMPTS, LiveView, PlainView, RunReport, draw_curve, read_metrics
+from hwrl.run.summary import summarise
+from hwrl.testing.processes import run_processes
 
 FIGURES = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0, "weights/version": 3.0}
 
 
 def write_steps(directory: Path, steps: range, *, resume_step: int = 0) -> None:
-    report = RunReport(directory, resume_step=resume_step)
+    report = RunReport(directory, say=pytest.fail, resume_step=resume_step)
     for step in steps:
         report.add(step, FIGURES, prompts=[step, step + 100])
     report.close()
@@ -40,13 +48,153 @@ def test_a_resume_drops_what_came_after_its_step_and_goes_on_counting_seconds(tm
 
 
 def test_an_evaluation_is_added_to_the_newest_line(tmp_path: Path) -> None:
-    report = RunReport(tmp_path)
+    report = RunReport(tmp_path, say=pytest.fail)
     report.add(1, FIGURES, prompts=[])
     report.add(2, FIGURES, prompts=[])
     report.amend({"eval/reward": 0.75})
     report.add(3, FIGURES, prompts=[])
     report.close()
     assert [line.get("eval/reward") for line in read_metrics(tmp_path)] == [None, 0.75, None]
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda lines: [], "it lacks steps 1-5 of 5"),
+        (lambda lines: [lines[0], lines[2], lines[4]], "it lacks steps 2, 4 of 5"),
+        (lambda lines: [*lines[:2], lines[2][:9], *lines[3:]], "it lacks step 3 of 5; garbled or out of order: line 3"),
+        (
+            lambda lines: [*lines[:2], '{"step": 3}', *lines[3:4]],
+            "it lacks steps 3, 5 of 5; garbled or out of order: line 3",
+        ),
+        (lambda lines: [lines[1], lines[0], "[" * 99999, *lines[2:]], "garbled or out of order: lines 2-3"),
+    ],
+)
+def test_a_resume_tells_which_steps_are_not_in_the_account(
+    tmp_path: Path, edit: Callable[[list[str]], list[str]], told: str
+) -> None:
+    for name, content in ((METRICS, {"time_s": 1.0, **FIGURES}), (PROMPTS, {"sequence_numbers": [1]})):
+        lines = [json.dumps({"step": step, **content}) for step in range(1, 7)]
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in edit(lines)))
+    said: list[str] = []
+    with closing(RunReport(tmp_path, say=said.append, resume_step=5)) as report:
+        report.add(6, FIGURES, prompts=[])
+    assert said == [
+        f"{tmp_path / name} is not whole: {told}. The run goes on: weights and prompts come from the checkpoint"
+        for name in (METRICS, PROMPTS)
+    ]
+    steps = [line["step"] for line in report.history]
+    assert steps == sorted(steps) and steps[-1] == 6
+    assert "after step 6" in summarise(configured(tmp_path), report.history, interrupted=True).text
+
+
+def configured(directory: Path) -> Config:
+    path = directory / "some.yaml"
+    path.write_text(f"dir: {directory}\nmodel: {{path: m}}\ndata: {{train: t}}\nreward: {{function: r.py:f}}\n")
+    return load_config(path)
+
+
+def test_an_account_that_is_gone_is_told_of_too(tmp_path: Path) -> None:
+    said: list[str] = []
+    RunReport(tmp_path, say=said.append, resume_step=2).close()
+    assert [text.partition(" of 2")[0] for text in said] == [
+        f"{tmp_path / name} is not whole: it lacks steps 1-2" for name in (METRICS, PROMPTS)
+    ]
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    path.unlink()
+    path.touch()
+
+
+def delete_the_directory(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+def add(report: RunReport) -> None:
+    report.add(2, FIGURES, prompts=[2])
+
+
+def amend(report: RunReport) -> None:
+    report.amend({"eval/reward": 1.0})
+
+
+@pytest.mark.parametrize("change", [delete, replace, delete_the_directory])
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [(add, METRICS), (add, PROMPTS), (RunReport.sync, METRICS), (RunReport.sync, PROMPTS), (amend, METRICS)],
+)
+def test_lines_that_would_be_lost_with_their_file_are_an_error(
+    tmp_path: Path, name: str, change: Callable[[Path], None], act: Callable[[RunReport], object]
+) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    report = RunReport(directory, say=lambda text: None)
+    report.add(1, FIGURES, prompts=[1])
+    change(directory / name)
+    with pytest.raises(RunDirectoryError, match="cannot be written") as caught:
+        act(report)
+    assert caught.value.why and caught.value.fix
+    report.close()
+
+
+def test_a_directory_in_the_place_of_the_metrics_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(RunDirectoryError, match=f"{METRICS} cannot be read"):
+        RunReport(tmp_path, say=pytest.fail)
+
+
+def meet_a_limit_on_file_sizes(rank: int, directory: Path) -> tuple[int, list[str], list[str]]:
+    """Add steps until one cannot be written; return which, the error with its notes, and what was said."""
+    said: list[str] = []
+    report = RunReport(directory, say=said.append)
+    draw_curve([{**FIGURES, "step": 1.0}], directory / "other.png")  # the plotting library writes its own files first
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    for step in range(1, 100):
+        try:
+            report.add(step, FIGURES, prompts=[step])
+        except RunDirectoryError as error:
+            attempt_all(report.close, after=error)
+            return step, [str(error), *getattr(error, "__notes__", [])], said
+    raise AssertionError("there was no limit")
+
+
+def test_a_limit_on_file_sizes_is_an_error_of_the_account_and_the_curve_does_not_hide_it(tmp_path: Path) -> None:
+    step, (told, *notes), said = run_processes(meet_a_limit_on_file_sizes, 1, tmp_path)[0]
+    assert told.startswith(f"{tmp_path / METRICS} cannot be written\n  why: File too large\n") and notes == []
+    assert said == [
+        f"the reward curve {tmp_path / CURVE} cannot be written any longer (File too large); the run goes on without"
+    ]
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, step))
+    with closing(RunReport(tmp_path, say=pytest.fail, resume_step=step - 1)) as report:  # half a line is no damage
+        assert len(report.history) == step - 1
+
+
+def test_events_that_cannot_be_written_are_told_of_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    with closing(RunReport(tmp_path, say=said.append)) as report:
+        report.add(1, FIGURES, prompts=[])
+        shutil.rmtree(tmp_path / "tensorboard")
+        report.add(2, FIGURES, prompts=[])
+        report.amend({"eval/reward": 1.0})
+    (tmp_path / "tensorboard").touch()
+    RunReport(tmp_path, say=said.append, resume_step=2).close()
+    assert [text.partition(" (")[0] for text in said] == ["TensorBoard's events cannot be written any longer"] * 2
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_events_are_what_tensorboard_reads_also_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_steps(tmp_path, range(1, 6))
+    write_steps(tmp_path, range(4, 6), resume_step=3)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(n, 0.5) for n in range(1, 6)]
 
 
 @pytest.mark.parametrize(

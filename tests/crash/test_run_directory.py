@@ -1,0 +1,170 @@
+"""A run on a disk that is full or fails at any moment, and its account after a power cut at any moment."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hwrl.checkpoint import DurableFS
+from hwrl.errors import CheckpointSaveError, RunDirectoryError, with_notes
+from hwrl.run.actors import Taken
+from hwrl.run.config import Config
+from hwrl.run.fleet import Fleet
+from hwrl.run.interrupts import Interrupts
+from hwrl.run.pipeline import Pipeline
+from hwrl.run.report import PlainView, RunReport
+from hwrl.testing.processes import run_processes
+from tests.crash.disk import Fault, WatchedDisk, read_trace, why_unavailable
+from tests.crash.power import Power, survivals
+
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+CHECKPOINT = "checkpoint"
+FIGURES = {
+    **dict.fromkeys(["reward/mean", "staleness/mean", "staleness/max", "weights/version"], 1.0),
+    **dict.fromkeys(["response/tokens", "timing_s/wait"], 1.0),
+}
+
+
+class Trainers:
+    """Stands for a :class:`~hwrl.run.fleet.Fleet` of a run of two steps; a checkpoint is a file with its step."""
+
+    size, refused = "nothing", False
+
+    def __init__(self, home: Path, fs: DurableFS) -> None:
+        self._home, self._fs, self._step = home, fs, 0
+
+    def launch(self) -> None:
+        """Start nothing."""
+
+    await_replicas = serve_joiners = launch
+
+    def close(self, *, failed: bool) -> None:
+        """End nothing."""
+
+    def describe(self) -> str:
+        return self.size
+
+    def take(self, count: int, version: int) -> tuple[list[Any], str]:
+        return [], "note"
+
+    def watch(self, references: list[Any]) -> list[Any]:
+        return references
+
+    def ledger_value(self, note: str) -> Taken | None:
+        return Taken([self._step + 1], {}, {})
+
+    def on_ledger(self, method: str, *args: Any) -> dict[str, Any]:
+        return {}
+
+    def on_trainers(self, method: str, *args: Any) -> list[Any]:
+        if method == "step":
+            self._step += 1
+            return [FIGURES]
+        if method == "save":
+            try:
+                self._fs.replace_file(self._home / CHECKPOINT, str(self._step).encode())
+            except OSError as exc:
+                raise CheckpointSaveError(f"step {self._step} was not saved", why=str(exc)) from exc
+            return [{"checkpoint/blocked_s": 0.5}]
+        return [None]
+
+
+def train(home: Path, fleet: Trainers, interrupts: Interrupts) -> None:
+    """Do what ``hwrl train`` does, without processes."""
+    view = PlainView(2, stream=io.StringIO())
+    words = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
+    config = Config.model_validate({"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}, **words})
+    run = Pipeline(config, view, interrupts, fleet=cast(Fleet, fleet))
+    try:
+        run.run()
+    except BaseException as error:
+        run.close(after=error)
+        raise
+    run.close()
+
+
+def _train(home: Path) -> None:
+    train(home, Trainers(home, DurableFS()), Interrupts())
+
+
+def _in_child(home: Path, *, fault: Fault | None, trace: Path | None = None) -> tuple[str, int]:
+    """Run in a forked process; return the error with its notes, and how many calls were made."""
+    disk, (read, write) = WatchedDisk(home), os.pipe()
+    if (child := os.fork()) == 0:
+        disk.enter(trace=trace)
+        disk.arm(fault)
+        try:
+            _train(home)
+        except BaseException as exc:  # noqa: BLE001 - its kind is what the parent looks at
+            os.write(write, f"{type(exc).__name__}: {with_notes(exc)}".encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        error = lines.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return error, disk.calls
+
+
+def _resumed(home: Path) -> tuple[int, list[str]]:
+    """Return the step of the checkpoint, and what a resume from it says about the account."""
+    said: list[str] = []
+    checkpoint = home / CHECKPOINT
+    step = int(checkpoint.read_text()) if checkpoint.exists() else 0
+    report = RunReport(home, say=said.append, resume_step=step)
+    report.history.clear()  # there is no need of a curve
+    report.close()
+    return step, said
+
+
+def _fail_everywhere(rank: int, work: Path) -> list[str]:
+    """Return what is wrong after an error of the disk at any call."""
+    _train(_made(work / "first"))  # imports what is needed
+    _, calls = _in_child(_made(work / "whole"), fault=None)
+    wrong = []
+    for fault in [Fault(kind, at) for kind in ("full", "eio") for at in range(calls)]:
+        home = _made(work / str(fault))
+        error, _ = _in_child(home, fault=fault)
+        kind = error.partition(":")[0]
+        step, said = _resumed(home)
+        may_lack = kind == RunDirectoryError.__name__ and "then a checkpoint of step" in error
+        if kind not in ("", "RunDirectoryError", "CheckpointSaveError") or (said and not may_lack):
+            wrong.append(f"{fault}: step {step}, {error}, {said}")
+    return wrong
+
+
+def _cut_everywhere(rank: int, work: Path) -> tuple[int, list[str]]:
+    """Return how many power cuts were tried, and what a checkpoint that survived one lacks."""
+    _train(_made(work / "first"))
+    home, left, trace = _made(work / "home"), work / "left", work / "trace"
+    assert _in_child(home, fault=None, trace=trace)[0] == ""
+    shutil.rmtree(home)
+    power, cuts, lost = Power(_made(home)), 0, []
+    for number, operation in enumerate(read_trace(trace), start=1):
+        power.run(operation)
+        for survival in survivals(number):
+            power.cut(left, survival)
+            cuts += 1
+            lost += [f"after call {number}: {text}" for text in _resumed(left)[1]]
+            shutil.rmtree(left)
+    return cuts, lost
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def test_whatever_the_disk_refuses_is_one_kind_of_error_and_loses_no_line_of_a_checkpoint(tmp_path: Path) -> None:
+    assert run_processes(_fail_everywhere, 1, tmp_path)[0] == []
+
+
+def test_a_power_cut_loses_no_line_of_a_checkpoint(tmp_path: Path) -> None:
+    cuts, lost = run_processes(_cut_everywhere, 1, tmp_path)[0]
+    assert cuts > 100
+    assert lost == []

@@ -1,0 +1,215 @@
+"""A process of a run reads what the driver read, or refuses; a deliberate resume may change what does no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwrl.errors import ConfigError, HwrlError, InputChangedError
+from hwrl.run import identity
+from hwrl.run.actors import RolloutActor, TrainActor
+from hwrl.run.config import Config, load_config
+from hwrl.run.demo import write_demo
+from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
+
+REWARD_FUNCTION = "def score(prompt, response, answer):\n    return 1.0\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "rewards.py").write_text(REWARD_FUNCTION)
+    return load_config(write_demo(tmp_path, seed=1, prompts=16), [f"reward.function={tmp_path / 'rewards.py'}:score"])
+
+
+def add_line(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("\n")
+
+
+def edit_the_reward(config: Config) -> None:
+    add_line(config.model.path.parent / "rewards.py")
+
+
+def edit_the_prompts(config: Config) -> None:
+    add_line(config.data.train)
+
+
+def edit_the_evaluation(config: Config) -> None:
+    assert config.data.eval is not None
+    add_line(config.data.eval)
+
+
+def delete_the_prompts(config: Config) -> None:
+    config.data.train.unlink()
+
+
+def edit_the_tokenizer(config: Config) -> None:
+    add_line(config.model.path / "tokenizer.json")
+
+
+def delete_the_tokenizer(config: Config) -> None:
+    (config.model.path / "tokenizer.json").unlink()
+
+
+def set_in_model(config: Config, **settings: Any) -> None:
+    path = config.model.path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def edit_the_model(config: Config) -> None:
+    set_in_model(config, rms_norm_eps=1e-3)
+
+
+def spoil_the_weights(config: Config) -> None:
+    """Change one byte, and leave size and modification time as they were."""
+    path = config.model.path / "model.safetensors"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def add_other_weights(config: Config) -> None:
+    (config.model.path / "pytorch_model.bin").write_bytes(b"other weights")
+
+
+def set_up_trainer(config: Config, inputs: RunInputs) -> None:
+    """Set up a trainer, which has no store to connect to."""
+    TrainActor().set_up(
+        config, inputs=inputs, backend="cpu", rank=0, store_address="nowhere", incarnation=1, transport="host"
+    )
+
+
+def set_up_replica(config: Config, inputs: RunInputs) -> None:
+    """Set up a replica, which has no store to connect to."""
+    RolloutActor().set_up(
+        config,
+        inputs=inputs,
+        backend="cpu",
+        opens=[],
+        replica="replica-0",
+        incarnation="replica-0#1",
+        seed=1,
+        store_address="nowhere",
+        ledger=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "set_up", "name"),
+    [
+        (edit_the_prompts, set_up_replica, "train.jsonl"),
+        (delete_the_prompts, set_up_replica, "train.jsonl"),
+        (edit_the_reward, set_up_replica, "rewards.py"),
+        (edit_the_tokenizer, set_up_replica, "tokenizer.json"),
+        (delete_the_tokenizer, set_up_replica, "tokenizer.json"),
+        (edit_the_model, set_up_replica, "config.json"),
+        (edit_the_model, set_up_trainer, "config.json"),
+        (spoil_the_weights, set_up_trainer, "model.safetensors"),
+        (add_other_weights, set_up_trainer, "pytorch_model.bin"),
+    ],
+)
+def test_a_process_that_finds_another_file_than_the_run_began_with_refuses(
+    config: Config,
+    change: Callable[[Config], None],
+    set_up: Callable[[Config, RunInputs], None],
+    name: str,
+) -> None:
+    inputs = identify_inputs(config)
+    change(config)
+    with pytest.raises(InputChangedError, match=f"{name} changed while the run was going on") as caught:
+        set_up(config, inputs)
+    assert not isinstance(caught.value.__context__, HwrlError), "it comes before the process joins any other"
+
+
+def test_evaluation_prompts_are_compared_as_they_are_read(config: Config) -> None:
+    inputs = identify_inputs(config)
+    assert config.data.eval is not None
+    assert inputs.read(EVAL) == config.data.eval.read_bytes()
+    edit_the_evaluation(config)
+    with pytest.raises(InputChangedError, match=r"eval.jsonl changed"):
+        inputs.read(EVAL)
+
+
+def test_a_change_while_the_parts_are_built_is_found_and_is_the_error(config: Config) -> None:
+    inputs = identify_inputs(config)
+    with pytest.raises(InputChangedError, match=r"rewards.py changed"), inputs.unchanged("rollout"):
+        edit_the_reward(config)
+        raise ValueError("what half a file leads to")
+
+
+def test_what_is_the_same_may_be_touched_copied_and_documented(config: Config) -> None:
+    inputs = identify_inputs(config)
+    for path in (config.data.train, config.model.path / "model.safetensors", config.model.path / "tokenizer.json"):
+        path.write_bytes(path.read_bytes())
+    set_in_model(config, _name_or_path="/elsewhere", transformers_version="0")
+    (config.model.path / "README.md").write_text("a model")
+    (config.model.path / ".cache").mkdir()
+    for role in ("trainer", "rollout"):
+        with inputs.unchanged(role):
+            inputs.read(TRAIN)
+
+
+def read_nbytes() -> int:
+    """Return how many bytes this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_large_file_that_nobody_wrote_to_is_not_read_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights_nbytes = (config.model.path / "model.safetensors").stat().st_size
+    monkeypatch.setattr(identity, "_LARGE_NBYTES", weights_nbytes - 1)
+    inputs, before = identify_inputs(config), read_nbytes()
+    with inputs.unchanged("trainer"):
+        pass
+    assert read_nbytes() - before < weights_nbytes
+    spoil_the_weights(config)
+    with pytest.raises(InputChangedError, match="safetensors changed"), inputs.unchanged("trainer"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("change", "key"), [(edit_the_reward, REWARD), (edit_the_evaluation, EVAL), (spoil_the_weights, "model.path/model")]
+)
+def test_a_deliberate_resume_may_change_what_does_no_harm_and_says_so(
+    config: Config, change: Callable[[Config], None], key: str
+) -> None:
+    extra = {"inputs": identify_inputs(config).digests()}
+    assert identify_inputs(config).compare_with_checkpoint(extra) == []
+    change(config)
+    (sentence,) = identify_inputs(config).compare_with_checkpoint(extra)
+    assert sentence.startswith(key) and "has changed since the checkpoint was saved" in sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (edit_the_prompts, "does not hold the checkpoint's training data"),
+        (edit_the_model, "the checkpoint is not of the model in"),
+        (edit_the_tokenizer, "the tokenizer in .* is not the checkpoint's"),
+    ],
+)
+def test_a_resume_with_other_prompts_model_or_tokenizer_is_refused(
+    config: Config, change: Callable[[Config], None], message: str
+) -> None:
+    extra = {"inputs": identify_inputs(config).digests()}
+    change(config)
+    with pytest.raises(ConfigError, match=message):
+        identify_inputs(config).compare_with_checkpoint(extra)
+
+
+def test_a_checkpoint_that_names_prompts_and_model_only_is_compared_by_these(config: Config) -> None:
+    digests = identify_inputs(config).digests()
+    extra = {"data": digests[TRAIN], "model": digests["model.path/config.json"]}
+    edit_the_reward(config)
+    assert identify_inputs(config).compare_with_checkpoint(extra) == []
+    edit_the_prompts(config)
+    with pytest.raises(ConfigError, match="training data"):
+        identify_inputs(config).compare_with_checkpoint(extra)
