@@ -215,6 +215,9 @@ def test_hwrl_train_checks_its_inputs_and_takes_a_reward_from_the_working_direct
     (tmp_path / "beside_the_run.py").write_text("")
     assert main(["train", str(path), "reward.function=beside_the_run:f"]) == 1
     assert "there is no function 'f' in beside_the_run" in capsys.readouterr().err
+    (tmp_path / "quits.py").write_text("import sys\nsys.exit(0)\n")
+    assert main(["train", str(path), "reward.function=quits:f"]) == 1
+    assert "it ended the process: SystemExit(0)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
