@@ -61,6 +61,7 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
             "line 1 is not a prompt(.|\n)*'role' and 'content'",
         ),
         ("a.jsonl", '{"prompt": "", "answer": 1}\n', "line 1 has a prompt of 0 tokens"),
+        ("a.jsonl", '{"prompt": "1", "answer": 1, "answer": 2}\n', "line 1 is not JSON(.|\n)*stands twice"),
         ("a.jsonl", '{"prompt": "12345678901", "answer": 1}\n', "prompt of 11 tokens"),
         ("a.jsonl", '{"prompt": "x", "answer": 1, "max_new_tokens": "9"}\n', "line 1 has no usable max_new_tokens"),
         ("a.csv", "prompt,answer\n", "unknown kind"),
