@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return inject_adapter_in_model(LoraConfig(**lora.peft_config()), model)
-    except ValueError as exc:
+    except (ValueError, re.error) as exc:
         raise ConfigError(
             "the model cannot have this adapter",
             why=str(exc).splitlines()[0],

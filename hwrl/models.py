@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ from hwrl.errors import DataError
 _ATTENTION = "sdpa"
 """The attention whose masks may be boolean and four-dimensional, as continuous batching needs them."""
 
+_CODE = "trust_remote_code"
+"""In every error of transformers about a directory that needs Python code of its own."""
+
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -24,52 +30,91 @@ def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
 
     It reads configurations and nothing else; every weight must be written before the model is used.
     """
-    _require_directory(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = load_model_config(directory)
+    with _translated(directory):
         with no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
-    except (OSError, ValueError) as exc:
-        raise _not_a_model(directory, exc) from exc
-    model.generation_config = load_generation_config(directory)
-    model.tie_weights()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=False
+            )
+        model.generation_config = load_generation_config(directory)
+        model.tie_weights()
     return model
+
+
+def load_model_config(directory: Path) -> Any:
+    """Return transformers' configuration of the model in ``directory``; DataError if it cannot be read."""
+    _require_directory(directory)
+    with _translated(directory):
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def load_generation_config(directory: Path) -> Any:
     """Return the generation settings in ``directory``, those of the model's configuration if it has none of its own."""
-    _require_directory(directory)
-    try:
+    config = load_model_config(directory)
+    with _translated(directory):
         if (directory / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(directory, local_files_only=True)
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(directory, local_files_only=True))
-    except (OSError, ValueError) as exc:
-        raise _not_a_model(directory, exc) from exc
+        return GenerationConfig.from_model_config(config)
 
 
 def vocabulary_size(directory: Path) -> int:
     """Return how many tokens the model in ``directory`` knows, which may be more than its tokenizer has."""
-    _require_directory(directory)
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as exc:
-        raise _not_a_model(directory, exc) from exc
-    return int(config.get_text_config().vocab_size)
+    config = load_model_config(directory)
+    with _translated(directory):
+        return int(config.get_text_config().vocab_size)
 
 
 def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
-    """Return the model in ``directory``, on the host; DataError if there is none that transformers can read."""
+    """Return the model in ``directory``, on the host; DataError if there is none that transformers can read.
+
+    DataError also if its files lack a tensor of the model, hold one more, or hold one of another shape: transformers
+    would fill a missing tensor with random numbers.
+    """
     _require_directory(directory)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, attn_implementation=_ATTENTION
+    if (directory / "adapter_config.json").exists():
+        raise _unusable(
+            directory,
+            "it has an adapter_config.json, so transformers would read another directory's weights",
+            what="model",
+            fix="merge the adapter into its model and save that, or remove adapter_config.json",
         )
-    except (OSError, ValueError) as exc:
-        raise _not_a_model(directory, exc) from exc
+    with _translated(directory):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation=_ATTENTION,
+            ignore_mismatched_sizes=True,  # listed in ``found``; else the error does not name them
+            output_loading_info=True,
+        )
+    _require_complete(directory, model, found)
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if not tensor.untyped_storage().resizable():  # mapped from the file, which may change and cannot be offloaded
             tensor.data = tensor.data.clone()
     return model
+
+
+def _require_complete(directory: Path, model: Any, found: Mapping[str, Any]) -> None:
+    """Raise DataError if ``found``, transformers' loading info, has a tensor that is missing, unknown or misshapen."""
+    misshapen = [f"{name} ({list(had)} there, {list(wanted)} here)" for name, had, wanted in found["mismatched_keys"]]
+    mistakes = {"lacks": found["missing_keys"], "has, but the model does not,": found["unexpected_keys"]}
+    mistakes["has in another shape"] = misshapen
+    told = [f"it {verb} {_some(names)}" for verb, names in mistakes.items() if names]
+    inside, outside = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.get_text_config().tie_word_embeddings and outside.weight is not inside.weight:
+        told.append("config.json has tie_word_embeddings=true, and the files hold embeddings and an output layer apart")
+    if told:
+        raise DataError(
+            f"the tensors in {directory} are not those of the model that its config.json describes",
+            why="; ".join(told),
+            fix="download or save the model again; or correct its config.json, if that is wrong",
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *rest = sorted(names)
+    return f"{first} and {len(rest)} more" if rest else first
 
 
 def model_identity(directory: Path) -> int:
@@ -102,14 +147,8 @@ def logits_at(model: Any, rows: torch.Tensor, columns: torch.Tensor, **inputs: A
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer in ``directory``; DataError if there is none that transformers can read."""
     _require_directory(directory)
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as exc:
-        raise DataError(
-            f"{directory} holds no tokenizer",
-            why=str(exc).splitlines()[0],
-            fix="put the model's tokenizer files into the directory",
-        ) from exc
+    with _translated(directory, what="tokenizer", fix="put the model's tokenizer files into the directory"):
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> tuple[str, list[int]]:
@@ -131,9 +170,33 @@ def _require_directory(directory: Path) -> None:
         )
 
 
-def _not_a_model(directory: Path, exc: Exception) -> DataError:
-    return DataError(
-        f"{directory} holds no model",
-        why=str(exc).splitlines()[0],
-        fix="name a directory that AutoModelForCausalLM.from_pretrained can load",
-    )
+@contextlib.contextmanager
+def _translated(
+    directory: Path,
+    *,
+    what: str = "model",
+    fix: str = "name a directory that AutoModelForCausalLM.from_pretrained can load",
+) -> Iterator[None]:
+    """Raise DataError for everything that transformers raises about the files in ``directory``."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as exc:
+        if _CODE in str(exc):
+            why = "its files name Python code to run, and hwrl runs no code that comes with a model"
+            fix = "use a model that transformers itself has"
+        else:
+            why = _why(exc)
+        raise _unusable(directory, why, what=what, fix=fix) from exc
+
+
+def _why(exc: Exception) -> str:
+    if isinstance(exc, pickle.UnpicklingError):  # torch's own words advise to load it unsafely
+        return "a .bin file is damaged, or holds something that is no tensor"
+    words = " ".join(str(exc).split())
+    return f"{type(exc).__name__}: {words[:300]}"
+
+
+def _unusable(directory: Path, why: str, *, what: str, fix: str) -> DataError:
+    return DataError(f"{directory} holds no {what} that can be loaded", why=why, fix=fix)

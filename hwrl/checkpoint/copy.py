@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import BinaryIO
 
+from hwrl.checkpoint.archive import require_stored
 from hwrl.checkpoint.durable import DurableFS, FileRecord
-from hwrl.checkpoint.layout import read_entries, write_torch_metadata
+from hwrl.checkpoint.layout import Json, read_entries, write_torch_metadata
 from hwrl.checkpoint.manifest import LAYOUT_NAME, CheckpointInfo, corrupt, in_use, verify_files
 
 
@@ -47,6 +49,14 @@ def copy_for_torch(info: CheckpointInfo, directory: Path, *, aside: str, fs: Dur
         for entry in entries:
             if entry["name"] == aside and entry["kind"] == "BYTE_IO":
                 with (info.path / entry["file"]).open("rb") as file:
+                    _require_stored(info, file, entry)
                     file.seek(entry["start"])
                     return bytes(file.read(entry["nbytes"]))
     return None
+
+
+def _require_stored(info: CheckpointInfo, file: BinaryIO, entry: Json) -> None:
+    try:
+        require_stored(file, start=entry["start"], nbytes=entry["nbytes"])
+    except ValueError as exc:
+        raise corrupt(info.path, f"its data cannot be read: {exc}") from exc

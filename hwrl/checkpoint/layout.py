@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
+import operator
 import re
 import socket
 from collections import Counter
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
+    LoadPlanner,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -37,7 +40,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from hwrl.checkpoint.archive import require_stored
 from hwrl.checkpoint.durable import DurableFS
 from hwrl.checkpoint.manifest import LAYOUT_NAME, MALFORMED, CheckpointInfo, Manifest, corrupt
 from hwrl.checkpoint.pieces import local_parts
@@ -275,6 +280,19 @@ class LayoutReader(FileSystemReader):
             raise
         except MALFORMED as exc:
             raise corrupt(self._info.path, f"{LAYOUT_NAME} cannot be read: {exc}") from exc
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load ``plan``; ValueError if a part of it would unpack to more than it has on disk."""
+        places = {(at.relative_path, at.offset, at.length) for at in map(self._storage_of, plan.items)}
+        for name, of_file in itertools.groupby(sorted(places), key=operator.itemgetter(0)):
+            with (Path(self._info.path) / name).open("rb") as file:
+                for _, start, nbytes in of_file:
+                    require_stored(file, start=start, nbytes=nbytes)
+        return super().read_data(plan, planner)
+
+    def _storage_of(self, item: ReadItem) -> StorageInfo:
+        place: StorageInfo = self.storage_data[item.storage_index]
+        return place
 
     def _build(self, entries: Sequence[Json]) -> Metadata:
         used: Counter[str] = Counter()

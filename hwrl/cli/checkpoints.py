@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,17 +174,31 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         adapter = read_extra(info)[0].get("adapter")
         if adapter is not None and not (isinstance(adapter, dict) and {"base", "config"} <= adapter.keys()):
             raise corrupt(info.path, f"{EXTRA_NAME} has an adapter that is none of hwrl's")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.out.parent) as directory:
-        draft = Path(directory) / args.out.name
+    with _drafting(args.out) as draft:
         if adapter is None:
             _write_model(args, weights, draft)
         else:
             _write_adapter(args, weights, draft, base=adapter["base"], config=adapter["config"])
-        draft.rename(args.out)
     what = "model" if adapter is None else "adapter"
     report = {"step": info.step, "out": str(args.out), "wrote": what}
     return report, [f"wrote the {what} of step {info.step} to {args.out}"], True
+
+
+@contextlib.contextmanager
+def _drafting(out: Path) -> Iterator[Path]:
+    """Yield a path that becomes ``out`` when the block ends without an error; ConfigError for the disk's own."""
+    from safetensors import SafetensorError
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent) as directory:
+            draft = Path(directory) / out.name
+            yield draft
+            draft.rename(out)
+    except (OSError, SafetensorError) as exc:  # safetensors has its own for a full disk
+        raise ConfigError(
+            f"{out} cannot be written", why=str(exc), fix="make room there, or choose another directory"
+        ) from exc
 
 
 def _write_adapter(

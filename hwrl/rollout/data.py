@@ -162,11 +162,18 @@ def _json_lines(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
                 continue
             place = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_object)
             except (ValueError, RecursionError) as exc:
                 why = f"{exc.msg}, column {exc.colno}" if isinstance(exc, json.JSONDecodeError) else str(exc)
-                raise DataError(f"{place} is not JSON", why=why, fix="mend the line") from exc
+                raise DataError(f"{place} is not JSON", why=why, fix="correct the line") from exc
             yield place, row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # json takes the last
+        raise ValueError(f"a key stands twice in one object: {[key for key, _ in pairs]}")
+    return found
 
 
 def _parquet_rows(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:

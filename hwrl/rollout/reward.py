@@ -5,15 +5,21 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from hwrl.errors import DataError
 
 Reward = Callable[[str, str, Any], float | Mapping[str, float]]
 """``reward(prompt, response, answer)``: a number, or a mapping with the key ``reward`` and other figures to report."""
+
+_TAKEN = {"mean": "reward/mean", "std": "reward/std", "version": "eval/version"}
+"""Names of figures under which the metrics already have something."""
+_NAME = re.compile(r"\w[\w./@+-]{0,99}")
+_LARGEST = 1e15
+"""Rewards are kept in float32, and their squares must not overflow."""
 
 
 def load_reward(target: str) -> Reward:
@@ -41,20 +47,47 @@ def load_reward(target: str) -> Reward:
 
 
 def judge(reward: Reward, *, prompt: str, response: str, answer: Any) -> dict[str, float]:
-    """Call ``reward`` and return its figures, ``reward`` among them; DataError if one is no finite number."""
+    """Call ``reward`` and return its figures, ``reward`` among them.
+
+    Raises DataError if one is no number that training can compute with, or if its name is one that hwrl itself uses,
+    or none that metrics can have.
+    """
     result = reward(prompt, response, answer)
     figures = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    try:
-        numbers = {name: float(value) for name, value in figures.items()}
-    except (TypeError, ValueError) as exc:
-        raise DataError("the reward is not a number", why=f"it is {result!r}", fix="return a float") from exc
-    if "reward" not in numbers or not all(map(math.isfinite, numbers.values())):
+    for name in figures:
+        _check_name(name)
+    if "reward" not in figures or not all(map(_is_usable, figures.values())):
         raise DataError(
             "the reward is not a finite number, or a figure beside it is not",
-            why=f"the function returned {result!r}",
-            fix="return a finite float, or {'reward': float, …} with finite floats",
+            why=f"the function returned {_short(result)}",
+            fix=f"return a finite number, or {{'reward': number, …}} with finite numbers, up to {_LARGEST:g}",
         )
-    return numbers
+    return {name: float(value) for name, value in figures.items()}
+
+
+def _is_usable(value: Any) -> bool:
+    if not isinstance(value, SupportsFloat):  # a text is refused, also one that float() can read
+        return False
+    try:
+        return abs(float(value)) <= _LARGEST
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several numbers, an integer too long
+        return False
+
+
+def _check_name(name: Any) -> None:
+    if name in _TAKEN:
+        why, fix = f"metrics have {_TAKEN[name]}, which hwrl computes itself", "give the figure another name"
+    elif not isinstance(name, str) or not _NAME.fullmatch(name):
+        why = "a name is a text of up to 100 letters, digits and _ . / @ + - that begins with a letter, a digit or _"
+        fix = "rename the figure"
+    else:
+        return
+    raise DataError(f"the reward function cannot return a figure called {_short(name)}", why=why, fix=fix)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _fix_for_name(module: Any, *, name: str) -> str:
@@ -72,7 +105,7 @@ def _load_module(name: str) -> Any:
             why=str(exc),
             fix="install what the reason names, or name a file: reward.function=path/file.py:function",
         ) from exc
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise _broken(name, exc) from exc
 
 
@@ -83,14 +116,15 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise _broken(str(path), exc) from exc
     return module
 
 
-def _broken(place: str, exc: Exception) -> DataError:
+def _broken(place: str, exc: BaseException) -> DataError:
+    ends = isinstance(exc, SystemExit)
     return DataError(
         f"the reward's code in {place} cannot be loaded",
-        why=f"it raised {type(exc).__name__}: {exc}",
-        fix="mend what the reason names; try it alone with python",
+        why=f"it {'ended the process' if ends else 'raised'}: {exc!r}",
+        fix="put what a script does under `if __name__ == '__main__':`" if ends else "fix what the reason names",
     )

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hwrl.errors import ConfigError, manual
 from hwrl.lora import LoraSettings
+from hwrl.run.bounds import (
+    AbsolutePath,
+    Decay,
+    Finite,
+    Layers,
+    Mebibytes,
+    Name,
+    NotNegative,
+    NotNegativeReal,
+    Options,
+    Positive,
+    PositiveReal,
+    Processes,
+    Seconds,
+    Seed,
+    Share,
+    Temperature,
+    Threads,
+)
+from hwrl.run.mistakes import describe, keys_in
+from hwrl.run.yaml_text import parse_yaml, read_file
 from hwrl.train.choices import AdvantageName, LossName
 
 FSDP = "fsdp"
@@ -23,13 +43,6 @@ RUN_CONFIG = "config.yaml"
 """In a run directory: the run's configuration, which begins with RUN_HEADER."""
 RUN_HEADER = b"# The configuration of the run in this directory; hwrl train writes it anew.\n"
 """How the file begins, and no file that hwrl did not write."""
-
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-PositiveReal = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
-"""A relative path is completed with the working directory at once: a worker process may have another one."""
 
 
 class Section(BaseModel):
@@ -49,7 +62,7 @@ class ModelConfig(Section):
     """Train a LoRA adapter of this rank, and leave the model as it is; 0: train the whole model."""
     lora_alpha: PositiveReal = 16.0
     """The adapter's part in a layer is multiplied by ``lora_alpha / lora_rank``."""
-    target_modules: str | tuple[str, ...] = "all-linear"
+    target_modules: Layers = "all-linear"
     """Layers with an adapter, as PEFT has it: ``all-linear``, ends of their names, or a regular expression."""
 
     @property
@@ -74,13 +87,13 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """How a response is judged."""
 
-    function: str
+    function: Name
     """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
     attempts: Positive = 3
     """How often a function that raises is called before the prompt has failed."""
-    timeout_s: PositiveReal = 300.0
+    timeout_s: Seconds = 300.0
     """How long one call may take; a longer one counts as a failed try of its prompt."""
-    threads: Positive = 4
+    threads: Threads = 4
     """So many calls at a time in each replica, in threads of its process; 1 for a function that is not thread-safe."""
 
     @field_validator("function")
@@ -93,29 +106,29 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: str = EMBEDDED
+    engine: Name = EMBEDDED
     """``embedded``: a transformers model in the replica's process; or the name of a plugin that brings another."""
-    engine_options: dict[str, Any] = {}
+    engine_options: Options = {}
     """The plugin's own settings; it checks them."""
-    replicas: Positive = 1
+    replicas: Processes = 1
     """Rollout processes, each with a model of its own."""
     n: Positive = 8
     """Responses to each prompt."""
     max_new_tokens: Positive = 256
     """A longer response is cut off and counts as truncated."""
-    temperature: PositiveReal = 1.0
+    temperature: Temperature = 1.0
     """Of sampling, and of the policy that is trained."""
     max_running: Positive = 128
     """Responses that one replica generates at a time."""
-    group_timeout_s: PositiveReal = 600.0
+    group_timeout_s: Seconds = 600.0
     """How long a replica may take for a prompt before another gets it."""
     max_attempts: Positive = 3
     """How often a prompt may fail before the run ends with an error."""
-    tensor_parallel: Positive = 1
+    tensor_parallel: Processes = 1
     """Devices over which a replica divides its model, if its engine can. It shares none of them."""
     max_restarts: NotNegative = 3
     """How many replicas may die in a run; each is replaced."""
-    threads: Positive = 1
+    threads: Threads = 1
     """Host threads of a replica."""
     free_cache_engine: bool = False
     """A replica that has nothing to do gives its device memory back until there is work again."""
@@ -164,9 +177,9 @@ class OptimizerConfig(Section):
     """Optimizer steps until the highest learning rate."""
     min_learning_rate_ratio: Share = 1.0
     """The last learning rate, as a share of the highest; 1 is no decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the moments."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NotNegativeReal = 0.0
     """AdamW's."""
     max_grad_norm: PositiveReal = 1.0
     """Gradients are scaled down to this norm."""
@@ -175,11 +188,11 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """The training side."""
 
-    engine: str = FSDP
+    engine: Name = FSDP
     """``fsdp``: FSDP2, any ``AutoModelForCausalLM`` directory; or the name of a plugin that brings another."""
-    engine_options: dict[str, Any] = {}
+    engine_options: Options = {}
     """The plugin's own settings; it checks them."""
-    ranks: Positive = 1
+    ranks: Processes = 1
     """Training processes that share the model."""
     steps: Positive = 100
     """Batches to train on."""
@@ -195,7 +208,7 @@ class TrainConfig(Section):
     """Keep only the layers' inputs for the backward pass, and compute the rest again: less memory, more time."""
     max_restarts: NotNegative = 3
     """How often dead trainers are started again from the last complete checkpoint."""
-    threads: Positive = 1
+    threads: Threads = 1
     """Host threads of a rank."""
 
     @model_validator(mode="after")
@@ -212,7 +225,7 @@ class AlgorithmConfig(Section):
     """``grpo``, ``dr_grpo`` or ``rloo``."""
     loss: LossName = "ppo_clip"
     """``ppo_clip``, ``tis`` or ``decoupled``."""
-    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
     """How far the ratio may fall below 1."""
     clip_ratio_high: PositiveReal = 0.28
     """How far the ratio may rise above 1."""
@@ -242,9 +255,9 @@ class WeightsConfig(Section):
     """No copy on the host, where the device can; else a versioned store in host memory: the trainer does not wait."""
     send_base: Literal["needed", "always"] = "needed"
     """With an adapter: send the base to a replica that does not hold it, or, for comparison, with every version."""
-    update_weights_bucket_megabytes: Positive | None = None
+    update_weights_bucket_megabytes: Mebibytes | None = None
     """Size of a slab of the broadcast buffer, MiB; without it, what suits the device."""
-    timeout_s: PositiveReal = 60.0
+    timeout_s: Seconds = 60.0
     """A replica that does not take part in a transfer for so long is left out, and must join again."""
 
 
@@ -279,13 +292,13 @@ class EvalConfig(Section):
 class TimeoutConfig(Section):
     """How long a run waits for its own processes. After ten seconds it says what it waits for."""
 
-    heartbeat_s: PositiveReal = 60.0
+    heartbeat_s: Seconds = 60.0
     """A process that does not answer for so long is dead: a replica is replaced, trainers start again."""
-    start_s: PositiveReal = 1800.0
+    start_s: Seconds = 1800.0
     """Setting up one process: its imports, its model."""
-    trainer_s: PositiveReal = 3600.0
+    trainer_s: Seconds = 3600.0
     """One call of the trainers: a step, a publication, a save, an export. Then they start again."""
-    evaluation_s: PositiveReal = 3600.0
+    evaluation_s: Seconds = 3600.0
     """One evaluation. Then its replica is replaced."""
 
 
@@ -294,11 +307,11 @@ class Config(Section):
 
     dir: AbsolutePath
     """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the order of the prompts and of sampling."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
-    goals: dict[str, float] = {}
+    goals: dict[Name, Finite] = {}
     """Figures that the last training step and the last evaluation must reach; else the exit status is 1."""
     model: ModelConfig
     data: DataConfig
@@ -319,6 +332,24 @@ class Config(Section):
             raise ValueError(
                 f"train.batch_groups={self.train.batch_groups} must be at least train.ranks={self.train.ranks}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_mini_batch_has_a_response(self) -> Config:
+        shares = self.train.ranks if self.train.engine == FSDP else 1  # a plugin's ranks may share a batch
+        responses = self.train.batch_groups // shares * self.rollout.n
+        if self.algorithm.mini_batches > responses:
+            raise ValueError(
+                f"algorithm.mini_batches={self.algorithm.mini_batches} must be at most {responses}, the responses of a "
+                f"rank: train.batch_groups={self.train.batch_groups} // train.ranks={self.train.ranks} * rollout.n="
+                f"{self.rollout.n}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_have_prompts(self) -> Config:
+        if self.eval.every_steps and self.data.eval is None:
+            raise ValueError(f"eval.every_steps={self.eval.every_steps} needs data.eval, prompts to evaluate on")
         return self
 
     @model_validator(mode="after")
@@ -352,14 +383,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     configuration that a run directory holds has no ``dir``: it means the directory that it lies in.
     """
     try:
-        content = path.read_bytes()
-        tree = yaml.safe_load(content.decode("utf-8"))
+        content = read_file(path)
+        tree = parse_yaml(content.decode("utf-8"))
     except OSError as exc:
         raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path} is not text in UTF-8", why=str(exc), fix="save it as UTF-8") from exc
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{path} is not YAML", why=str(exc), fix="mend the file") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path} is not YAML that can be used", why=str(exc), fix="correct the file") from exc
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(
@@ -379,7 +410,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as exc:
-        mistakes = [_describe(error) for error in exc.errors(include_url=False)]
+        mistakes = [describe(error, root=Config) for error in exc.errors(include_url=False)]
         raise ConfigError(
             f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
             why="\n       ".join(mistakes),
@@ -405,8 +436,8 @@ def _override(tree: dict[str, Any], word: str) -> None:
     if not separator or not all(parts):
         raise ConfigError(f"{word!r} is not an override", why="it must be key=value", fix="for example train.steps=100")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as exc:
+        value = parse_yaml(text)
+    except ValueError as exc:
         raise ConfigError(f"the value of {word!r} cannot be read", why=str(exc), fix="quote it") from exc
     for depth, part in enumerate(parts[:-1], start=1):
         child = tree.setdefault(part, {})
@@ -417,45 +448,6 @@ def _override(tree: dict[str, Any], word: str) -> None:
 
 
 def _not_a_section(word: str, *, place: str, value: object) -> ConfigError:
-    keys = _keys_in(place)
+    keys = keys_in(place, root=Config)
     likely = f"give {place} in the file as a section with keys like {keys[0]}" if keys else f"set {place}=… itself"
     return ConfigError(f"{word!r} does not fit", why=f"{place} is the value {value!r}, not a section", fix=likely)
-
-
-def _describe(error: Any) -> str:
-    place = ".".join(str(part) for part in error["loc"])
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "model_type":
-        return f"{place}: it is a section, not a value; did you mean {' or '.join(_keys_in(place))}?"
-    if error["type"] != "extra_forbidden":
-        return f"{place or 'the whole'}: {message}"
-    likely = _likely_keys(place)
-    return f"{place}: there is no such key" + (f", did you mean {' or '.join(likely)}?" if likely else "")
-
-
-def _likely_keys(place: str) -> list[str]:
-    """Return the key that is spelt most like ``place``; or the keys in other sections with such a last part."""
-    whole = difflib.get_close_matches(place, all_keys(), n=1)
-    if whole:
-        return whole
-    last = difflib.get_close_matches(place.rpartition(".")[2], {key.rpartition(".")[2] for key in all_keys()}, n=1)
-    return [key for key in all_keys() if last and key.rpartition(".")[2] == last[0]]
-
-
-def _keys_in(section: str) -> list[str]:
-    """Return the keys of ``section`` that must be given, all of its keys if none must, nothing if it is no section."""
-    kind = Config.model_fields[section].annotation if section in Config.model_fields else None
-    if not (isinstance(kind, type) and issubclass(kind, Section)):
-        return []
-    required = [key for key, field in kind.model_fields.items() if field.is_required()]
-    return [f"{section}.{key}" for key in required or kind.model_fields]
-
-
-def all_keys() -> list[str]:
-    """Return every key, sections first, like ``train`` and ``train.steps``."""
-    keys = []
-    for name, field in Config.model_fields.items():
-        keys.append(name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            keys.extend(f"{name}.{key}" for key in field.annotation.model_fields)
-    return keys

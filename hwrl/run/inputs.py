@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
 from hwrl.plugins import load_hook
 from hwrl.rollout.data import check_prompts
@@ -17,6 +19,8 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 def check_inputs(config: Config) -> None:
     """Raise an HwrlError if the model, the reward function or an engine is not there, or a row is no prompt.
 
+    Of the weights only the files' headers are read. Whether they hold every tensor of the model is looked at by the
+    trainer: transformers renames and merges some tensors as it loads them, so that names in files tell too little.
     Raises what a plugin's ``hwrl_check_engine`` raises, too, unless the run joins a cluster (``RAY_ADDRESS``).
     Loading the reward function or a plugin runs its module. What needs the tokenizer or the weights is looked at later,
     by the processes that have them.
@@ -65,3 +69,34 @@ def _check_model(config: Config) -> None:
             why=f"model.path names it, but {'it has no config.json' if path.is_dir() else 'it is no directory'}",
             fix="name a directory that save_pretrained of a transformers model has written",
         )
+    damaged = {file.name: why for file in sorted(path.glob("*.safetensors")) if (why := _damage(file))}
+    for index in path.glob("*.safetensors.index.json"):
+        damaged |= _absent(path, index)
+    if damaged:
+        raise DataError(
+            f"the model in {path} is not whole",
+            why="; ".join(f"{name}: {why}" for name, why in damaged.items()),
+            fix="download or save the model again",
+        )
+
+
+def _damage(file: Path) -> str | None:
+    """Return why ``file`` is no whole .safetensors file, from its header and its size; None if it is."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        return "it is no file"
+    try:
+        with safe_open(file, framework="numpy"):
+            return None
+    except (OSError, SafetensorError) as exc:
+        return str(exc)
+
+
+def _absent(directory: Path, index: Path) -> dict[str, str]:
+    """Return why, for each file that ``index`` names and that is not there; or why the index cannot be read."""
+    try:
+        places = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return {name: f"{index.name} names it" for name in sorted(places) if not (directory / name).is_file()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        return {index.name: f"it is no index of weights: {exc!r}"}

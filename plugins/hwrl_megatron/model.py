@@ -11,9 +11,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from torch import nn
-from transformers import AutoConfig
 
 from hwrl.errors import ConfigError
+from hwrl.models import load_model_config
 from hwrl_megatron.weights import head_size
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -25,7 +25,7 @@ def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> G
 
     Megatron's parallel state must have been made. Raises ConfigError for a model that is not supported.
     """
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = load_model_config(directory)
     _require_supported(config, tensor_parallel=tensor_parallel)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.model_type == "qwen3", normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = TorchAttention

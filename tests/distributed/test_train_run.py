@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
@@ -340,6 +341,17 @@ def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[
     assert run.wait() == 1
     assert "no such unit" in run.output()
     assert "Traceback" not in run.output()
+
+
+def test_a_model_that_lacks_a_tensor_ends_the_run_on_all_ranks_at_once(start: Callable[..., Run], demo: Path) -> None:
+    path = demo / "model" / "model.safetensors"
+    save_file(
+        {name: one for name, one in load_file(path).items() if name != "model.norm.weight"}, path, {"format": "pt"}
+    )
+    run = start("train.ranks=2")
+    assert run.wait() == 1
+    assert "it lacks model.norm.weight" in run.output()
+    assert "Traceback" not in run.output() and "start again" not in run.output()
 
 
 def test_too_few_devices_are_an_error_and_not_a_silent_wait(start: Callable[..., Run], demo: Path) -> None:

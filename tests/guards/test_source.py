@@ -147,6 +147,25 @@ def test_the_core_imports_no_backend_and_no_plugin() -> None:
     assert not [(str(path), name) for path in CORE for name in imports(path) if name.startswith("hwrl_")]
 
 
+# -- no code from a model directory ---------------------------------------------------------------------------------
+
+
+def auto_calls(path: Path) -> Iterator[ast.Call]:
+    """Yield the calls of transformers' Auto classes, which run a directory's own code if they may."""
+    for node in ast.walk(tree(path)):
+        called = node.func if isinstance(node, ast.Call) else None
+        owner = ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+        if isinstance(node, ast.Call) and owner.rpartition(".")[2].startswith("Auto"):
+            yield node
+
+
+def test_no_loader_runs_code_from_a_model_directory_or_asks_for_it() -> None:
+    calls = [(place(path, call.lineno), call) for path in SHIPPED for call in auto_calls(path)]
+    assert len(calls) >= 4, "the search finds them"
+    refusing = [where for where, call in calls if "trust_remote_code=False" in map(ast.unparse, call.keywords)]
+    assert refusing == [where for where, _ in calls], "pass trust_remote_code=False"
+
+
 # -- size and names -------------------------------------------------------------------------------------------------
 
 

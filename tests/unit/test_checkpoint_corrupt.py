@@ -1,7 +1,9 @@
 """A checkpoint that was damaged or forged is recognised, named, and passed over; nothing in it is executed."""
 
+import copy
 import ctypes
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -9,6 +11,7 @@ import pickle
 import re
 import resource
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from hwrl.checkpoint import CheckpointManager, Manifest, find_checkpoints
+from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, find_checkpoints
+from hwrl.checkpoint.copy import copy_for_torch
 from hwrl.checkpoint.layout import are_apart
 from hwrl.checkpoint.manifest import in_use, inspect_checkpoint, verify_files
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -250,19 +254,68 @@ def test_no_pickle_in_torchs_metadata_is_executed(tmp_path: Path) -> None:
     assert state["count"] == 2 and not bomb.exists()
 
 
-@pytest.mark.parametrize("name", ["weight", "count"])
-def test_no_pickle_in_the_data_is_executed(tmp_path: Path, name: str) -> None:
-    _saved(tmp_path)
-    step, bomb = tmp_path / "global_step_2", tmp_path / "exploded"
-    torch.save(_Bomb(bomb), step / "bomb")
-    good, payload = (step / "__0_0.distcp").read_bytes(), (step / "bomb").read_bytes()
-    (step / "bomb").unlink()
+def _point_to(step: Path, name: str, payload: bytes) -> None:
+    """Let the layout say that entry ``name`` is ``payload``, which is appended to the data."""
+    good = (step / "__0_0.distcp").read_bytes()
     entries = json.loads((step / "layout.json").read_text())
     for entry in entries:
         if entry["name"] == name:
             entry.update(start=len(good), nbytes=len(payload))
     _plant(step, "__0_0.distcp", good + payload)
     _plant(step, "layout.json", json.dumps(entries).encode())
+
+
+def _archive(value: object) -> bytes:
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
+def _packed(payload: bytes) -> bytes:
+    """Return an archive of torch's with its records compressed, which torch reads as well."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(payload)) as plain, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
+        for record in plain.namelist():
+            packed.writestr(record, plain.read(record))
+    assert torch.load(io.BytesIO(target.getvalue()), weights_only=True) is not None
+    return target.getvalue()
+
+
+def _overlapping(payload: bytes) -> bytes:
+    """Return an archive whose directory names its largest record a second time."""
+    target = io.BytesIO(payload)
+    with zipfile.ZipFile(target, "a") as archive:
+        twin = copy.copy(max(archive.infolist(), key=lambda record: record.file_size))
+        twin.filename = twin.filename + "b"
+        archive.filelist.append(twin)
+        archive._didModify = True  # type: ignore[attr-defined] # so that the directory is written again
+    return target.getvalue()
+
+
+@pytest.mark.parametrize(("name", "forge"), [("weight", _packed), ("count", _packed), ("count", _overlapping)])
+def test_data_that_would_unpack_to_more_than_its_size_is_refused(
+    tmp_path: Path, name: str, forge: Callable[[bytes], bytes]
+) -> None:
+    _saved(tmp_path)
+    (tmp_path / "copy").mkdir()
+    _point_to(tmp_path / "global_step_2", name, forge(_archive(torch.zeros(1 << 20))))
+    with (
+        CheckpointManager(tmp_path, backend=BACKEND) as manager,
+        pytest.raises(CheckpointCorruptError, match=r"bytes in it would unpack to [48],"),
+    ):
+        manager.resume({"weight": torch.zeros(64), "count": 0})
+    info = find_checkpoints(tmp_path)[0][1]
+    if name == "weight":
+        return  # torch's tools get it as it is
+    with pytest.raises(CheckpointCorruptError, match="would unpack to"):
+        copy_for_torch(info, tmp_path / "copy", aside=name, fs=DurableFS())
+
+
+@pytest.mark.parametrize("name", ["weight", "count"])
+def test_no_pickle_in_the_data_is_executed(tmp_path: Path, name: str) -> None:
+    _saved(tmp_path)
+    bomb = tmp_path / "exploded"
+    _point_to(tmp_path / "global_step_2", name, _archive(_Bomb(bomb)))
     with (
         CheckpointManager(tmp_path, backend=BACKEND) as manager,
         pytest.raises(CheckpointCorruptError, match="global_step_2"),

@@ -219,6 +219,7 @@ def test_export_is_loaded_by_transformers(tmp_path: Path, capsys: pytest.Capture
         (["verify", "HOME", "--step", "9"], r"no checkpoint of step 9"),
         (["prune", "HOME", "--keep", "0"], "--keep 0 is not possible"),
         (["export", "HOME", "HOME", "--model", "m"], "exists"),
+        (["export", "HOME", "/proc/none/out", "--model", "MODEL"], "/proc/none/out cannot be written\n  why: "),
         (["export", "HOME", "OUT", "--model", "nowhere"], "there is no directory nowhere\n  why: --model names it"),
         (["export", "HOME", "OUT", "--model", "MODEL"], "the checkpoint's model is not the one in"),
     ],

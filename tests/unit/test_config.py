@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from pydantic.fields import FieldInfo
+from safetensors.numpy import save
 
 from hwrl.cli import main
-from hwrl.errors import CheckpointError, ConfigError, EngineError, HwrlError
+from hwrl.errors import CheckpointError, ConfigError, DataError, EngineError, HwrlError
 from hwrl.lora import LoraSettings
 from hwrl.run.config import RUN_HEADER, Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
@@ -100,6 +102,12 @@ def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
         load_config(write(tmp_path, MINIMAL), ["model.lora_rank=8", "train.engine=megatron"])
     with pytest.raises(ConfigError, match=r"goals: eval/exact cannot be reached without data\.eval"):
         load_config(write(tmp_path, MINIMAL), ["goals={eval/exact: 0.5}"])
+    few = ["train.batch_groups=5", "train.ranks=2", "rollout.n=3"]
+    assert load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=6"])
+    with pytest.raises(ConfigError, match=r"algorithm\.mini_batches=7 must be at most 6, the responses of a rank"):
+        load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=7"])
+    with pytest.raises(ConfigError, match=r"eval\.every_steps=5 needs data\.eval"):
+        load_config(write(tmp_path, MINIMAL), ["eval.every_steps=5"])
     with pytest.raises(ConfigError, match=r"set free_cache_engine=true, too"):
         load_config(write(tmp_path, MINIMAL), ["rollout.sleep_level=2"])
 
@@ -144,6 +152,7 @@ def test_a_key_under_a_section_that_the_file_made_a_value_is_answered(tmp_path: 
 def runnable(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(save({"w": np.ones(9)}))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "1"}\n')
     (tmp_path / "empty.jsonl").write_text("")
@@ -172,6 +181,30 @@ def test_inputs_are_checked_before_anything_starts(tmp_path: Path, word: str, me
     check_inputs(load_config(path))
     with pytest.raises(HwrlError, match=message):
         check_inputs(load_config(path, [word.format(tmp_path=tmp_path)]))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"model.safetensors": b"x" * 99}, r"model\.safetensors: .*header"),
+        ({"a.safetensors": None}, r"a\.safetensors: .*not fully covered"),
+        ({INDEX: b'{"weight_map": {"w": "b.safetensors"}}'}, rf"b\.safetensors: {INDEX} names it"),
+        ({INDEX: b"[]"}, f"{INDEX}: it is no index"),
+    ],
+)
+def test_a_model_with_damaged_files_is_refused_before_anything_starts(
+    tmp_path: Path, files: dict[str, bytes | None], message: str
+) -> None:
+    path = write(tmp_path, runnable(tmp_path))
+    check_inputs(load_config(path))
+    whole = (tmp_path / "model" / "model.safetensors").read_bytes()
+    for name, content in files.items():
+        (tmp_path / "model" / name).write_bytes(whole[:-1] if content is None else content)
+    with pytest.raises(DataError, match=f"is not whole(.|\n)*{message}"):
+        check_inputs(load_config(path))
 
 
 def test_the_check_of_inputs_needs_no_torch(tmp_path: Path) -> None:
@@ -215,6 +248,9 @@ def test_hwrl_train_checks_its_inputs_and_takes_a_reward_from_the_working_direct
     (tmp_path / "beside_the_run.py").write_text("")
     assert main(["train", str(path), "reward.function=beside_the_run:f"]) == 1
     assert "there is no function 'f' in beside_the_run" in capsys.readouterr().err
+    (tmp_path / "quits.py").write_text("import sys\nsys.exit(0)\n")
+    assert main(["train", str(path), "reward.function=quits:f"]) == 1
+    assert "it ended the process: SystemExit(0)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from hwrl.errors import DataError
 from hwrl.models import encode_prompt, load_tokenizer
@@ -57,6 +61,7 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
             "line 1 is not a prompt(.|\n)*'role' and 'content'",
         ),
         ("a.jsonl", '{"prompt": "", "answer": 1}\n', "line 1 has a prompt of 0 tokens"),
+        ("a.jsonl", '{"prompt": "1", "answer": 1, "answer": 2}\n', "line 1 is not JSON(.|\n)*stands twice"),
         ("a.jsonl", '{"prompt": "12345678901", "answer": 1}\n', "prompt of 11 tokens"),
         ("a.jsonl", '{"prompt": "x", "answer": 1, "max_new_tokens": "9"}\n', "line 1 has no usable max_new_tokens"),
         ("a.csv", "prompt,answer\n", "unknown kind"),
@@ -144,8 +149,6 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
 
 
 def test_the_stream_shows_every_prompt_once_an_epoch_in_an_order_of_the_seed() -> None:
-    import numpy as np
-
     prompts = [Prompt(str(index), np.array([index], dtype=np.int32), None) for index in range(7)]
     stream, again, other = (PromptStream(prompts, seed=seed) for seed in (1, 1, 2))
     first = [stream[number].text for number in range(7)]
@@ -179,18 +182,67 @@ def test_a_reward_that_cannot_be_found_is_said(target: str, message: str) -> Non
         load_reward(target)
 
 
-def test_reward_code_that_fails_to_load_is_said(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(DataError, match=r"broken\.py cannot be loaded(.|\n)*ZeroDivisionError"):
-        load_reward(f"{tmp_path / 'broken.py'}:f")
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("1 / 0", r"raised: ZeroDivisionError\("),
+        ("import sys; sys.exit(0)", r"it ended the process: SystemExit\(0\)\n  fix: .*__main__"),
+        ("raise SystemExit('usage: …')", "it ended the process"),
+    ],
+)
+def test_reward_code_that_fails_to_load_is_said(
+    tmp_path: Path, code: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_reward", raising=False)
+    (tmp_path / "broken_reward.py").write_text(f"{code}\n")
+    for place in (f"{tmp_path / 'broken_reward.py'}", "broken_reward"):
+        with pytest.raises(DataError, match=f"broken_reward(.py)? cannot be loaded\n  why: (.|\n)*{message}"):
+            load_reward(f"{place}:f")
 
 
 NAN, INFINITE = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    "result", [None, "good", NAN, {"score": 1.0}, {"reward": 1.0, "exact": NAN}, {"reward": 1.0, "length": INFINITE}]
+    "result",
+    [
+        None,
+        "good",
+        "1.0",
+        NAN,
+        -INFINITE,
+        1e39,
+        pytest.param(10**400, id="long"),
+        1j,
+        np.ones(2),
+        {"score": 1.0},
+        {"reward": 1.0, "exact": NAN},
+        {"reward": 1.0, "length": INFINITE},
+        {"reward": 1.0, "length": None},
+    ],
 )
 def test_a_reward_must_be_a_finite_number(result: object) -> None:
     with pytest.raises(DataError, match="reward is not a"):
         judge(lambda prompt, response, answer: result, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("mean", "metrics have reward/mean"),
+        ("std", "metrics have reward/std"),
+        ("version", "metrics have eval/version"),
+        *((name, "a name is a text") for name in ("", " ", "a\nb", "a=b", "/a", "a" * 101, 7, None, ("a",), b"a")),
+    ],
+)
+def test_a_figure_cannot_take_a_name_of_hwrls_or_none_at_all(name: object, why: str) -> None:
+    figures = {"reward": 1.0, name: 2.0}
+    with pytest.raises(DataError, match=f"called {re.escape(repr(name)[:50])}(.|\n)*{why}"):
+        judge(lambda prompt, response, answer: figures, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
+
+
+def test_what_has_a_number_is_a_number() -> None:
+    figures = {"reward": np.float32(0.5), "length/tokens": 3, "größe": True, "loss": torch.tensor(0.25)}
+    judged = judge(lambda prompt, response, answer: figures, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # mypy knows floats only
+    assert judged == {"reward": 0.5, "length/tokens": 3.0, "größe": 1.0, "loss": 0.25}

@@ -1,0 +1,172 @@
+"""Every value of a configuration has bounds, and its file is read without a guess and without an end in sight."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hwrl.errors import ConfigError
+from hwrl.run.config import Config, load_config, parse_config
+
+MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
+NAN, INFINITE = float("nan"), float("inf")
+
+MAY_BE_ZERO = {
+    "seed",
+    "goals",
+    "model.lora_rank",
+    "rollout.max_restarts",
+    "train.max_restarts",
+    "optimizer.warmup_steps",
+    "optimizer.min_learning_rate_ratio",
+    "optimizer.betas",
+    "optimizer.weight_decay",
+    "async_training.staleness_threshold",
+    "checkpoint.save_every_steps",
+    "eval.every_steps",
+}
+MAY_BE_NEGATIVE = {"goals"}
+
+
+def fields() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each key that has a value, like ``train.steps``, and its JSON schema."""
+    schema = Config.model_json_schema()
+    for name, field in schema["properties"].items():
+        section = schema["$defs"].get(field.get("$ref", "").rpartition("/")[2])
+        if section is None:
+            yield name, field
+        else:
+            yield from ((f"{name}.{key}", inner) for key, inner in section["properties"].items())
+
+
+def bad_values(key: str, schema: dict[str, Any]) -> list[object]:
+    """Return values that a key of this kind must refuse; KeyError for a kind that has none here."""
+    if "anyOf" in schema:
+        return [bad for kind in schema["anyOf"] if kind != {"type": "null"} for bad in bad_values(key, kind)]
+    if "enum" in schema or "const" in schema:
+        return ["", "nonsense", NAN, -1, [], {}]
+    numbers = [NAN, INFINITE, -INFINITE, 1e300, -1e300, True, "", "x", [], {}]
+    numbers += [] if key in MAY_BE_ZERO else [0]
+    numbers += [] if key in MAY_BE_NEGATIVE else [-1]
+    match schema["type"]:
+        case "object" if schema["additionalProperties"].get("type") == "number":
+            return [5, [5], {"": 1.0}, {3: 1.0}, *({"x": number} for number in numbers)]
+        case "array" if schema.get("prefixItems", [{}])[0].get("type") == "number":
+            return [5, [], [0.5], [0.5, 0.5, 0.5], *([0.5, number] for number in numbers)]
+        case kind:
+            return {
+                "integer": [*numbers, 1.5, 10**30],
+                "number": [*numbers, 1e-300 if key.endswith("_s") else NAN],
+                "boolean": ["maybe", 2, NAN, [], {}],
+                "string": ["", 5, NAN, {}] if schema.get("format") != "path" else ["", 5, "a\0b", [], {}],
+                "array": [[], [""], [5], 5, {}],
+                "object": [5, [5], {"x": NAN}, {"x": {"y": [INFINITE]}}, {3: 1}, {"x": {1, 2}}],
+            }[kind]
+
+
+def with_value(key: str, value: object) -> dict[str, Any]:
+    section, _, inner = key.rpartition(".")
+    if not section:
+        return {**MINIMAL, key: value}
+    return {**MINIMAL, section: {**MINIMAL.get(section, {}), inner: value}}  # type: ignore[dict-item] # sections are dicts
+
+
+@pytest.mark.parametrize(("key", "schema"), [pytest.param(*field, id=field[0]) for field in fields()])
+def test_every_key_refuses_what_it_cannot_mean(key: str, schema: dict[str, Any]) -> None:
+    for bad in bad_values(key, schema):
+        try:
+            parse_config(with_value(key, bad))
+        except ConfigError as exc:
+            assert exc.why.startswith(key), f"{bad!r} is refused without the key: {exc.why}"
+        else:
+            pytest.fail(f"{key} takes {bad!r}: give it a type of hwrl.run.bounds, or its kind a place in bad_values")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "goals={reward/mean: .nan}",
+        "rollout.temperature=.inf",
+        "optimizer.betas=[0.9, 1.0]",
+        "reward.threads=100000",
+        "weights.timeout_s=1e-9",
+        "model.target_modules='['",
+    ],
+)
+def test_bad_values_are_refused_in_words_too(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    load_config(path)
+    with pytest.raises(ConfigError, match=rf"has 1 mistake\n  why: {word.partition('=')[0]}"):
+        load_config(path, [word])
+
+
+_DOUBLING = "a0: &a0 {k: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{i}]}}\n" for i in range(40))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nmodel: {}\nseed: 2\n", r"the key 'seed' is there twice\n(.|\n)*line 3"),
+        ("model:\n  path: a\n  'path': b\n", r"'path' is there twice(.|\n)*line 3"),
+        ("[" * 100_000, "nested too deeply"),
+        ("x: &x [" + "1," * 99 + "]\ny: &y [" + "*x," * 99 + "]\nz: [" + "*y," * 99 + "]\n", "more than 10,000 values"),
+        ("&a [*a]", "more than 10,000 values"),
+        (_DOUBLING, "too many keys are merged"),
+        ("seed: 2020-13-45", "month must be in 1..12"),
+        ("seed: " + "9" * 5000, "cannot be read"),
+        ("seed: !!bool x", "cannot be read"),
+        ("seed: !!python/object:os.system x", "could not determine a constructor"),
+        ("a: 1\n---\nb: 2\n", "a single document"),
+    ],
+)
+def test_a_file_that_says_no_one_thing_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{path} is not YAML(.|\n)*{message}"):
+        load_config(path)
+
+
+def test_a_key_may_be_changed_where_it_is_merged(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL) + "train: &t {threads: 2, steps: 3}\nrollout: {<<: *t, threads: 4}\n")
+    with pytest.raises(ConfigError, match=r"has 1 mistake\n  why: rollout\.steps"):
+        load_config(path)
+    path.write_text(yaml.safe_dump(MINIMAL) + "train: &t {threads: 2}\nrollout: {<<: *t, threads: 4}\n")
+    assert load_config(path).rollout.threads == 4
+
+
+def test_a_key_that_stands_twice_in_a_word_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError, match=r"the value of 'goals=.*' cannot be read\n  why: the key 'x' is there twice"):
+        load_config(path, ["goals={x: 1, x: 2}"])
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(fifo, "no regular file"), (huge, "more than 1,048,576 bytes"), (device, "no regular file"), (Path.mkdir, "")],
+)
+def test_what_is_no_small_file_is_refused_at_once(tmp_path: Path, make: Any, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    make(path)
+    with pytest.raises(ConfigError, match=f"cannot read {path}\n  why: .*{message}"):
+        load_config(path)

@@ -1,0 +1,134 @@
+"""A model directory is used as it is, or refused with the reason; nothing in it is executed."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hwrl.errors import DataError
+from hwrl.models import build_model, load_generation_config, load_model, load_tokenizer, vocabulary_size
+from hwrl.run.demo import write_demo
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo(directory, seed=1, prompts=16)
+    return directory / "model"
+
+
+@pytest.fixture
+def model(demo: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo, tmp_path / "model"))
+
+
+def weights(model: Path) -> dict[str, torch.Tensor]:
+    return load_file(model / "model.safetensors")
+
+
+def store(model: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(model: Path, **values: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def drop_two(model: Path) -> None:
+    names = ("model.norm.weight", "lm_head.weight")
+    store(model, {name: tensor for name, tensor in weights(model).items() if name not in names})
+
+
+def add_one(model: Path) -> None:
+    store(model, {**weights(model), "model.extra.weight": torch.ones(2)})
+
+
+def reshape_one(model: Path) -> None:
+    store(model, {**weights(model), "model.norm.weight": torch.ones(2)})
+
+
+def cut(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def hold_a_class(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Path}, model / "pytorch_model.bin")
+
+
+def hold_no_archive(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"garbage")
+
+
+def hold_an_adapter(model: Path) -> None:
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "elsewhere"}))
+
+
+def tie(model: Path) -> None:
+    configure(model, tie_word_embeddings=True)
+
+
+def misconfigure(model: Path) -> None:
+    configure(model, num_hidden_layers="two")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop_two, r"it lacks lm_head\.weight and 1 more"),
+        (add_one, r"has, but the model does not, model\.extra\.weight"),
+        (reshape_one, r"another shape model\.norm\.weight \(\[2\] there, \[64\] here\)"),
+        (tie, "tie_word_embeddings=true"),
+        (cut, "SafetensorError(.|\n)*fix: name a directory"),
+        (hold_no_archive, r"a \.bin file is damaged"),
+        (hold_a_class, "holds something that is no tensor"),
+        (hold_an_adapter, r"adapter_config\.json(.|\n)*fix: merge the adapter"),
+        (misconfigure, "num_hidden_layers"),
+    ],
+)
+def test_a_damaged_model_is_refused_by_name(model: Path, damage: Callable[[Path], None], message: str) -> None:
+    load_model(model, dtype=torch.float32)
+    damage(model)
+    with pytest.raises(DataError, match=message):
+        load_model(model, dtype=torch.float32)
+
+
+def test_a_tied_output_layer_is_not_missing(model: Path) -> None:
+    tie(model)
+    store(model, {name: tensor for name, tensor in weights(model).items() if name != "lm_head.weight"})
+    loaded = load_model(model, dtype=torch.float32)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda path: load_model(path, dtype=torch.float32),
+        lambda path: build_model(path, dtype=torch.float32),
+        load_generation_config,
+        load_tokenizer,
+        vocabulary_size,
+    ],
+)
+def test_code_in_a_model_directory_is_never_run_nor_asked_for(
+    model: Path, load: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(model, model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
+    (model / "evil.py").write_text(f"open({str(model / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(DataError, match="hwrl runs no code that comes with a model"):
+        load(model)
+    assert not (model / "ran").exists()
+    assert sys.stdin.tell() == 0, "no question was answered"
