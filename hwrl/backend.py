@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hwrl.errors import CommError, ConfigError, DeviceMemoryError, UnsupportedError
 from hwrl.handles import Handle, seal, unseal
+from hwrl.probing import PROBE_ROOT as PROBE_ROOT
+from hwrl.probing import Finding as Finding
+from hwrl.probing import PciDevice as PciDevice
+from hwrl.probing import ProbeContext as ProbeContext
+from hwrl.probing import ProbeResult as ProbeResult
 
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import ProcessGroup, Store
 
 API_VERSION = (1, 0)
-"""(major, minor) of the plugin interface. A plugin of another major version is refused."""
-PROBE_ROOT = "HWRL_PROBE_ROOT"
-"""The environment variable that names the folder under which probes look for device files, instead of /."""
+"""(major, minor) of the plugin interface. A plugin of another major version, or of a newer minor one, is refused."""
 
 
 class Capability(StrEnum):
@@ -68,71 +68,16 @@ class BackendInfo:
     """The identity of a backend; plain data, needed before anything is imported.
 
     ``device_type`` is torch's word for the device, kept as a string because torch may not know it yet.
-    ``fallback`` marks a backend that runs anywhere: detection takes it only when no evidence of any other device
-    exists and nothing went wrong.
+    ``api`` is the version of the plugin interface for which the plugin was written, in figures: never ``API_VERSION``,
+    which is the installed one. A plugin that does not give it is refused. ``fallback`` marks a backend that runs
+    anywhere: detection takes it only when no evidence of any other device exists and nothing went wrong.
     """
 
     name: str
     device_type: str
     description: str
-    api: tuple[int, int] = API_VERSION
+    api: tuple[int, int] | None = None
     fallback: bool = False
-
-
-@dataclass(frozen=True)
-class ProbeContext:
-    """What a probe may look at, injectable so that probes are testable without hardware.
-
-    ``root`` is the folder whose ``dev`` holds the device files: that of ``HWRL_PROBE_ROOT``, else the file system's.
-    """
-
-    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    find_spec: Callable[[str], object | None] = importlib.util.find_spec
-    root: Path = field(default_factory=lambda: Path(os.environ.get(PROBE_ROOT, "/")))
-
-    def device_files(self, pattern: str) -> tuple[str, ...]:
-        """Return the paths under the file-system root that match ``pattern``, sorted, as absolute strings.
-
-        >>> ProbeContext().device_files("dev/nul[l]")
-        ('/dev/null',)
-        """
-        return tuple(sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern)))
-
-    def has_module(self, name: str) -> bool:
-        """Return whether the top-level module ``name`` could be imported, without importing it."""
-        return self.find_spec(name) is not None
-
-    def module_text(self, name: str, file: str) -> str | None:
-        """Return the text of ``file`` beside module ``name``, without importing it; None if there is none.
-
-        >>> "JSONDecoder" in ProbeContext().module_text("json", "decoder.py")
-        True
-        """
-        origin = getattr(self.find_spec(name), "origin", None)
-        path = Path(origin).parent / file if origin else None
-        return path.read_text(encoding="utf-8") if path and path.is_file() else None
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """A probe's answer. ``evidence`` lists what shows that the device exists (device files), even if it can't run.
-
-    ``rank`` orders several ``yes``: the highest wins, a tie is an error.
-    """
-
-    answer: Literal["yes", "no", "unknown"]
-    reason: str
-    evidence: tuple[str, ...] = ()
-    rank: int = 0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of ``hwrl doctor``. An ``error`` is what will surely stop a run; it says its ``fix``."""
-
-    level: Literal["info", "warning", "error"]
-    message: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)

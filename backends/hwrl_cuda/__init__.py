@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import ProcessGroup, Store
 
-INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives")
+INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives", api=(1, 0))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name, and the one that torch 2.9 deprecated
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import ProcessGroup, Store
 
-INFO = BackendInfo(name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)")
+INFO = BackendInfo(
+    name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)", api=(1, 0)
+)
 _DEVICE_FILES = "dev/davinci[0-9]*"
 _READ_AS_DEFAULT_S = 1800  # torch_npu takes this timeout for "none was given", and waits for an hour instead
 _SIMULATED = Support(

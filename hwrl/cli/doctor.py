@@ -10,14 +10,16 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from hwrl import __version__
 from hwrl.backend import Finding, ProbeContext
 from hwrl.cli import livecheck
-from hwrl.errors import BackendError
-from hwrl.loading import Plugin
+from hwrl.errors import BackendError, HwrlError
+from hwrl.loading import Plugin, PluginFault, contain, in_one_line
 from hwrl.registry import Probed, Registry
+from hwrl.typed import why_not
 
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 
@@ -79,9 +81,16 @@ def _describe(probed: Probed, context: ProbeContext) -> dict[str, Any]:
 
 def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
     try:
-        return [finding for found in plugin.manager.hook.hwrl_doctor(context=context) for finding in found]
-    except Exception as exc:  # noqa: BLE001 - foreign code may raise anything; the report shows it and goes on
-        return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {type(exc).__name__}: {exc}")]
+        found = contain(lambda: list(chain.from_iterable(plugin.manager.hook.hwrl_doctor(context=context))))
+    except (PluginFault, HwrlError) as fault:
+        return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {in_one_line(fault)}")]
+    return [_checked(plugin, finding) for finding in found]
+
+
+def _checked(plugin: Plugin, finding: Any) -> Finding:
+    """Return ``finding``; in place of what is none, a finding that says so."""
+    wrong = why_not(finding, Finding, name="a finding")
+    return Finding("warning", f"hwrl_doctor of {plugin.value} gave a wrong answer: {wrong}") if wrong else finding
 
 
 def _versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, MemoryInfo
 from hwrl.errors import UnsupportedError
 from hwrl_cpu.inline import InlineEvent, InlineStream
 
-INFO = BackendInfo(name="faulty", device_type="cpu", description="the reference backend with one fault")
+INFO = BackendInfo(name="faulty", device_type="cpu", description="the reference backend with one fault", api=(1, 0))
 
 if os.environ.get("HWRL_FAULT") == "module imports torch":
     import torch  # noqa: F401 - the fault

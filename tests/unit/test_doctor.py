@@ -22,7 +22,7 @@ from hwrl.backend import Backend, BackendInfo, Finding, ProbeResult
 
 @hwrl.hookimpl
 def hwrl_backend_info():
-    return BackendInfo(name="card", device_type="cpu", description="an imitated card")
+    return BackendInfo(name="card", device_type="cpu", description="an imitated card", api=(1, 0))
 
 @hwrl.hookimpl
 def hwrl_probe(context):
@@ -139,6 +139,29 @@ def test_a_faulty_doctor_hook_does_not_stop_doctor(tmp_path: Path) -> None:
     install(tmp_path, source=CARD.replace("yield Finding", "raise KeyError('slot')\n    yield Finding"))
     (card,) = [b for b in report(folder=tmp_path, choose="card", status=0)["backends"] if b["name"] == "card"]
     assert "KeyError: 'slot'" in card["findings"][0]["message"]
+
+
+def test_what_a_plugin_does_wrong_is_shown_and_doctor_goes_on(tmp_path: Path) -> None:
+    install(tmp_path, source=CARD.replace("yield Finding", "raise SystemExit(0)\n    yield Finding"), probe="None")
+    (tmp_path / "hwrl_quits.py").write_text("import sys\nsys.exit(0)\n")
+    with (tmp_path / "hwrl_card-3.1.dist-info" / "entry_points.txt").open("a") as file:
+        file.write("quits = hwrl_quits\n")
+    found = report(folder=tmp_path, choose="cpu", status=0)
+    (card,) = [backend for backend in found["backends"] if backend["name"] == "card"]
+    assert card["answer"] == "unknown"
+    assert "its hwrl_probe gave a wrong answer: it is None" in card["reason"]
+    assert [found["message"] for found in card["findings"]] == ["hwrl_doctor of hwrl_card raised SystemExit: 0"]
+    assert [failure["reason"] for failure in found["load_failures"]] == ["SystemExit: 0"]
+
+
+def test_a_finding_that_is_none_is_shown_in_words(tmp_path: Path) -> None:
+    install(tmp_path, source=CARD.replace("yield Finding", "yield 'the slot is dusty'\n    yield Finding"), level="bad")
+    found = report(folder=tmp_path, choose="cpu", status=0)
+    (card,) = [backend for backend in found["backends"] if backend["name"] == "card"]
+    assert [found["message"].partition("wrong answer: ")[2] for found in card["findings"]] == [
+        "a finding is 'the slot is dusty', not of type Finding",
+        "level is 'bad', not one of 'info', 'warning', 'error'",
+    ]
 
 
 def test_a_driver_that_hangs_is_killed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
