@@ -171,6 +171,18 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
         super().abort_process_group(getattr(group, "whole", group))
 
 
+def attention_over(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's attention ``right`` with the faults of a device's kernel: the CPU's own has none."""
+
+    def attention(*inputs: Any, **settings: Any) -> Any:
+        if fault("attention sees the future"):
+            return right(*inputs, **settings | {"is_causal": False})
+        out = right(*inputs, **settings)
+        return out * 0 + 1e-3 if fault("attention returns what was in memory") else out
+
+    return attention
+
+
 @dataclass
 class MuteGroup:
     """A process group whose broadcasts leave every tensor as it was."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.nn import functional
 
 from hwrl.backend import Backend
 from hwrl.errors import ConfigError
@@ -35,6 +36,8 @@ FAULTS = {
     "a stream never ends": "test_streams_keep_order",
     "random state is not bytes": "test_random_numbers_repeat",
     "random state is not restored": "test_random_numbers_repeat",
+    "attention returns what was in memory": "test_attention_is_right and float32",
+    "attention sees the future": "test_a_step_of_training_is_right and float32",
     "pinned memory is not host memory": "test_it_is_bytes_on_the_host",
     "pinned memory is device memory": "test_it_is_no_device_memory",
     "pinned memory is too small": "test_it_is_bytes_on_the_host",
@@ -65,7 +68,10 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[hwrl.backends]\nfaulty = faulty_backend\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield Registry(env={"HWRL_BACKEND": "faulty"}).get_backend()
+    backend = Registry(env={"HWRL_BACKEND": "faulty"}).get_backend()
+    faults = sys.modules["faulty_backend"].attention_over(functional.scaled_dot_product_attention)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", faults)
+    yield backend
     sys.modules.pop("faulty_backend")
 
 

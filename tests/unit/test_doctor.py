@@ -37,6 +37,10 @@ def hwrl_doctor(context):
     yield Finding({level!r}, "the firmware is old", fix="flash it")
 """
 YES = "ProbeResult('yes', 'it blinks', evidence=('/dev/card0',), rank=500)"
+BLIND = (
+    "from torch.nn import functional as f; right = f.scaled_dot_product_attention; "
+    "f.scaled_dot_product_attention = lambda *parts, **settings: right(*parts, **settings) * 0 + 1; "
+)
 HOST = "import hwrl_cpu; return hwrl_cpu.CpuBackend(hwrl_backend_info())"
 
 
@@ -119,9 +123,10 @@ def test_a_plugin_that_cannot_be_imported_is_shown_and_refuses_the_fallback(tmp_
         ("raise OSError('no firmware')", "OSError: no firmware"),
         ("import os; os.write(2, b'driver panic'); os.abort()", "driver panic"),
         (HOST.replace("return ", "b = ") + "; b.device_count = lambda: 0; return b", "sees no device"),
+        (BLIND + HOST, "the gradient of query in torch.float32 is off by"),
         (HOST.replace("return ", "b = ") + "; b.pinned_empty = lambda n: __import__('torch').empty(n); return b", ""),
     ],
-    ids=["raises", "kills the process", "no device", "wrong memory"],
+    ids=["raises", "kills the process", "no device", "wrong attention", "wrong memory"],
 )
 def test_a_chosen_backend_that_cannot_run_fails_and_says_why(tmp_path: Path, create: str, said: str) -> None:
     install(tmp_path, create="print('vendor banner'); " + create)
