@@ -15,6 +15,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hwrl import torchapi
 from hwrl.errors import CommError, ConfigError, DeviceMemoryError, UnsupportedError
 from hwrl.handles import Handle, seal, unseal
 from hwrl.probing import PROBE_ROOT as PROBE_ROOT
@@ -215,9 +216,7 @@ class Backend:
     @functools.cached_property
     def device_module(self) -> Any:
         """torch's module for this device, for what hwrl does not cover."""
-        import torch
-
-        return torch.get_device_module(self.info.device_type)
+        return torchapi.device_module(self.info.device_type)
 
     def device(self, index: int | None = None) -> torch.device:
         """Return device ``index``, or the current device of this thread."""
@@ -227,19 +226,19 @@ class Backend:
 
     def device_count(self) -> int:
         """Return the number of devices that this process sees; 0 is an answer, not an error."""
-        return int(self.device_module.device_count())
+        return int(torchapi.function(self.info.device_type, "device_count")())
 
     def current_index(self) -> int:
         """Return the index of this thread's current device."""
-        return int(self.device_module.current_device())
+        return int(torchapi.function(self.info.device_type, "current_device")())
 
     def set_device(self, index: int) -> None:
         """Make device ``index`` this thread's current one. Creates no context by itself."""
-        self.device_module.set_device(index)
+        torchapi.function(self.info.device_type, "set_device")(index)
 
     def synchronize(self) -> None:
         """Block until all work queued on the current device is done."""
-        self.device_module.synchronize()
+        torchapi.function(self.info.device_type, "synchronize", general="synchronize")()
 
     def stream(self) -> StreamLike:
         """Return a new side stream of the current device; without streams, one whose work is done as it is queued."""
@@ -269,8 +268,9 @@ class Backend:
 
     def memory_info(self) -> MemoryInfo:
         """Return what is used and free on the current device."""
-        free, total = self.device_module.mem_get_info()
-        stats = self.device_module.memory_stats()  # once: each of the module's shorter questions asks for all of them
+        free, total = torchapi.function(self.info.device_type, "mem_get_info", general="get_memory_info")()
+        # Once: each of torch's shorter questions asks for all of them.
+        stats = torchapi.function(self.info.device_type, "memory_stats", general="memory_stats")()
         return MemoryInfo(
             free_nbytes=free,
             total_nbytes=total,
@@ -290,11 +290,23 @@ class Backend:
         try:
             yield
         except torch.OutOfMemoryError as exc:
-            raise _out_of_memory(what, str(self.device()), self.memory_info(), exc) from exc
+            raise _out_of_memory(what, str(self.device()), self._numbers(), exc) from exc
+
+    def _numbers(self) -> str:
+        """Return what :meth:`memory_info` says, in words; why it says nothing, if it cannot."""
+        try:
+            info = self.memory_info()
+        except UnsupportedError as error:
+            return f"how much is free is not known: {error.why}"
+        return (
+            f"{_gib(info.free_nbytes)} of its {_gib(info.total_nbytes)} are free; tensors of this process hold "
+            f"{_gib(info.allocated_nbytes)} (at most {_gib(info.peak_nbytes)}), and {_gib(info.reserved_nbytes)} with "
+            f"what its allocator caches"
+        )
 
     def empty_cache(self) -> None:
         """Give unused cached device memory back to the device."""
-        self.device_module.empty_cache()
+        torchapi.function(self.info.device_type, "empty_cache", general="empty_cache")()
 
     def pinned_empty(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` of uninitialised page-locked host memory as a 1-d uint8 tensor; the caller owns it."""
@@ -353,12 +365,12 @@ class Backend:
 
     def rng_state(self) -> torch.Tensor:
         """Return the state of the current device's default generator, a uint8 tensor on the host."""
-        state: torch.Tensor = self.device_module.get_rng_state()
+        state: torch.Tensor = torchapi.function(self.info.device_type, "get_rng_state")()
         return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore a state that :meth:`rng_state` returned."""
-        self.device_module.set_rng_state(state)
+        torchapi.function(self.info.device_type, "set_rng_state")(state)
 
     # -- collectives: what :mod:`hwrl.comm` builds on -----------------------------------------------------------
 
@@ -402,14 +414,13 @@ class Backend:
         group.abort()
 
 
-def _out_of_memory(what: str, device: str, info: MemoryInfo, exc: Exception) -> DeviceMemoryError:
-    def gib(nbytes: int) -> str:
-        return f"{nbytes / (1 << 30):.2f} GiB"
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
 
+
+def _out_of_memory(what: str, device: str, numbers: str, exc: Exception) -> DeviceMemoryError:
     return DeviceMemoryError(
         f"{what} does not fit in the memory of {device}",
-        why=f"{gib(info.free_nbytes)} of its {gib(info.total_nbytes)} are free; tensors of this process hold "
-        f"{gib(info.allocated_nbytes)} (at most {gib(info.peak_nbytes)}), and {gib(info.reserved_nbytes)} with what "
-        f"its allocator caches; torch said: {str(exc).strip().splitlines()[0]}",
+        why=f"{numbers}; torch said: {str(exc).strip().splitlines()[0]}",
         fix="make the parts of a step smaller, offload what is not needed all the time, or use more devices",
     )

@@ -159,6 +159,15 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
             raise
         return opened.clone() if fault("opened memory is a copy") else opened
 
+    def comm_library(self) -> str:
+        import torch.distributed as dist
+
+        if not fault("the library only reduces"):
+            return super().comm_library()
+        if "reducer" not in dist.Backend.backend_list:
+            dist.Backend.register_backend("reducer", reducer, devices=["cpu"])
+        return "reducer"
+
     def create_process_group(self, store: Any, **place: Any) -> Any:
         group = super().create_process_group(store, **place)
         if fault("a dead peer goes unnoticed"):
@@ -181,6 +190,23 @@ def attention_over(right: Callable[..., Any]) -> Callable[..., Any]:
         return out * 0 + 1e-3 if fault("attention returns what was in memory") else out
 
     return attention
+
+
+def reducer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """Return a process group that has all_reduce and nothing else."""
+    import torch.distributed as dist
+
+    whole: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+    base: Any = dist.ProcessGroup
+
+    class Reducer(base):  # type: ignore[misc] # torch's stubs lack its shorter initializer
+        def getBackendName(self) -> str:
+            return "reducer"
+
+        def allreduce(self, tensors: Any, options: Any) -> Any:
+            return whole.allreduce(tensors, options)
+
+    return Reducer(rank, size)
 
 
 @dataclass

@@ -48,6 +48,7 @@ FAULTS = {
     "cached memory is not given back": "test_freed_memory_is_given_back",
     "more is free than there is": "test_the_numbers_fit_each_other",
     "a broadcast does nothing": "test_collectives_are_right",
+    "the library only reduces": "test_the_default_group_is_torchs",
     "abort does nothing": "test_abort_ends_what_is_blocked_or_is_refused",
     "a dead peer goes unnoticed": "test_a_killed_peer_is_noticed_and_replaced",
     "opened memory is a copy": "test_both_processes_see_the_same_bytes",
