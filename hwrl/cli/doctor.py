@@ -18,11 +18,13 @@ from hwrl.backend import Finding, ProbeContext
 from hwrl.cli import livecheck
 from hwrl.errors import BackendError, HwrlError
 from hwrl.loading import Plugin, PluginFault, contain, in_one_line
-from hwrl.registry import Probed, Registry
+from hwrl.registry import GROUP, Probed, Registry
 from hwrl.typed import why_not
 
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 
+_TORCH_EXTENSIONS = "torch.backends"
+"""The entry-point group in which vendors register their devices with torch."""
 _VARIABLES = re.compile(
     r"HWRL_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|RAY_ADDRESS|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE"
     r"|PYTORCH_ALLOC_CONF|TORCH_DEVICE_BACKEND_AUTOLOAD|PYTHONPATH"
@@ -94,12 +96,20 @@ def _checked(plugin: Plugin, finding: Any) -> Finding:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of python and of all that hwrl may use, from metadata; development tools are left out."""
-    needed = [text for text in importlib.metadata.requires("hwrl") or [] if not re.search(r"extra == .dev", text)]
-    names = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in needed} - {"hwrl"}
+    """Return the versions, from metadata, of python, of all that hwrl and backends use, and of torch's extensions.
+
+    Development tools are left out.
+    """
+    needed = [text for name in {"hwrl", *_packages(GROUP)} for text in importlib.metadata.requires(name) or []]
+    used = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in needed if not re.search(r"extra == .dev", text)}
     return {"python": platform.python_version(), "platform": platform.platform()} | {
-        name: _version(name) for name in sorted(names)
+        name: _version(name) for name in sorted((used | _packages(_TORCH_EXTENSIONS)) - {"hwrl"})
     }
+
+
+def _packages(group: str) -> set[str]:
+    """Return the distributions that have entry points of ``group``."""
+    return {entry.dist.name for entry in importlib.metadata.entry_points(group=group) if entry.dist is not None}
 
 
 def _version(name: str) -> str:

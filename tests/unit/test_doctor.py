@@ -107,6 +107,23 @@ def test_a_package_from_elsewhere_is_found_and_chosen(tmp_path: Path) -> None:
     assert card["findings"] == [{"level": "warning", "message": "the firmware is old", "fix": "flash it"}]
 
 
+def test_the_versions_of_the_vendors_packages_are_shown(tmp_path: Path) -> None:
+    install(tmp_path)
+    with (tmp_path / "hwrl_card-3.1.dist-info" / "METADATA").open("a") as file:
+        file.write("Requires-Dist: card-runtime>=4\nRequires-Dist: no-such-thing\n")
+    for name, version, points in (
+        ("card-runtime", "4.2", ""),
+        ("torch-card", "2.13.1", "[torch.backends]\ncard = gc:collect\n"),
+    ):
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "entry_points.txt").write_text(points)
+    versions = report(folder=tmp_path, choose="cpu", status=0)["versions"]
+    shown = {name: versions[name] for name in ("card-runtime", "torch-card", "no-such-thing")}
+    assert shown == {"card-runtime": "4.2", "torch-card": "2.13.1", "no-such-thing": "not installed"}
+
+
 def test_a_plugin_that_cannot_be_imported_is_shown_and_refuses_the_fallback(tmp_path: Path) -> None:
     install(tmp_path, source="import no_such_driver")
     found = report(folder=tmp_path, status=1)
