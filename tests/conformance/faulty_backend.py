@@ -40,6 +40,8 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
         os.environ["FAULTY_WAS_HERE"] = "1"
     if fault("probe raises"):
         context.env["FAULTY_HOME"]
+    if fault("probe says Yes"):
+        return ProbeResult("Yes", "it always runs")  # type: ignore[arg-type] # the fault
     if fault("probe gives no reason"):
         return ProbeResult("yes", "")
     if not context.has_module("torch") and not fault("probe says yes to nothing"):

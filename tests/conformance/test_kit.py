@@ -24,6 +24,7 @@ FAULTS = {
     "probe is slow": "test_its_probe_is_quick",
     "probe changes the environment": "test_it_is_probed_without_torch",
     "probe raises": "test_its_probe_denies_an_empty_machine",
+    "probe says Yes": "test_its_probe_says_yes_where_it_runs",
     "probe gives no reason": "test_its_probe_says_yes_where_it_runs",
     "probe says yes to nothing": "test_its_probe_denies_an_empty_machine",
     "devices are dropped": "test_what_is_rendered_is_visible",
