@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -227,6 +228,19 @@ class Backend:
     def device_count(self) -> int:
         """Return the number of devices that this process sees; 0 is an answer, not an error."""
         return int(torchapi.function(self.info.device_type, "device_count")())
+
+    def why_no_device(self) -> str:
+        """Return why :meth:`device_count` is 0, in words; an empty text if this process sees a device."""
+        if self.device_count():
+            return ""
+        variable = self.devices.visible_variable
+        if self.devices.visible(os.environ) == ():
+            return f"{variable}={os.environ[str(variable)]!r} hides every device from this process"
+        shown = f"{variable}={os.environ[variable]!r}" if variable and variable in os.environ else "nothing hides them"
+        return (
+            f"this process sees no device: the driver shows none ({shown}); install the driver's library, in a "
+            f"container too, or name devices that exist"
+        )
 
     def current_index(self) -> int:
         """Return the index of this thread's current device."""

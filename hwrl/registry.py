@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -97,12 +97,13 @@ class Registry:
     def get_backend(self) -> Backend:
         """Return this process's backend, choosing and creating it at the first call.
 
-        The backend sees no device (``device_count() == 0``) only where the environment hides them all. Raises a
-        :class:`~hwrl.errors.BackendError` with all reasons if none can be chosen safely; a later call then tries again.
+        The backend may see no device (:meth:`~hwrl.backend.Backend.why_no_device` says why). Its devices are not asked
+        for here: a process may still narrow them. Raises a :class:`~hwrl.errors.BackendError` with all reasons if none
+        can be chosen safely; a later call then tries again.
         """
         with self._lock:
             if self._backend is None:
-                return self._adopt(_create(self.choose(), self._env))
+                return self._adopt(_create(self.choose().plugin))
             return self._backend
 
     def set_backend(self, choice: str | Backend) -> None:
@@ -117,7 +118,7 @@ class Registry:
             elif isinstance(choice, Backend):
                 self._adopt(choice)
             else:
-                self._adopt(_create(self._choose_named(choice, asked_by="set_backend"), self._env))
+                self._adopt(_create(self._choose_named(choice, asked_by="set_backend").plugin))
 
     def choose(self) -> Choice:
         """Return what ``HWRL_BACKEND`` or detection chooses; creates no backend and imports no torch."""
@@ -276,8 +277,7 @@ def _ask(plugin: Plugin, hook: str, kind: Any, **arguments: Any) -> Any:
         raise _broken(plugin, str(fault)) from fault.__cause__
 
 
-def _create(choice: Choice, env: Mapping[str, str]) -> Backend:
-    plugin = choice.plugin
+def _create(plugin: Plugin) -> Backend:
     try:
         backend: Backend = ask(plugin.manager.hook.hwrl_create_backend, Any)
     except PluginFault as fault:
@@ -290,22 +290,7 @@ def _create(choice: Choice, env: Mapping[str, str]) -> Backend:
         raise _broken(plugin, f"its hwrl_create_backend returned {backend!r}, not a hwrl.Backend")
     if getattr(backend, "info", None) != plugin.info:
         raise _broken(plugin, "its backend has another info than its hwrl_backend_info: pass that to Backend.__init__")
-    _refuse_driver_without_devices(backend, choice, env)
     return backend
-
-
-def _refuse_driver_without_devices(backend: Backend, choice: Choice, env: Mapping[str, str]) -> None:
-    """Raise if the probe saw devices and the driver shows none, unless they are hidden from this process on purpose."""
-    if backend.device_count() or backend.devices.visible(env) == ():
-        return
-    variable = backend.devices.visible_variable
-    shown = f"{variable}={env[variable]}" if variable and variable in env else "no variable hides them"
-    raise BackendUnavailableError(
-        f"backend {backend.info.name!r} sees no device",
-        why=f"{choice.why}; its driver shows this process none ({shown})",
-        fix="install the driver's library in this container, or the driver that fits it"
-        + (f", or let {variable} name devices that exist" if variable else ""),
-    )
 
 
 def _refuse_misspelling(env: Iterable[str]) -> None:

@@ -65,8 +65,9 @@ def _why_unusable(backend: Backend) -> str:
 
     from hwrl.testing.compute import wrong_at_a_glance
 
-    if backend.device_count() == 0:
-        return "this process sees no device"
+    absent = backend.why_no_device()
+    if absent:
+        return absent
     ones = torch.ones(1024, dtype=torch.float32, device=backend.device())
     pinned = backend.pinned_empty(ones.nbytes).view(torch.float32)
     pinned.copy_(ones + ones)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hwrl_cpu
-from hwrl.backend import Backend, BackendInfo, Capability
+from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap
 from hwrl.errors import DeviceMemoryError, UnsupportedError
 
 GENERIC = Backend(BackendInfo(name="xpu", device_type="cpu", description="torch's generic paths"))
@@ -91,6 +91,30 @@ except DeviceMemoryError as error:
 def test_a_device_of_which_torch_knows_little_is_asked_where_it_answers_or_told_to_lack_it() -> None:
     ended = subprocess.run([sys.executable, "-c", _DEVICE], text=True, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+class Driverless(hwrl_cpu.CpuBackend):
+    devices = DeviceMap(visible_variable="CARDS")
+
+    def device_count(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ({}, "the driver shows none (nothing hides them)"),
+        ({"CARDS": "7"}, "the driver shows none (CARDS='7')"),
+        ({"CARDS": ""}, "CARDS='' hides every device from this process"),
+    ],
+)
+def test_a_process_without_devices_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, shown: dict[str, str], said: str
+) -> None:
+    for name, value in shown.items():
+        monkeypatch.setenv(name, value)
+    assert said in Driverless(hwrl_cpu.INFO).why_no_device()
+    assert HOST.why_no_device() == ""
 
 
 def test_the_host_has_one_device() -> None:

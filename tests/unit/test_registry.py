@@ -286,31 +286,6 @@ def test_a_plugin_that_makes_no_backend_of_its_own_is_named(plugins: PluginFiles
     assert said in caught.value.why
 
 
-DRIVERLESS = SOURCE.replace(
-    "return Backend(hwrl_backend_info())",
-    """
-    from hwrl.backend import DeviceMap
-    backend = Backend(hwrl_backend_info())
-    backend.devices = DeviceMap(visible_variable="CARDS")
-    backend.device_count = lambda: 0
-    return backend""",
-)
-
-
-@pytest.mark.parametrize("shown", [{}, {"CARDS": "7"}], ids=["none hidden", "one that is not there"])
-def test_a_driver_that_shows_no_device_is_an_error(plugins: PluginFiles, shown: dict[str, str]) -> None:
-    plugins.add("card", source=DRIVERLESS)
-    with pytest.raises(BackendUnavailableError, match="backend 'card' sees no device") as caught:
-        plugins.registry(**shown).get_backend()
-    assert "card says yes: card ran; its driver shows this process none" in caught.value.why
-    assert ("CARDS=7" if shown else "no variable hides them") in caught.value.why
-
-
-def test_devices_that_are_hidden_on_purpose_are_no_error(plugins: PluginFiles) -> None:
-    plugins.add("card", source=DRIVERLESS)
-    assert plugins.registry(CARDS="").get_backend().device_count() == 0
-
-
 def test_set_backend_comes_before_the_variable(plugins: PluginFiles) -> None:
     plugins.add("one")
     plugins.add("two")
