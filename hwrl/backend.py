@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hwrl import torchapi
 from hwrl.errors import CommError, ConfigError, DeviceMemoryError, UnsupportedError
 from hwrl.handles import Handle, seal, unseal
+from hwrl.probing import PROBE_ROOT as PROBE_ROOT
+from hwrl.probing import Finding as Finding
+from hwrl.probing import PciDevice as PciDevice
+from hwrl.probing import ProbeContext as ProbeContext
+from hwrl.probing import ProbeResult as ProbeResult
 
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import ProcessGroup, Store
 
 API_VERSION = (1, 0)
-"""(major, minor) of the plugin interface. A plugin of another major version is refused."""
-PROBE_ROOT = "HWRL_PROBE_ROOT"
-"""The environment variable that names the folder under which probes look for device files, instead of /."""
+"""(major, minor) of the plugin interface. A plugin of another major version, or of a newer minor one, is refused."""
 
 
 class Capability(StrEnum):
@@ -68,71 +70,16 @@ class BackendInfo:
     """The identity of a backend; plain data, needed before anything is imported.
 
     ``device_type`` is torch's word for the device, kept as a string because torch may not know it yet.
-    ``fallback`` marks a backend that runs anywhere: detection takes it only when no evidence of any other device
-    exists and nothing went wrong.
+    ``api`` is the version of the plugin interface for which the plugin was written, in figures: never ``API_VERSION``,
+    which is the installed one. A plugin that does not give it is refused. ``fallback`` marks a backend that runs
+    anywhere: detection takes it only when no evidence of any other device exists and nothing went wrong.
     """
 
     name: str
     device_type: str
     description: str
-    api: tuple[int, int] = API_VERSION
+    api: tuple[int, int] | None = None
     fallback: bool = False
-
-
-@dataclass(frozen=True)
-class ProbeContext:
-    """What a probe may look at, injectable so that probes are testable without hardware.
-
-    ``root`` is the folder whose ``dev`` holds the device files: that of ``HWRL_PROBE_ROOT``, else the file system's.
-    """
-
-    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    find_spec: Callable[[str], object | None] = importlib.util.find_spec
-    root: Path = field(default_factory=lambda: Path(os.environ.get(PROBE_ROOT, "/")))
-
-    def device_files(self, pattern: str) -> tuple[str, ...]:
-        """Return the paths under the file-system root that match ``pattern``, sorted, as absolute strings.
-
-        >>> ProbeContext().device_files("dev/nul[l]")
-        ('/dev/null',)
-        """
-        return tuple(sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern)))
-
-    def has_module(self, name: str) -> bool:
-        """Return whether the top-level module ``name`` could be imported, without importing it."""
-        return self.find_spec(name) is not None
-
-    def module_text(self, name: str, file: str) -> str | None:
-        """Return the text of ``file`` beside module ``name``, without importing it; None if there is none.
-
-        >>> "JSONDecoder" in ProbeContext().module_text("json", "decoder.py")
-        True
-        """
-        origin = getattr(self.find_spec(name), "origin", None)
-        path = Path(origin).parent / file if origin else None
-        return path.read_text(encoding="utf-8") if path and path.is_file() else None
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """A probe's answer. ``evidence`` lists what shows that the device exists (device files), even if it can't run.
-
-    ``rank`` orders several ``yes``: the highest wins, a tie is an error.
-    """
-
-    answer: Literal["yes", "no", "unknown"]
-    reason: str
-    evidence: tuple[str, ...] = ()
-    rank: int = 0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of ``hwrl doctor``. An ``error`` is what will surely stop a run; it says its ``fix``."""
-
-    level: Literal["info", "warning", "error"]
-    message: str
-    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -270,9 +217,7 @@ class Backend:
     @functools.cached_property
     def device_module(self) -> Any:
         """torch's module for this device, for what hwrl does not cover."""
-        import torch
-
-        return torch.get_device_module(self.info.device_type)
+        return torchapi.device_module(self.info.device_type)
 
     def device(self, index: int | None = None) -> torch.device:
         """Return device ``index``, or the current device of this thread."""
@@ -282,19 +227,32 @@ class Backend:
 
     def device_count(self) -> int:
         """Return the number of devices that this process sees; 0 is an answer, not an error."""
-        return int(self.device_module.device_count())
+        return int(torchapi.function(self.info.device_type, "device_count")())
+
+    def why_no_device(self) -> str:
+        """Return why :meth:`device_count` is 0, in words; an empty text if this process sees a device."""
+        if self.device_count():
+            return ""
+        variable = self.devices.visible_variable
+        if self.devices.visible(os.environ) == ():
+            return f"{variable}={os.environ[str(variable)]!r} hides every device from this process"
+        shown = f"{variable}={os.environ[variable]!r}" if variable and variable in os.environ else "nothing hides them"
+        return (
+            f"this process sees no device: the driver shows none ({shown}); install the driver's library, in a "
+            f"container too, or name devices that exist"
+        )
 
     def current_index(self) -> int:
         """Return the index of this thread's current device."""
-        return int(self.device_module.current_device())
+        return int(torchapi.function(self.info.device_type, "current_device")())
 
     def set_device(self, index: int) -> None:
         """Make device ``index`` this thread's current one. Creates no context by itself."""
-        self.device_module.set_device(index)
+        torchapi.function(self.info.device_type, "set_device")(index)
 
     def synchronize(self) -> None:
         """Block until all work queued on the current device is done."""
-        self.device_module.synchronize()
+        torchapi.function(self.info.device_type, "synchronize", general="synchronize")()
 
     def stream(self) -> StreamLike:
         """Return a new side stream of the current device; without streams, one whose work is done as it is queued."""
@@ -324,8 +282,9 @@ class Backend:
 
     def memory_info(self) -> MemoryInfo:
         """Return what is used and free on the current device."""
-        free, total = self.device_module.mem_get_info()
-        stats = self.device_module.memory_stats()  # once: each of the module's shorter questions asks for all of them
+        free, total = torchapi.function(self.info.device_type, "mem_get_info", general="get_memory_info")()
+        # Once: each of torch's shorter questions asks for all of them.
+        stats = torchapi.function(self.info.device_type, "memory_stats", general="memory_stats")()
         return MemoryInfo(
             free_nbytes=free,
             total_nbytes=total,
@@ -345,11 +304,23 @@ class Backend:
         try:
             yield
         except torch.OutOfMemoryError as exc:
-            raise _out_of_memory(what, str(self.device()), self.memory_info(), exc) from exc
+            raise _out_of_memory(what, str(self.device()), self._numbers(), exc) from exc
+
+    def _numbers(self) -> str:
+        """Return what :meth:`memory_info` says, in words; why it says nothing, if it cannot."""
+        try:
+            info = self.memory_info()
+        except UnsupportedError as error:
+            return f"how much is free is not known: {error.why}"
+        return (
+            f"{_gib(info.free_nbytes)} of its {_gib(info.total_nbytes)} are free; tensors of this process hold "
+            f"{_gib(info.allocated_nbytes)} (at most {_gib(info.peak_nbytes)}), and {_gib(info.reserved_nbytes)} with "
+            f"what its allocator caches"
+        )
 
     def empty_cache(self) -> None:
         """Give unused cached device memory back to the device."""
-        self.device_module.empty_cache()
+        torchapi.function(self.info.device_type, "empty_cache", general="empty_cache")()
 
     def pinned_empty(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` of uninitialised page-locked host memory as a 1-d uint8 tensor; the caller owns it."""
@@ -408,12 +379,12 @@ class Backend:
 
     def rng_state(self) -> torch.Tensor:
         """Return the state of the current device's default generator, a uint8 tensor on the host."""
-        state: torch.Tensor = self.device_module.get_rng_state()
+        state: torch.Tensor = torchapi.function(self.info.device_type, "get_rng_state")()
         return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore a state that :meth:`rng_state` returned."""
-        self.device_module.set_rng_state(state)
+        torchapi.function(self.info.device_type, "set_rng_state")(state)
 
     # -- collectives: what :mod:`hwrl.comm` builds on -----------------------------------------------------------
 
@@ -457,14 +428,13 @@ class Backend:
         group.abort()
 
 
-def _out_of_memory(what: str, device: str, info: MemoryInfo, exc: Exception) -> DeviceMemoryError:
-    def gib(nbytes: int) -> str:
-        return f"{nbytes / (1 << 30):.2f} GiB"
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
 
+
+def _out_of_memory(what: str, device: str, numbers: str, exc: Exception) -> DeviceMemoryError:
     return DeviceMemoryError(
         f"{what} does not fit in the memory of {device}",
-        why=f"{gib(info.free_nbytes)} of its {gib(info.total_nbytes)} are free; tensors of this process hold "
-        f"{gib(info.allocated_nbytes)} (at most {gib(info.peak_nbytes)}), and {gib(info.reserved_nbytes)} with what "
-        f"its allocator caches; torch said: {str(exc).strip().splitlines()[0]}",
+        why=f"{numbers}; torch said: {str(exc).strip().splitlines()[0]}",
         fix="make the parts of a step smaller, offload what is not needed all the time, or use more devices",
     )

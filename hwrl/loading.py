@@ -6,21 +6,66 @@ all, and because it drops the second of two entry points of one name without a w
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
 import pluggy
 
 from hwrl import hookspecs
 from hwrl.backend import API_VERSION, BackendInfo
+from hwrl.errors import HwrlError
+from hwrl.typed import why_not
 
 MANDATORY_HOOKS = ("hwrl_backend_info", "hwrl_probe", "hwrl_create_backend")
 """What every backend plugin must give."""
 
 _Loaded = TypeVar("_Loaded")
+_Answer = TypeVar("_Answer")
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+
+class PluginFault(Exception):
+    """A plugin raised, or broke a rule; the message is the reason, for a person."""
+
+
+def contain(call: Callable[[], _Answer]) -> _Answer:
+    """Return what ``call``, which runs a plugin's code, returns; raise PluginFault for whatever else ends it.
+
+    That includes ``sys.exit`` and a vendor's own BaseException: a plugin must not end its caller. HwrlError and
+    KeyboardInterrupt pass.
+    """
+    try:
+        return call()
+    except (HwrlError, PluginFault, KeyboardInterrupt):
+        raise
+    except BaseException as exc:
+        raise PluginFault(f"{type(exc).__name__}: {exc}") from exc
+
+
+def in_one_line(fault: Exception) -> str:
+    """Return what a PluginFault, or the HwrlError that a plugin raised, says."""
+    if isinstance(fault, HwrlError):
+        return f"{type(fault).__name__}: {fault.what}: {fault.why}"
+    return str(fault)
+
+
+def ask(caller: pluggy.HookCaller, kind: Any, **arguments: Any) -> Any:
+    """Return a plugin's answer to a hook, which must be of ``kind``, a type as :func:`hwrl.typed.why_not` takes it.
+
+    Raises PluginFault if the plugin raises or answers otherwise, and what it raises itself if that is a HwrlError.
+    """
+    try:
+        answer = contain(lambda: caller(**arguments))
+    except PluginFault as fault:
+        raise PluginFault(f"its {caller.name} raised {fault}") from fault.__cause__
+    wrong = why_not(answer, kind)
+    if wrong:
+        raise PluginFault(f"its {caller.name} gave a wrong answer: {wrong}")
+    return answer
 
 
 @dataclass(frozen=True)
@@ -97,10 +142,9 @@ def _attempt(
     load: Callable[[EntryPoint, tuple[str, ...]], _Loaded], entry: EntryPoint, names: tuple[str, ...]
 ) -> _Loaded | LoadFailure:
     try:
-        return load(entry, names)
-    except Exception as exc:  # noqa: BLE001 - foreign code may raise anything; the reason is kept and shown
-        reason = str(exc) if isinstance(exc, _UnfitPlugin) else f"{type(exc).__name__}: {exc}"
-        return LoadFailure(names, entry.value, _distribution(entry), reason)
+        return contain(lambda: load(entry, names))
+    except (PluginFault, HwrlError) as fault:
+        return LoadFailure(names, entry.value, _distribution(entry), in_one_line(fault))
 
 
 def load_backend(entry: EntryPoint, names: tuple[str, ...]) -> Plugin:
@@ -114,26 +158,57 @@ def load_hooks(entry: EntryPoint, names: tuple[str, ...]) -> pluggy.PluginManage
     return _managed(entry.load())
 
 
-class _UnfitPlugin(Exception):
-    """The plugin was imported and breaks the rules; the message is a reason for a person."""
-
-
 def _checked(plugin: object, names: tuple[str, ...]) -> tuple[BackendInfo, pluggy.PluginManager]:
     info = _identity(plugin)
-    if info is not None and info.api[0] != API_VERSION[0]:  # before its hooks: another version may have others
-        raise _UnfitPlugin(
-            f"it is written for hwrl's plugin API {'.'.join(map(str, info.api))} and this is "
-            f"{'.'.join(map(str, API_VERSION))}; install a matching version of it"
-        )
+    if info is not None:
+        _check_api(info)  # before its hooks: another version may have others
     manager = _managed(plugin)
     missing = [name for name in MANDATORY_HOOKS if not getattr(manager.hook, name).get_hookimpls()]
     if missing:
-        raise _UnfitPlugin(f"it gives no {', '.join(missing)}; each needs @hwrl.hookimpl")
+        raise PluginFault(f"it gives no {', '.join(missing)}; each needs @hwrl.hookimpl")
     if info is None:
-        raise _UnfitPlugin("its hwrl_backend_info does not return a hwrl.BackendInfo")
-    if info.name not in names:
-        raise _UnfitPlugin(f"it calls itself {info.name!r}, which must be one of its entry-point names {names}")
+        raise PluginFault("its hwrl_backend_info does not return a hwrl.BackendInfo")
+    _check_info(info, names)
     return info, manager
+
+
+def _check_api(info: BackendInfo) -> None:
+    """Raise unless the plugin says for which version of the interface it was written, and that is this one's."""
+    installed = _dotted(API_VERSION)
+    if info.api is None:
+        raise PluginFault(
+            f"its hwrl_backend_info does not say for which plugin API it was written; give BackendInfo the version in "
+            f"figures, such as api={API_VERSION} if it was written for the hooks of this hwrl"
+        )
+    wrong = why_not(info.api, get_type_hints(BackendInfo)["api"], name="api")
+    if wrong:
+        raise PluginFault(f"its hwrl_backend_info gave a wrong answer: {wrong}; give two figures, like {API_VERSION}")
+    if info.api[0] != API_VERSION[0]:
+        raise PluginFault(
+            f"it is written for hwrl's plugin API {_dotted(info.api)} and this is {installed}; install a matching "
+            f"version of it"
+        )
+    if info.api > API_VERSION:
+        raise PluginFault(
+            f"it is written for hwrl's plugin API {_dotted(info.api)}, newer than this {installed}; upgrade hwrl"
+        )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _check_info(info: BackendInfo, names: tuple[str, ...]) -> None:
+    wrong = why_not(info, BackendInfo)
+    if wrong:
+        raise PluginFault(f"its hwrl_backend_info gave a wrong answer: {wrong}")
+    if not _NAME.fullmatch(info.name):
+        raise PluginFault(
+            f"it calls itself {info.name!r}, and a name is written in small letters, figures and . _ - alone, because "
+            f"it stands in an environment variable"
+        )
+    if info.name not in names:
+        raise PluginFault(f"it calls itself {info.name!r}, which must be one of its entry-point names {names}")
 
 
 def _managed(plugin: object) -> pluggy.PluginManager:

@@ -15,7 +15,7 @@ from typing import Any
 import pluggy
 
 from hwrl.errors import ConfigError, EngineError
-from hwrl.loading import Installed, LoadFailure, load_hooks
+from hwrl.loading import Installed, LoadFailure, PluginFault, ask, load_hooks
 
 GROUP = "hwrl.plugins"
 """The entry-point group in which plugins are registered."""
@@ -35,7 +35,7 @@ def load_hook(
     ``asked_by`` is the configuration key that holds ``name``, and ``built_in`` are the names that need no plugin: both
     for the errors. If the hook is ``optional`` and the plugin does not have it, the function does nothing.
     ``entry_points`` default to what is installed. Raises ConfigError if no plugin has that name, EngineError if it is
-    broken or does not have the hook.
+    broken or does not have the hook. The function raises what the plugin does if that is a HwrlError, else EngineError.
     """
     found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
     installed = Installed(found, load_hooks)
@@ -44,7 +44,7 @@ def load_hook(
     manager = installed.load(name)
     if isinstance(manager, LoadFailure):
         raise EngineError(
-            f"{asked_by}={name} cannot be used", why=str(manager), fix="mend, upgrade or uninstall that distribution"
+            f"{asked_by}={name} cannot be used", why=str(manager), fix="fix, upgrade or uninstall that distribution"
         )
     caller = getattr(manager.hook, hook)
     if not caller.get_hookimpls() and not optional:
@@ -53,7 +53,18 @@ def load_hook(
             why=f"the plugin {name!r} does not have the hook {hook}",
             fix=f"choose one of {', '.join(sorted({*built_in, *_with_hook(installed, hook)}))}",
         )
-    return caller
+
+    def call(**arguments: Any) -> Any:
+        try:
+            return ask(caller, Any, **arguments)
+        except PluginFault as fault:
+            raise EngineError(
+                f"{asked_by}={name} cannot be used",
+                why=f"the plugin {name!r} failed: {fault}",
+                fix="look at the exception that this one was raised from",
+            ) from fault.__cause__
+
+    return call
 
 
 def _with_hook(installed: Installed[pluggy.PluginManager], hook: str) -> Iterator[str]:

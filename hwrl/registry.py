@@ -27,7 +27,7 @@ from hwrl.errors import (
     BackendUnavailableError,
     HwrlError,
 )
-from hwrl.loading import Installed, LoadFailure, Plugin, load_backend
+from hwrl.loading import Installed, LoadFailure, Plugin, PluginFault, ask, in_one_line, load_backend
 
 GROUP = "hwrl.backends"
 """The entry-point group in which backends are registered."""
@@ -37,11 +37,15 @@ VARIABLE = "HWRL_BACKEND"
 
 @dataclass(frozen=True)
 class Probed:
-    """One plugin's answer, and how long it took; a probe that failed counts as ``unknown``."""
+    """One plugin's answer, and how long it took.
+
+    ``faulty``: the probe raised or answered with a wrong type. The ``result`` is then ``unknown``, with that reason.
+    """
 
     plugin: Plugin
     result: ProbeResult
     duration_ms: float
+    faulty: bool = False
 
     def __str__(self) -> str:
         evidence = f" (found {', '.join(self.result.evidence)})" if self.result.evidence else ""
@@ -93,8 +97,9 @@ class Registry:
     def get_backend(self) -> Backend:
         """Return this process's backend, choosing and creating it at the first call.
 
-        The backend may see no device (``device_count() == 0``). Raises a :class:`~hwrl.errors.BackendError` with all
-        reasons if none can be chosen safely; a later call then tries again.
+        The backend may see no device (:meth:`~hwrl.backend.Backend.why_no_device` says why). Its devices are not asked
+        for here: a process may still narrow them. Raises a :class:`~hwrl.errors.BackendError` with all reasons if none
+        can be chosen safely; a later call then tries again.
         """
         with self._lock:
             if self._backend is None:
@@ -141,8 +146,14 @@ class Registry:
         plugin = self._chosen_plugin()
         if plugin is None:
             return {}
-        wanted = plugin.manager.hook.hwrl_process_env(
-            role=role, env=dict(self._env), exports_memory=exports_memory, shares_device=shares_device
+        wanted = _ask(
+            plugin,
+            "hwrl_process_env",
+            dict[str, str] | None,
+            role=role,
+            env=dict(self._env),
+            exports_memory=exports_memory,
+            shares_device=shares_device,
         )
         return {variable: value for variable, value in (wanted or {}).items() if variable not in self._env}
 
@@ -155,8 +166,9 @@ class Registry:
         """
         with self._lock:
             plugin = self._chosen_plugin()
-            hook = None if plugin is None else plugin.manager.hook.hwrl_bootstrap
-            if hook is None or not hook.get_hookimpls() or framework in self._bootstrapped:
+            if plugin is None or framework in self._bootstrapped:
+                return
+            if not plugin.manager.hook.hwrl_bootstrap.get_hookimpls():
                 return
             if framework in sys.modules:
                 raise BackendUnavailableError(
@@ -164,14 +176,15 @@ class Registry:
                     why="it was imported before, and what it imported then cannot be changed any more",
                     fix=f"call hwrl.registry.bootstrap({framework!r}) before anything imports {framework}",
                 )
-            hook(framework=framework)
+            _ask(plugin, "hwrl_bootstrap", Any, framework=framework)
             self._bootstrapped.add(framework)
 
     def engine_args(self, framework: str) -> dict[str, Any]:
         """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need on this device."""
         plugin = self._chosen_plugin()
-        hook = None if plugin is None else plugin.manager.hook.hwrl_engine_args
-        return {} if hook is None else hook(framework=framework) or {}
+        if plugin is None:
+            return {}
+        return _ask(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework) or {}
 
     def _chosen_plugin(self) -> Plugin | None:
         """Return the chosen backend's plugin; None if the backend was given as an object that no plugin made."""
@@ -211,15 +224,17 @@ class Registry:
             raise BackendLoadError(
                 f"backend {name!r} cannot be used",
                 why=str(plugin),
-                fix="mend, upgrade or uninstall that distribution; `hwrl doctor` shows all of them",
+                fix="fix, upgrade or uninstall that distribution; `hwrl doctor` shows all of them",
             )
         probed = _probe(plugin, self._context)
+        if probed.faulty:
+            raise _broken(plugin, probed.result.reason.partition(": ")[2])
         if probed.result.answer == "no":
             others = [other for other in self._plugins().names() if other not in plugin.names]
             raise BackendUnavailableError(
                 f"backend {name!r} cannot run here",
                 why=f"{asked_by} asks for it, but {probed}",
-                fix="mend what the reason names" + (f", or choose another of {', '.join(others)}" if others else ""),
+                fix="fix what the reason names" + (f", or choose another of {', '.join(others)}" if others else ""),
             )
         return Choice(plugin, f"{asked_by} asks for {name!r}; {probed}")
 
@@ -238,32 +253,43 @@ class Registry:
 
 def _probe(plugin: Plugin, context: ProbeContext) -> Probed:
     started_s = time.perf_counter()
+    faulty = False
     try:
-        result = plugin.manager.hook.hwrl_probe(context=context)
-    except Exception as exc:  # noqa: BLE001 - foreign code may raise anything; it becomes an answer with its reason
-        result = ProbeResult("unknown", f"the probe failed with {type(exc).__name__}: {exc}")
-    if not isinstance(result, ProbeResult):
-        result = ProbeResult("unknown", f"the probe returned {result!r} and not a ProbeResult")
-    return Probed(plugin, result, (time.perf_counter() - started_s) * 1000)
+        result = ask(plugin.manager.hook.hwrl_probe, ProbeResult, context=context)
+    except (PluginFault, HwrlError) as fault:
+        result, faulty = ProbeResult("unknown", f"its plugin is broken: {in_one_line(fault)}"), True
+    return Probed(plugin, result, (time.perf_counter() - started_s) * 1000, faulty)
+
+
+def _broken(plugin: Plugin, reason: str) -> BackendLoadError:
+    return BackendLoadError(
+        f"backend {plugin.info.name!r} cannot be used",
+        why=f"the plugin {plugin.value} of {plugin.distribution} is broken: {reason}",
+        fix=f"fix, upgrade or uninstall {plugin.distribution}",
+    )
+
+
+def _ask(plugin: Plugin, hook: str, kind: Any, **arguments: Any) -> Any:
+    """Return the plugin's answer to ``hook``, of type ``kind``; raise BackendLoadError, by its name, for any other."""
+    try:
+        return ask(getattr(plugin.manager.hook, hook), kind, **arguments)
+    except PluginFault as fault:
+        raise _broken(plugin, str(fault)) from fault.__cause__
 
 
 def _create(plugin: Plugin) -> Backend:
     try:
-        backend = plugin.manager.hook.hwrl_create_backend()
-    except HwrlError:
-        raise
-    except Exception as exc:
+        backend: Backend = ask(plugin.manager.hook.hwrl_create_backend, Any)
+    except PluginFault as fault:
         raise BackendUnavailableError(
             f"backend {plugin.info.name!r} cannot be created",
-            why=f"{plugin.value} raised {type(exc).__name__}: {exc}",
-            fix="mend what the reason names; `hwrl doctor` shows versions and variables",
-        ) from exc
+            why=f"{plugin.value}: {fault}",
+            fix="fix what the reason names; `hwrl doctor` shows versions and variables",
+        ) from fault.__cause__
     if not isinstance(backend, Backend):
-        raise BackendLoadError(
-            f"backend {plugin.info.name!r} cannot be used",
-            why=f"hwrl_create_backend of {plugin.value} returned {backend!r}",
-            fix="return a hwrl.Backend from it",
-        )
+        raise _broken(plugin, f"its hwrl_create_backend returned {backend!r}, not a hwrl.Backend")
+    if getattr(backend, "info", None) != plugin.info:
+        raise _broken(plugin, "its backend has another info than its hwrl_backend_info: pass that to Backend.__init__")
     return backend
 
 
@@ -286,7 +312,7 @@ def _detect(survey: Survey) -> Choice:
         return _highest(devices)
     if not able:
         raise BackendUnavailableError(
-            "no backend can run here", why=survey.reasons(), fix="mend one of them, or install a backend that can"
+            "no backend can run here", why=survey.reasons(), fix="fix one of them, or install a backend that can"
         )
     choice = _highest(able)
     _refuse_unsafe_fallback(choice, survey)
@@ -316,7 +342,7 @@ def _refuse_unsafe_fallback(choice: Choice, survey: Survey) -> None:
         raise BackendAmbiguousError(
             f"will not fall back to {name!r} by itself",
             why="; ".join(doubts),
-            fix=f"mend what the reasons name, or set {VARIABLE}={name} to insist on it",
+            fix=f"fix what the reasons name; or set {VARIABLE}={name} if {name!r} is meant",
         )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hwrl_cpu.gloo import AbortableGroups
 
-INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo collectives", fallback=True)
+INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo collectives", api=(1, 0), fallback=True)
 
 _SUPPORT = {
     Capability.STREAMS: Support("unsupported", "CPU work runs in the calling thread; streams are inline"),

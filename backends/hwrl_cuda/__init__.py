@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import ProcessGroup, Store
 
-INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives")
+INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives", api=(1, 0))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name, and the one that torch 2.9 deprecated
+_PCI_VENDOR, _PCI_DISPLAY = 0x10DE, 0x03  # NVIDIA; display controllers, which 3D controllers without a screen belong to
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 _PROVEN = Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
 _SUPPORT = {
@@ -45,13 +46,28 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
     files = context.device_files("dev/nvidia[0-9]*")
     subsystem = context.device_files("dev/dxg")  # the only device file under WSL, whoever made the GPU
     if not files and not subsystem:
-        return ProbeResult("no", "there is no /dev/nvidia[0-9]*: this machine or container shows no NVIDIA GPU")
+        return _without_device_files(context)
     reason = _why_torch_cannot(context)
     if reason:
         return ProbeResult("no", reason, files)
     if not files:
         return ProbeResult("unknown", "/dev/dxg may be an NVIDIA GPU; set HWRL_BACKEND to decide", subsystem)
     return ProbeResult("yes", f"{len(files)} GPU device files and a torch built for CUDA", files, rank=100)
+
+
+def _without_device_files(context: ProbeContext) -> ProbeResult:
+    """Return a no, with the reason, and with what is on the PCI bus: a GPU without a driver is a GPU."""
+    found = context.pci_devices(vendor=_PCI_VENDOR, base_class=_PCI_DISPLAY)
+    reason = "there is no /dev/nvidia[0-9]*"
+    if not found:
+        return ProbeResult("no", f"{reason}: this machine or container shows no NVIDIA GPU")
+    drivers = ", ".join(sorted({f"driver {device.driver}" if device.driver else "no driver" for device in found}))
+    return ProbeResult(
+        "no",
+        f"{reason}, but the PCI bus has {len(found)} NVIDIA GPU(s) ({drivers}): load the driver (modprobe nvidia, "
+        "nvidia-smi), or start the container with its GPUs (--gpus all)",
+        tuple(device.path for device in found),
+    )
 
 
 def _why_torch_cannot(context: ProbeContext) -> str:
@@ -83,7 +99,8 @@ def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
         if name in context.env:
             yield Finding("info", f"{name}={context.env[name]}")
     if context.env.get(VISIBLE) in ("", "-1"):
-        yield Finding("warning", f"{VISIBLE} hides every GPU: this process sees no device", fix=f"unset {VISIBLE}")
+        fix = f"unset {VISIBLE}, or set HWRL_BACKEND=cpu if the CPU is meant"
+        yield Finding("warning", f"{VISIBLE} hides every GPU: this process sees no device", fix=fix)
     if all(name in context.env for name in ALLOCATOR):
         both = " and ".join(ALLOCATOR)
         yield Finding("warning", f"{both} are set: torch reads some options of each", fix=f"unset {ALLOCATOR[1]}")

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import ProcessGroup, Store
 
-INFO = BackendInfo(name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)")
+INFO = BackendInfo(
+    name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)", api=(1, 0)
+)
 _DEVICE_FILES = "dev/davinci[0-9]*"
+_PCI_VENDOR, _PCI_ACCELERATOR = 0x19E5, 0x12  # Huawei, of which a board's screen controller has another class
 _READ_AS_DEFAULT_S = 1800  # torch_npu takes this timeout for "none was given", and waits for an hour instead
 _SIMULATED = Support(
     "unverified", "passes the conformance kit over a simulated CANN (torch_npu 2.13); not run on a device"
@@ -44,13 +47,28 @@ def hwrl_backend_info() -> BackendInfo:
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
     files = context.device_files(_DEVICE_FILES)
     if not files:
-        return ProbeResult("no", "there is no /dev/davinci[0-9]*: this machine or container shows no Ascend NPU")
+        return _without_device_files(context)
     missing = [name for name in ("torch", "torch_npu") if not context.has_module(name)]
     if missing:
         return ProbeResult("no", f"{' and '.join(missing)} not installed", files)
     if re.search(r"^cuda\b[^=\n]*=\s*'", context.module_text("torch", "version.py") or "", re.MULTILINE):
         return ProbeResult("no", "torch is built for CUDA, and torch_npu refuses that; install the CPU build", files)
     return ProbeResult("yes", f"{len(files)} NPU device files, and torch_npu is installed", files, rank=100)
+
+
+def _without_device_files(context: ProbeContext) -> ProbeResult:
+    """Return a no, with the reason, and with what is on the PCI bus: an NPU without a driver is an NPU."""
+    found = context.pci_devices(vendor=_PCI_VENDOR, base_class=_PCI_ACCELERATOR)
+    reason = "there is no /dev/davinci[0-9]*"
+    if not found:
+        return ProbeResult("no", f"{reason}: this machine or container shows no Ascend NPU")
+    drivers = ", ".join(sorted({f"driver {device.driver}" if device.driver else "no driver" for device in found}))
+    return ProbeResult(
+        "no",
+        f"{reason}, but the PCI bus has {len(found)} Ascend NPU(s) ({drivers}): install and load the NPU driver "
+        "(npu-smi info), or start the container with its NPUs (--device /dev/davinci0 and the others)",
+        tuple(device.path for device in found),
+    )
 
 
 @hwrl.hookimpl

@@ -10,17 +10,21 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from hwrl import __version__
 from hwrl.backend import Finding, ProbeContext
 from hwrl.cli import livecheck
-from hwrl.errors import BackendError
-from hwrl.loading import Plugin
-from hwrl.registry import Probed, Registry
+from hwrl.errors import BackendError, HwrlError
+from hwrl.loading import Plugin, PluginFault, contain, in_one_line
+from hwrl.registry import GROUP, Probed, Registry
+from hwrl.typed import why_not
 
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 
+_TORCH_EXTENSIONS = "torch.backends"
+"""The entry-point group in which vendors register their devices with torch."""
 _VARIABLES = re.compile(
     r"HWRL_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|RAY_ADDRESS|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE"
     r"|PYTORCH_ALLOC_CONF|TORCH_DEVICE_BACKEND_AUTOLOAD|PYTHONPATH"
@@ -79,18 +83,33 @@ def _describe(probed: Probed, context: ProbeContext) -> dict[str, Any]:
 
 def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
     try:
-        return [finding for found in plugin.manager.hook.hwrl_doctor(context=context) for finding in found]
-    except Exception as exc:  # noqa: BLE001 - foreign code may raise anything; the report shows it and goes on
-        return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {type(exc).__name__}: {exc}")]
+        found = contain(lambda: list(chain.from_iterable(plugin.manager.hook.hwrl_doctor(context=context))))
+    except (PluginFault, HwrlError) as fault:
+        return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {in_one_line(fault)}")]
+    return [_checked(plugin, finding) for finding in found]
+
+
+def _checked(plugin: Plugin, finding: Any) -> Finding:
+    """Return ``finding``; in place of what is none, a finding that says so."""
+    wrong = why_not(finding, Finding, name="a finding")
+    return Finding("warning", f"hwrl_doctor of {plugin.value} gave a wrong answer: {wrong}") if wrong else finding
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of python and of all that hwrl may use, from metadata; development tools are left out."""
-    needed = [text for text in importlib.metadata.requires("hwrl") or [] if not re.search(r"extra == .dev", text)]
-    names = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in needed} - {"hwrl"}
+    """Return the versions, from metadata, of python, of all that hwrl and backends use, and of torch's extensions.
+
+    Development tools are left out.
+    """
+    needed = [text for name in {"hwrl", *_packages(GROUP)} for text in importlib.metadata.requires(name) or []]
+    used = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in needed if not re.search(r"extra == .dev", text)}
     return {"python": platform.python_version(), "platform": platform.platform()} | {
-        name: _version(name) for name in sorted(names)
+        name: _version(name) for name in sorted((used | _packages(_TORCH_EXTENSIONS)) - {"hwrl"})
     }
+
+
+def _packages(group: str) -> set[str]:
+    """Return the distributions that have entry points of ``group``."""
+    return {entry.dist.name for entry in importlib.metadata.entry_points(group=group) if entry.dist is not None}
 
 
 def _version(name: str) -> str:

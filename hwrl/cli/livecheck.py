@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hwrl.backend import Backend
 
 _LAST_LINES = 5
+_SHOWN = 3
 
 
 def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
@@ -59,11 +60,14 @@ def _report() -> dict[str, Any]:
 
 
 def _why_unusable(backend: Backend) -> str:
-    """Allocate, add, copy to pinned host memory and back; return '' if the numbers are right, else what was wrong."""
+    """Return '' if memory, copies and a small model's numbers are right, else what was wrong."""
     import torch
 
-    if backend.device_count() == 0:
-        return "this process sees no device"
+    from hwrl.testing.compute import wrong_at_a_glance
+
+    absent = backend.why_no_device()
+    if absent:
+        return absent
     ones = torch.ones(1024, dtype=torch.float32, device=backend.device())
     pinned = backend.pinned_empty(ones.nbytes).view(torch.float32)
     pinned.copy_(ones + ones)
@@ -72,7 +76,10 @@ def _why_unusable(backend: Backend) -> str:
         return "1 + 1 on the device did not arrive as 2 in host memory"
     back = pinned.to(backend.device())
     backend.synchronize()
-    return "" if bool((back == 2).all()) else "a copy from host memory did not arrive on the device"
+    if not bool((back == 2).all()):
+        return "a copy from host memory did not arrive on the device"
+    wrong = wrong_at_a_glance(backend)
+    return f"a small model computes wrong numbers: {'; '.join(wrong[:_SHOWN])}" if wrong else ""
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from hwrl.errors import ConfigError
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
 from hwrl.testing.contracts.comm import CommContract  # noqa: E402 - after the line above
+from hwrl.testing.contracts.compute import ComputeContract  # noqa: E402 - after the line above
 from hwrl.testing.contracts.device import (  # noqa: E402 - after the line above
     CapabilityContract,
     DeviceContract,
@@ -37,6 +38,7 @@ from hwrl.testing.contracts.weights import WeightsContract  # noqa: E402 - after
 __all__ = [
     "CapabilityContract",
     "CommContract",
+    "ComputeContract",
     "DeviceContract",
     "DeviceIpcContract",
     "DeviceMapContract",

@@ -21,6 +21,10 @@ class TestDevice(conformance.DeviceContract):
     """Work on the device."""
 
 
+class TestCompute(conformance.ComputeContract):
+    """The numbers of a small model."""
+
+
 class TestPinnedMemory(conformance.PinnedMemoryContract):
     """Host memory."""
 

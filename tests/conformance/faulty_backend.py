@@ -15,7 +15,7 @@ from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, MemoryInfo
 from hwrl.errors import UnsupportedError
 from hwrl_cpu.inline import InlineEvent, InlineStream
 
-INFO = BackendInfo(name="faulty", device_type="cpu", description="the reference backend with one fault")
+INFO = BackendInfo(name="faulty", device_type="cpu", description="the reference backend with one fault", api=(1, 0))
 
 if os.environ.get("HWRL_FAULT") == "module imports torch":
     import torch  # noqa: F401 - the fault
@@ -40,6 +40,8 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
         os.environ["FAULTY_WAS_HERE"] = "1"
     if fault("probe raises"):
         context.env["FAULTY_HOME"]
+    if fault("probe says Yes"):
+        return ProbeResult("Yes", "it always runs")  # type: ignore[arg-type] # the fault
     if fault("probe gives no reason"):
         return ProbeResult("yes", "")
     if not context.has_module("torch") and not fault("probe says yes to nothing"):
@@ -159,6 +161,15 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
             raise
         return opened.clone() if fault("opened memory is a copy") else opened
 
+    def comm_library(self) -> str:
+        import torch.distributed as dist
+
+        if not fault("the library only reduces"):
+            return super().comm_library()
+        if "reducer" not in dist.Backend.backend_list:
+            dist.Backend.register_backend("reducer", reducer, devices=["cpu"])
+        return "reducer"
+
     def create_process_group(self, store: Any, **place: Any) -> Any:
         group = super().create_process_group(store, **place)
         if fault("a dead peer goes unnoticed"):
@@ -169,6 +180,35 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
         if fault("abort does nothing") or fault("an unsupported abort does nothing"):
             return
         super().abort_process_group(getattr(group, "whole", group))
+
+
+def attention_over(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's attention ``right`` with the faults of a device's kernel: the CPU's own has none."""
+
+    def attention(*inputs: Any, **settings: Any) -> Any:
+        if fault("attention sees the future"):
+            return right(*inputs, **settings | {"is_causal": False})
+        out = right(*inputs, **settings)
+        return out * 0 + 1e-3 if fault("attention returns what was in memory") else out
+
+    return attention
+
+
+def reducer(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """Return a process group that has all_reduce and nothing else."""
+    import torch.distributed as dist
+
+    whole: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+    base: Any = dist.ProcessGroup
+
+    class Reducer(base):  # type: ignore[misc] # torch's stubs lack its shorter initializer
+        def getBackendName(self) -> str:
+            return "reducer"
+
+        def allreduce(self, tensors: Any, options: Any) -> Any:
+            return whole.allreduce(tensors, options)
+
+    return Reducer(rank, size)
 
 
 @dataclass

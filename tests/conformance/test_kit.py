@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.nn import functional
 
 from hwrl.backend import Backend
 from hwrl.errors import ConfigError
@@ -23,6 +24,7 @@ FAULTS = {
     "probe is slow": "test_its_probe_is_quick",
     "probe changes the environment": "test_it_is_probed_without_torch",
     "probe raises": "test_its_probe_denies_an_empty_machine",
+    "probe says Yes": "test_its_probe_says_yes_where_it_runs",
     "probe gives no reason": "test_its_probe_says_yes_where_it_runs",
     "probe says yes to nothing": "test_its_probe_denies_an_empty_machine",
     "devices are dropped": "test_what_is_rendered_is_visible",
@@ -35,6 +37,8 @@ FAULTS = {
     "a stream never ends": "test_streams_keep_order",
     "random state is not bytes": "test_random_numbers_repeat",
     "random state is not restored": "test_random_numbers_repeat",
+    "attention returns what was in memory": "test_attention_is_right and float32",
+    "attention sees the future": "test_a_step_of_training_is_right and float32",
     "pinned memory is not host memory": "test_it_is_bytes_on_the_host",
     "pinned memory is device memory": "test_it_is_no_device_memory",
     "pinned memory is too small": "test_it_is_bytes_on_the_host",
@@ -45,6 +49,7 @@ FAULTS = {
     "cached memory is not given back": "test_freed_memory_is_given_back",
     "more is free than there is": "test_the_numbers_fit_each_other",
     "a broadcast does nothing": "test_collectives_are_right",
+    "the library only reduces": "test_the_default_group_is_torchs",
     "abort does nothing": "test_abort_ends_what_is_blocked_or_is_refused",
     "a dead peer goes unnoticed": "test_a_killed_peer_is_noticed_and_replaced",
     "opened memory is a copy": "test_both_processes_see_the_same_bytes",
@@ -65,7 +70,10 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[hwrl.backends]\nfaulty = faulty_backend\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield Registry(env={"HWRL_BACKEND": "faulty"}).get_backend()
+    backend = Registry(env={"HWRL_BACKEND": "faulty"}).get_backend()
+    faults = sys.modules["faulty_backend"].attention_over(functional.scaled_dot_product_attention)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", faults)
+    yield backend
     sys.modules.pop("faulty_backend")
 
 

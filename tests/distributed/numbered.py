@@ -13,7 +13,7 @@ from hwrl.errors import CommError, UnsupportedError
 from hwrl.handles import Handle
 from hwrl_cpu import CpuBackend
 
-INFO = BackendInfo(name="numbered", device_type="cpu", description="the CPU as NUMBERED_DEVICES devices")
+INFO = BackendInfo(name="numbered", device_type="cpu", description="the CPU as NUMBERED_DEVICES devices", api=(1, 0))
 
 
 @hwrl.hookimpl

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
 from hwrl.backend import Capability, Finding, ProbeContext
-from hwrl.errors import BackendUnavailableError, ConfigError
+from hwrl.errors import BackendAmbiguousError, BackendUnavailableError, ConfigError
+from hwrl.registry import Registry
 
 CUDA_TORCH = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 HOST_TORCH = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
@@ -30,6 +32,15 @@ class Machine:
         (self.root / "dev").mkdir(exist_ok=True)
         for name in names:
             (self.root / "dev" / name).touch()
+        return self
+
+    def with_pci(self, address: str, *, vendor: str, kind: str, driver: str = "") -> Machine:
+        folder = self.root / "sys/bus/pci/devices" / address
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+        if driver:
+            (folder / "driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
         return self
 
     def with_module(self, name: str, version_text: str = "") -> Machine:
@@ -104,6 +115,48 @@ def test_npus_that_cannot_be_used_are_evidence_with_a_reason(
     result = hwrl_npu.hwrl_probe(machine.context())
     assert (result.answer, result.evidence) == ("no", ("/dev/davinci0",))
     assert said in result.reason
+
+
+# Plugin, its vendor, its classes, another class of that vendor: a GPU's sound, a server's screen behind its controller.
+PCI = [
+    (hwrl_cuda, "0x10de", ("0x030000", "0x030200"), "0x040300"),
+    (hwrl_npu, "0x19e5", ("0x120000", "0x120000"), "0x030000"),
+]
+
+
+@pytest.mark.parametrize(("plugin", "vendor", "kinds", "other"), PCI)
+def test_a_device_without_a_driver_is_evidence_with_its_remedy(
+    machine: Machine, plugin: Any, vendor: str, kinds: tuple[str, str], other: str
+) -> None:
+    machine.with_module("torch", CUDA_TORCH).with_module("torch_npu")
+    machine.with_pci("0000:00:02.0", vendor=vendor, kind=other).with_pci("0000:00:03.0", vendor="0x8086", kind=kinds[0])
+    assert plugin.hwrl_probe(machine.context()).evidence == ()
+    machine.with_pci("0000:17:00.0", vendor=vendor, kind=kinds[0])
+    machine.with_pci("0000:ca:00.0", vendor=vendor, kind=kinds[1], driver="vfio-pci")
+    result = plugin.hwrl_probe(machine.context())
+    assert result.answer == "no"
+    assert result.evidence == tuple(f"/sys/bus/pci/devices/0000:{slot}:00.0" for slot in ("17", "ca"))
+    assert "the PCI bus has 2 " in result.reason and " (driver vfio-pci, no driver): " in result.reason
+    assert " load the " in result.reason and "start the container with its" in result.reason
+
+
+@pytest.mark.parametrize(("vendor", "kind"), [("0x10de", "0x030000"), ("0x19e5", "0x120000")])
+def test_a_device_without_a_driver_is_not_replaced_by_the_cpu_unless_the_user_says_so(
+    machine: Machine, vendor: str, kind: str
+) -> None:
+    machine.with_module("torch", CUDA_TORCH).with_pci("0000:17:00.0", vendor=vendor, kind=kind)
+    with pytest.raises(BackendAmbiguousError, match="will not fall back to 'cpu'") as caught:
+        Registry(env={}, context=machine.context()).choose()
+    assert "/sys/bus/pci/devices/0000:17:00.0" in caught.value.why
+    assert "set HWRL_BACKEND=cpu if 'cpu' is meant" in caught.value.fix
+    chosen = Registry(env={"HWRL_BACKEND": "cpu"}, context=machine.context()).choose()
+    assert chosen.plugin.info.name == "cpu"
+
+
+def test_a_device_that_is_unplugged_meanwhile_is_none(machine: Machine) -> None:
+    machine.with_pci("0000:17:00.0", vendor="0x10de", kind="0x030000")
+    (machine.root / "sys/bus/pci/devices/0000:17:00.0/vendor").unlink()
+    assert hwrl_cuda.hwrl_probe(machine.context()).evidence == ()
 
 
 def test_the_host_needs_torch(machine: Machine) -> None:

@@ -22,7 +22,7 @@ from hwrl.backend import Backend, BackendInfo, Finding, ProbeResult
 
 @hwrl.hookimpl
 def hwrl_backend_info():
-    return BackendInfo(name="card", device_type="cpu", description="an imitated card")
+    return BackendInfo(name="card", device_type="cpu", description="an imitated card", api=(1, 0))
 
 @hwrl.hookimpl
 def hwrl_probe(context):
@@ -37,6 +37,10 @@ def hwrl_doctor(context):
     yield Finding({level!r}, "the firmware is old", fix="flash it")
 """
 YES = "ProbeResult('yes', 'it blinks', evidence=('/dev/card0',), rank=500)"
+BLIND = (
+    "from torch.nn import functional as f; right = f.scaled_dot_product_attention; "
+    "f.scaled_dot_product_attention = lambda *parts, **settings: right(*parts, **settings) * 0 + 1; "
+)
 HOST = "import hwrl_cpu; return hwrl_cpu.CpuBackend(hwrl_backend_info())"
 
 
@@ -103,6 +107,23 @@ def test_a_package_from_elsewhere_is_found_and_chosen(tmp_path: Path) -> None:
     assert card["findings"] == [{"level": "warning", "message": "the firmware is old", "fix": "flash it"}]
 
 
+def test_the_versions_of_the_vendors_packages_are_shown(tmp_path: Path) -> None:
+    install(tmp_path)
+    with (tmp_path / "hwrl_card-3.1.dist-info" / "METADATA").open("a") as file:
+        file.write("Requires-Dist: card-runtime>=4\nRequires-Dist: no-such-thing\n")
+    for name, version, points in (
+        ("card-runtime", "4.2", ""),
+        ("torch-card", "2.13.1", "[torch.backends]\ncard = gc:collect\n"),
+    ):
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "entry_points.txt").write_text(points)
+    versions = report(folder=tmp_path, choose="cpu", status=0)["versions"]
+    shown = {name: versions[name] for name in ("card-runtime", "torch-card", "no-such-thing")}
+    assert shown == {"card-runtime": "4.2", "torch-card": "2.13.1", "no-such-thing": "not installed"}
+
+
 def test_a_plugin_that_cannot_be_imported_is_shown_and_refuses_the_fallback(tmp_path: Path) -> None:
     install(tmp_path, source="import no_such_driver")
     found = report(folder=tmp_path, status=1)
@@ -119,9 +140,10 @@ def test_a_plugin_that_cannot_be_imported_is_shown_and_refuses_the_fallback(tmp_
         ("raise OSError('no firmware')", "OSError: no firmware"),
         ("import os; os.write(2, b'driver panic'); os.abort()", "driver panic"),
         (HOST.replace("return ", "b = ") + "; b.device_count = lambda: 0; return b", "sees no device"),
+        (BLIND + HOST, "the gradient of query in torch.float32 is off by"),
         (HOST.replace("return ", "b = ") + "; b.pinned_empty = lambda n: __import__('torch').empty(n); return b", ""),
     ],
-    ids=["raises", "kills the process", "no device", "wrong memory"],
+    ids=["raises", "kills the process", "no device", "wrong attention", "wrong memory"],
 )
 def test_a_chosen_backend_that_cannot_run_fails_and_says_why(tmp_path: Path, create: str, said: str) -> None:
     install(tmp_path, create="print('vendor banner'); " + create)
@@ -139,6 +161,29 @@ def test_a_faulty_doctor_hook_does_not_stop_doctor(tmp_path: Path) -> None:
     install(tmp_path, source=CARD.replace("yield Finding", "raise KeyError('slot')\n    yield Finding"))
     (card,) = [b for b in report(folder=tmp_path, choose="card", status=0)["backends"] if b["name"] == "card"]
     assert "KeyError: 'slot'" in card["findings"][0]["message"]
+
+
+def test_what_a_plugin_does_wrong_is_shown_and_doctor_goes_on(tmp_path: Path) -> None:
+    install(tmp_path, source=CARD.replace("yield Finding", "raise SystemExit(0)\n    yield Finding"), probe="None")
+    (tmp_path / "hwrl_quits.py").write_text("import sys\nsys.exit(0)\n")
+    with (tmp_path / "hwrl_card-3.1.dist-info" / "entry_points.txt").open("a") as file:
+        file.write("quits = hwrl_quits\n")
+    found = report(folder=tmp_path, choose="cpu", status=0)
+    (card,) = [backend for backend in found["backends"] if backend["name"] == "card"]
+    assert card["answer"] == "unknown"
+    assert "its hwrl_probe gave a wrong answer: it is None" in card["reason"]
+    assert [found["message"] for found in card["findings"]] == ["hwrl_doctor of hwrl_card raised SystemExit: 0"]
+    assert [failure["reason"] for failure in found["load_failures"]] == ["SystemExit: 0"]
+
+
+def test_a_finding_that_is_none_is_shown_in_words(tmp_path: Path) -> None:
+    install(tmp_path, source=CARD.replace("yield Finding", "yield 'the slot is dusty'\n    yield Finding"), level="bad")
+    found = report(folder=tmp_path, choose="cpu", status=0)
+    (card,) = [backend for backend in found["backends"] if backend["name"] == "card"]
+    assert [found["message"].partition("wrong answer: ")[2] for found in card["findings"]] == [
+        "a finding is 'the slot is dusty', not of type Finding",
+        "level is 'bad', not one of 'info', 'warning', 'error'",
+    ]
 
 
 def test_a_driver_that_hangs_is_killed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

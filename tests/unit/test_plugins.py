@@ -12,13 +12,16 @@ from hwrl.plugins import GROUP, load_hook
 GOOD = "import hwrl\n@hwrl.hookimpl\ndef hwrl_train_engine(settings, options): return settings, options\n"
 WITHOUT = "import hwrl\n"
 BROKEN = "import a_framework_that_is_not_there\n"
+EXITING = "import sys\nsys.exit(0)\n"
+FAILING = GOOD.replace("return settings, options", "raise {}")
 MISSPELT = "import hwrl\n@hwrl.hookimpl\ndef hwrl_train_engin(settings): return settings\n"
 
 
 @pytest.fixture
 def entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     monkeypatch.syspath_prepend(str(tmp_path))
-    sources = {"good": GOOD, "without": WITHOUT, "broken": BROKEN, "misspelt": MISSPELT}
+    sources = {"good": GOOD, "without": WITHOUT, "broken": BROKEN, "misspelt": MISSPELT, "exiting": EXITING}
+    sources |= {"quits": FAILING.format("SystemExit(0)"), "raises": FAILING.format("OSError('no device')")}
     modules = {name: f"{tmp_path.name}_{name}" for name in sources}
     for name, source in sources.items():
         (tmp_path / f"{modules[name]}.py").write_text(source)
@@ -44,7 +47,7 @@ def test_an_unknown_name_is_told_with_the_known_ones_and_the_likely_one(entry_po
     with pytest.raises(ConfigError) as caught:
         load("goood", entry_points)
     assert caught.value.what == "train.engine=goood is not possible"
-    assert caught.value.why == "the installed names are broken, fsdp, good, misspelt"
+    assert caught.value.why == "the installed names are broken, exiting, fsdp, good, misspelt, quits, raises"
     assert "did you mean 'good'?" in caught.value.fix
 
 
@@ -53,6 +56,9 @@ def test_an_unknown_name_is_told_with_the_known_ones_and_the_likely_one(entry_po
     [
         ("broken", "ModuleNotFoundError: No module named 'a_framework_that_is_not_there'"),
         ("misspelt", "unknown hook 'hwrl_train_engin'"),
+        ("exiting", "SystemExit: 0"),
+        ("quits", "its hwrl_train_engine raised SystemExit: 0"),
+        ("raises", "its hwrl_train_engine raised OSError: no device"),
         ("without", "the plugin 'without' does not have the hook hwrl_train_engine"),
     ],
 )
@@ -63,4 +69,4 @@ def test_a_plugin_that_cannot_be_used_is_told_with_the_reason(
         load(name, entry_points)
     assert caught.value.what == f"train.engine={name} cannot be used"
     assert why in caught.value.why
-    assert name != "without" or caught.value.fix == "choose one of broken, fsdp, good, misspelt"
+    assert name != "without" or caught.value.fix == "choose one of broken, exiting, fsdp, good, misspelt, quits, raises"

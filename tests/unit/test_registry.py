@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,55 +11,15 @@ from hwrl.backend import Backend, BackendInfo
 from hwrl.errors import (
     BackendAlreadyChosenError,
     BackendAmbiguousError,
+    BackendError,
     BackendLoadError,
     BackendNotFoundError,
     BackendUnavailableError,
 )
-from hwrl.registry import GROUP, VARIABLE, Registry
+from hwrl.registry import VARIABLE, Registry
+from tests.unit.plugin_files import SOURCE, PluginFiles, plugins
 
-SOURCE = """
-import hwrl
-from hwrl.backend import Backend, BackendInfo, ProbeResult
-
-@hwrl.hookimpl
-def hwrl_backend_info():
-    return BackendInfo(name={name!r}, device_type="cpu", description="for a test", fallback={fallback!r})
-
-@hwrl.hookimpl
-def hwrl_probe(context):
-    return ProbeResult({answer!r}, {reason!r}, evidence={evidence!r}, rank={rank!r})
-
-@hwrl.hookimpl
-def hwrl_create_backend():
-    return Backend(hwrl_backend_info())
-"""
-
-
-class PluginFiles:
-    """Real plugin modules in a folder on ``sys.path``, real entry points for them, and an environment."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.entry_points: list[EntryPoint] = []
-        self.env: dict[str, str] = {}
-
-    def add(self, name: str, *, source: str = SOURCE, aliases: tuple[str, ...] = (), **settings: Any) -> str:
-        """Add one plugin, whose source is filled with ``settings``; return its module's name."""
-        module = f"{self.folder.name}_plugin_{len(self.entry_points)}_{name}"
-        usual = {"name": name, "answer": "yes", "reason": f"{name} ran", "evidence": (), "rank": 0, "fallback": False}
-        (self.folder / f"{module}.py").write_text(source.format(**(usual | settings)))
-        self.entry_points += [EntryPoint(each, module, GROUP) for each in (name, *aliases)]
-        return module
-
-    def registry(self, **env: str) -> Registry:
-        self.env = dict(env)
-        return Registry(entry_points=self.entry_points, env=self.env)
-
-
-@pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginFiles:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return PluginFiles(tmp_path)
+__all__ = ["plugins"]  # a fixture
 
 
 # -- HWRL_BACKEND decides alone -------------------------------------------------------------------------------------
@@ -104,7 +62,7 @@ def test_a_named_backend_that_cannot_run_gives_its_probes_reason_and_nothing_els
     other = plugins.add("other")
     with pytest.raises(BackendUnavailableError, match="the card is not plugged in") as caught:
         plugins.registry(HWRL_BACKEND="card").get_backend()
-    assert caught.value.fix == "mend what the reason names, or choose another of other"
+    assert caught.value.fix == "fix what the reason names, or choose another of other"
     assert other not in sys.modules
 
 
@@ -150,6 +108,9 @@ def test_the_fallback_is_taken_when_nothing_hints_at_a_device(plugins: PluginFil
     assert plugins.registry().get_backend().info.name == "host"
 
 
+WRONG = "its hwrl_probe gave a wrong answer: it is {'evidence'"
+
+
 @pytest.mark.parametrize(
     ("doubt", "said"),
     [
@@ -160,9 +121,17 @@ def test_the_fallback_is_taken_when_nothing_hints_at_a_device(plugins: PluginFil
             {"source": SOURCE.replace("return ProbeResult", "raise OSError('bus error')\n    dict")},
             "OSError: bus error",
         ),
-        ({"source": SOURCE.replace("return ProbeResult({answer!r}, {reason!r},", "return dict(")}, "not a ProbeResult"),
+        ({"source": SOURCE.replace("return ProbeResult", "import sys; sys.exit(0) or dict")}, "SystemExit: 0"),
+        ({"source": SOURCE.replace("import hwrl", "import sys; sys.exit(3)", 1)}, "SystemExit: 3"),
+        ({"source": SOURCE.replace("return ProbeResult", "return dict").replace("{answer!r}, {reason!r},", "")}, WRONG),
+        ({"answer": "Yes"}, "answer is 'Yes', not one of 'yes', 'no', 'unknown'"),
+        ({"answer": "NO "}, "answer is 'NO ', not one of"),
+        ({"answer": True}, "answer is True, not one of"),
+        ({"answer": "no", "reason": None}, "reason is None, not of type str"),
+        ({"answer": "no", "evidence": "/dev/card0"}, "evidence is '/dev/card0', not of type tuple[str, ...]"),
+        ({"answer": "no", "evidence": (0,)}, "evidence[0] is 0, not of type str"),
+        ({"answer": "no", "rank": "5"}, "rank is '5', not of type int"),
     ],
-    ids=["unknown", "device-files", "broken-import", "raising-probe", "no-answer"],
 )
 def test_any_doubt_refuses_the_fallback_with_the_reason(plugins: PluginFiles, doubt: Any, said: str) -> None:
     plugins.add("host", fallback=True)
@@ -170,7 +139,30 @@ def test_any_doubt_refuses_the_fallback_with_the_reason(plugins: PluginFiles, do
     with pytest.raises(BackendAmbiguousError) as caught:
         plugins.registry().get_backend()
     assert said in caught.value.why
+    assert "card" in caught.value.why
     assert "set HWRL_BACKEND=host" in caught.value.fix
+
+
+@pytest.mark.parametrize("answer", ["Yes", None, 1])
+def test_a_named_backend_whose_probe_answers_wrongly_is_an_error_of_its_plugin(
+    plugins: PluginFiles, answer: object
+) -> None:
+    module = plugins.add("card", answer=answer)
+    with pytest.raises(BackendLoadError, match="backend 'card' cannot be used") as caught:
+        plugins.registry(HWRL_BACKEND="card").get_backend()
+    assert f"the plugin {module} of an unknown distribution is broken: its hwrl_probe gave" in caught.value.why
+
+
+def test_a_broken_probe_does_not_stop_another_device(plugins: PluginFiles) -> None:
+    plugins.add("card")
+    plugins.add("bad", answer="Yes", rank=9)
+    assert plugins.registry().get_backend().info.name == "card"
+
+
+def test_ctrl_c_in_a_plugin_is_the_users(plugins: PluginFiles) -> None:
+    plugins.add("card", source=SOURCE.replace("return ProbeResult", "raise KeyboardInterrupt; dict"))
+    with pytest.raises(KeyboardInterrupt):
+        plugins.registry().survey()
 
 
 def test_the_remedy_for_a_refused_fallback_works(plugins: PluginFiles) -> None:
@@ -197,8 +189,22 @@ FAULTS = {
     "not an info": (SOURCE.replace("return BackendInfo(", "return dict("), "does not return a hwrl.BackendInfo"),
     "another's name": (SOURCE.replace("name={name!r}", "name='good'"), "calls itself 'good'"),
     "newer API": (
-        SOURCE.replace("fallback=", "api=(2, 0), fallback=") + "\n@hwrl.hookimpl\ndef hwrl_from_api_2(): ...\n",
+        SOURCE.replace("{api!r}", "(2, 0)") + "\n@hwrl.hookimpl\ndef hwrl_from_api_2(): ...\n",
         "plugin API 2.0",
+    ),
+    "newer minor API": (SOURCE.replace("{api!r}", "(1, 99)"), "plugin API 1.99, newer than this"),
+    "no API": (SOURCE.replace("api={api!r}, ", ""), "does not say for which plugin API"),
+    "API as text": (SOURCE.replace("{api!r}", "'1.0'"), "api is '1.0', not of type tuple[int, int]"),
+    "API of one figure": (SOURCE.replace("{api!r}", "(1,)"), "api is (1,), not of type"),
+    "wrong info": (SOURCE.replace('device_type="cpu"', "device_type=None"), "device_type is None, not of type str"),
+    "capital name": (SOURCE.replace("{name!r}", "'Bad'"), "calls itself 'Bad', and a name is written in small letters"),
+    "raising info": (SOURCE.replace("return BackendInfo(", "raise OSError('no bus')\n    dict("), "OSError: no bus"),
+    "exiting info": (SOURCE.replace("return BackendInfo(", "raise SystemExit(4)\n    dict("), "SystemExit: 4"),
+    "exiting import": ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+    "panicking import": ("class Panic(BaseException): ...\nraise Panic('at the driver')", "Panic: at the driver"),
+    "refusing import": (
+        "from hwrl import errors\nraise errors.UnsupportedError('no', why='old chip')",
+        "UnsupportedError: no: old chip",
     ),
 }
 
@@ -262,6 +268,22 @@ def test_the_choice_is_exported_to_child_processes(plugins: PluginFiles) -> None
     assert plugins.env[VARIABLE] == "card"
     plugins.registry(HWRL_BACKEND="karte").get_backend()
     assert plugins.env[VARIABLE] == "card"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("return 'a backend'", "returned 'a backend', not a hwrl.Backend"),
+        ("return Backend(BackendInfo('other', 'cpu', '', api=(1, 0)))", "has another info"),
+        ("return object.__new__(Backend)", "has another info"),
+        ("raise SystemExit(1)", "SystemExit: 1"),
+    ],
+)
+def test_a_plugin_that_makes_no_backend_of_its_own_is_named(plugins: PluginFiles, made: str, said: str) -> None:
+    plugins.add("card", source=SOURCE.replace("return Backend(hwrl_backend_info())", made))
+    with pytest.raises(BackendError, match="backend 'card' cannot be") as caught:
+        plugins.registry(HWRL_BACKEND="card").get_backend()
+    assert said in caught.value.why
 
 
 def test_set_backend_comes_before_the_variable(plugins: PluginFiles) -> None:
@@ -337,81 +359,3 @@ def test_the_installed_backends_are_found() -> None:
 
 def test_the_process_has_one_backend() -> None:
     assert hwrl.get_backend() is hwrl.get_backend()
-
-
-WANTS = """
-@hwrl.hookimpl
-def hwrl_process_env(role, env, shares_device):
-    return {{"KEPT": "the backend's", "WANTED": role, "SHARED": str(shares_device)}}
-"""
-
-
-def test_a_worker_gets_what_its_backend_wants_and_nobody_has_set(plugins: PluginFiles) -> None:
-    plugins.add("sim", source=SOURCE + WANTS)
-    assert plugins.registry(KEPT="the user's").process_env("trainer") == {"WANTED": "trainer", "SHARED": "False"}
-    assert plugins.registry().process_env("rollout", shares_device=True)["SHARED"] == "True"
-
-
-def test_a_worker_of_a_backend_that_wants_nothing_gets_nothing(plugins: PluginFiles) -> None:
-    plugins.add("sim")
-    assert plugins.registry().process_env("trainer") == {}
-    by_hand = plugins.registry()
-    by_hand.set_backend(Backend(BackendInfo(name="mine", device_type="cpu", description="no plugin made it")))
-    assert by_hand.process_env("rollout") == {}
-
-
-# -- preparing a process for a framework ----------------------------------------------------------------------------
-
-BOOTSTRAP = """
-
-@hwrl.hookimpl
-def hwrl_bootstrap(framework):
-    import sys
-    prepared = sys.modules[__name__].__dict__.setdefault("prepared", [])
-    prepared.append(framework)
-"""
-
-
-def test_a_framework_is_prepared_once_by_the_chosen_backend_alone(plugins: PluginFiles) -> None:
-    chosen = plugins.add("chosen", source=SOURCE + BOOTSTRAP)
-    other = plugins.add("other", source=SOURCE + BOOTSTRAP)
-    registry = plugins.registry(HWRL_BACKEND="chosen")
-    registry.bootstrap("somewhere")
-    registry.bootstrap("somewhere")
-    assert sys.modules[chosen].prepared == ["somewhere"]
-    assert other not in sys.modules
-
-
-def test_it_is_too_late_when_the_framework_has_been_imported(plugins: PluginFiles) -> None:
-    module = plugins.add("chosen", source=SOURCE + BOOTSTRAP)
-    registry = plugins.registry(HWRL_BACKEND="chosen")
-    with pytest.raises(BackendUnavailableError, match="json cannot be prepared for backend 'chosen'"):
-        registry.bootstrap("json")
-    assert not hasattr(sys.modules[module], "prepared")
-
-
-def test_a_backend_that_prepares_nothing_takes_any_framework(plugins: PluginFiles) -> None:
-    plugins.add("only")
-    plugins.registry().bootstrap("json")
-    by_hand = plugins.registry()
-    by_hand.set_backend(Backend(BackendInfo(name="mine", device_type="cpu", description="")))
-    by_hand.bootstrap("json")
-
-
-# -- what engines need on a device ----------------------------------------------------------------------------------
-
-ENGINE_ARGS = """
-
-@hwrl.hookimpl
-def hwrl_engine_args(framework):
-    return dict(mode="safe") if framework == "engine" else None
-"""
-
-
-def test_engines_get_the_arguments_that_the_chosen_backend_knows_for_them(plugins: PluginFiles) -> None:
-    plugins.add("chosen", source=SOURCE + ENGINE_ARGS)
-    plugins.add("other")
-    registry = plugins.registry(HWRL_BACKEND="chosen")
-    assert registry.engine_args("engine") == {"mode": "safe"}
-    assert registry.engine_args("another") == {}
-    assert plugins.registry(HWRL_BACKEND="other").engine_args("engine") == {}

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import cast
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import hwrl
 from hwrl.backend import Backend, Capability
@@ -48,8 +53,8 @@ class CommContract:
         assert run_processes(_collect, 2, backend.info.name, str(address)) == [[], []]
 
     def test_the_default_group_is_torchs(self, backend: Backend, address: StoreAddress) -> None:
-        """What torch itself builds on the default group (DeviceMesh, FSDP2) runs on the backend's library."""
-        assert run_processes(_reduce_in_default_group, 2, backend.info.name, str(address)) == [3.0, 3.0]
+        """What torch itself builds on the default group, DeviceMesh and FSDP2, takes the step of one process."""
+        assert run_processes(_shard_over_default_group, 2, backend.info.name, str(address)) == [[], []]
 
     def test_an_absent_peer_is_named(self, backend: Backend, address: StoreAddress) -> None:
         """A group that cannot be complete fails in time, and says who is missing."""
@@ -132,12 +137,34 @@ def _reduced(group: Group) -> list[str]:
     return [f"{op} is wrong on rank {group.rank}" for op, good in checks.items() if not good]
 
 
-def _reduce_in_default_group(rank: int, name: str, address: str) -> float:
+def _shard_over_default_group(rank: int, name: str, address: str) -> list[str]:
+    """Return the parameters that a sharded step leaves otherwise than a step of one process on the whole batch."""
     backend = place(rank, name)
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=30.0):
+        mesh = init_device_mesh(backend.info.device_type, (1, 2), mesh_dim_names=("replicate", "shard"))
         total = torch.tensor(float(rank + 1), device=backend.device())
-        torch.distributed.all_reduce(total)
-        return float(total)
+        torch.distributed.all_reduce(total, group=mesh["shard"].get_group())
+        assert float(total) == _SUM
+        alone, sharded = _small_model(), _small_model().to(backend.device())
+        for layer in sharded:
+            fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(sharded, mesh=mesh["shard"])
+        batch = torch.linspace(-1, 1, 2 * 3 * 8).view(2, 3, 8)
+        _take_step(alone, batch)
+        _take_step(sharded, batch[rank].to(backend.device()))
+        wholes = {key: cast(DTensor, parameter).full_tensor().cpu() for key, parameter in sharded.named_parameters()}
+        return [key for key, right in alone.named_parameters() if not torch.allclose(wholes[key], right, atol=1e-3)]
+
+
+def _small_model() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))  # odd sizes, which shard unevenly
+
+
+def _take_step(model: nn.Module, batch: torch.Tensor) -> None:
+    model(batch).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
 def _abort_blocked_receive(rank: int, name: str, address: str) -> str:

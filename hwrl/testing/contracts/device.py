@@ -68,14 +68,18 @@ class DeviceContract:
     def test_random_numbers_repeat(self, backend: Backend) -> None:
         """A restored state gives the same numbers; a state that was read does not change afterwards."""
         state = backend.rng_state()
-        assert state.dtype == torch.uint8
-        assert state.device.type == "cpu"
+        place = (state.dtype, state.device.type)
+        assert place == (torch.uint8, "cpu"), f"rng_state returned {place}, and must return bytes on the host"
         kept = state.clone()
         first = self._draw(backend)
         assert torch.equal(state, kept), "rng_state must return a copy"
-        assert not torch.equal(first, self._draw(backend))
+        assert not torch.equal(first, self._draw(backend)), "two draws in a row are the same"
         backend.set_rng_state(state)
-        assert torch.equal(first, self._draw(backend))
+        again = self._draw(backend)
+        assert torch.equal(first, again), (
+            f"after set_rng_state(rng_state()) come {again[:3].tolist()}, not {first[:3].tolist()} again: both must "
+            "be about the generator that torch.rand uses on the device"
+        )
 
     def _draw(self, backend: Backend) -> torch.Tensor:
         return torch.rand(100, device=backend.device()).cpu()

@@ -45,9 +45,10 @@ class PluginContract:
 
     def test_its_probe_says_yes_where_it_runs(self, backend: Backend) -> None:
         """This test runs on the backend, so the probe must not deny it here; and it gives a reason."""
-        result = _probe(backend).result
-        assert result.answer != "no"
-        assert result.reason
+        probed = _probe(backend)
+        assert not probed.faulty, probed.result.reason
+        assert probed.result.answer != "no"
+        assert probed.result.reason
 
     def test_its_probe_is_quick(self, backend: Backend) -> None:
         """Detection asks every probe in every process."""

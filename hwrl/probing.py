@@ -1,0 +1,105 @@
+"""What a probe may look at, and what it answers: no torch, no vendor's library, no device context."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+PROBE_ROOT = "HWRL_PROBE_ROOT"
+"""The environment variable that names the folder under which probes look for devices, instead of /."""
+_PCI_DEVICES = "sys/bus/pci/devices"
+
+
+@dataclass(frozen=True)
+class PciDevice:
+    """A device on the PCI bus: its folder in sysfs, and the kernel driver that is bound to it, ``""`` if none is."""
+
+    path: str
+    driver: str
+
+
+@dataclass(frozen=True)
+class ProbeContext:
+    """What a probe may look at, injectable so that probes are testable without hardware.
+
+    ``root`` is the folder that holds ``dev`` and ``sys``: that of ``HWRL_PROBE_ROOT``, else the file system's.
+    """
+
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    find_spec: Callable[[str], object | None] = importlib.util.find_spec
+    root: Path = field(default_factory=lambda: Path(os.environ.get(PROBE_ROOT, "/")))
+
+    def device_files(self, pattern: str) -> tuple[str, ...]:
+        """Return the paths under the file-system root that match ``pattern``, sorted, as absolute strings.
+
+        >>> ProbeContext().device_files("dev/nul[l]")
+        ('/dev/null',)
+        """
+        return tuple(sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern)))
+
+    def pci_devices(self, *, vendor: int, base_class: int) -> tuple[PciDevice, ...]:
+        """Return the devices on the PCI bus that have this vendor and base class (the class code's highest byte).
+
+        They show also where no driver is loaded, and in a container that was given no device.
+        """
+        bus = self.root / _PCI_DEVICES
+        names = sorted(os.listdir(bus)) if bus.is_dir() else []
+        return tuple(
+            PciDevice(f"/{_PCI_DEVICES}/{name}", _driver(f"{bus}/{name}"))
+            for name in names
+            if _figure(f"{bus}/{name}/vendor") == vendor and _figure(f"{bus}/{name}/class") >> 16 == base_class
+        )
+
+    def has_module(self, name: str) -> bool:
+        """Return whether the top-level module ``name`` could be imported, without importing it."""
+        return self.find_spec(name) is not None
+
+    def module_text(self, name: str, file: str) -> str | None:
+        """Return the text of ``file`` beside module ``name``, without importing it; None if there is none.
+
+        >>> "JSONDecoder" in ProbeContext().module_text("json", "decoder.py")
+        True
+        """
+        origin = getattr(self.find_spec(name), "origin", None)
+        path = Path(origin).parent / file if origin else None
+        return path.read_text(encoding="utf-8") if path and path.is_file() else None
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """A probe's answer. ``evidence`` lists what shows that the device exists, even if it can't run.
+
+    Evidence is device files, or places on a bus. ``rank`` orders several ``yes``: the highest wins, a tie is an error.
+    """
+
+    answer: Literal["yes", "no", "unknown"]
+    reason: str
+    evidence: tuple[str, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of ``hwrl doctor``. An ``error`` is what will surely stop a run; it says its ``fix``."""
+
+    level: Literal["info", "warning", "error"]
+    message: str
+    fix: str = ""
+
+
+def _figure(file: str) -> int:
+    """Return the hexadecimal number in a file of sysfs, or -1 if the device was unplugged meanwhile."""
+    try:
+        with open(file, "rb", buffering=0) as text:  # a server has a thousand devices, and a probe has milliseconds
+            return int(text.read(), 16)
+    except FileNotFoundError:
+        return -1
+
+
+def _driver(folder: str) -> str:
+    link = f"{folder}/driver"
+    return os.path.basename(os.readlink(link)) if os.path.islink(link) else ""

@@ -1,0 +1,212 @@
+"""A tiny transformer on a device, against the same one in double precision on the host.
+
+The host's side uses no fused operation: attention is a softmax of products, written out. So no wrong kernel can be on
+both sides of a comparison.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hwrl.backend import Backend
+
+TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""How far a tensor may be from the host's, as a part of its norm.
+
+Torch 2.13's CPU kernels are off by 1e-5, 9e-3 and 1.2e-3; float32 also has room for a device's 10-bit products.
+"""
+_VOCABULARY, _WIDTH, _HEADS, _LAYERS = 64, 32, 4, 2
+_LEARNING_RATE = 1e-2
+# Adam divides by the gradient's size plus this, so that a gradient of rounding errors makes no step of full length.
+_EPSILON = 1e-3
+
+_Attend = Callable[..., torch.Tensor]
+"""``(query, key, value, *, seen, causal)``, where ``seen`` says which keys a query has, None all."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A shape of attention: ``keys`` None is as many as queries; ``padded`` hides the last keys of each sequence."""
+
+    queries: int
+    keys: int | None = None
+    heads: int = 4
+    kv_heads: int = 4
+    head_size: int = 16
+    causal: bool = False
+    padded: bool = False
+
+
+ATTENTIONS = {
+    "causal": Attention(queries=33, causal=True),
+    "causal, large": Attention(queries=130, head_size=64, causal=True),
+    "one query": Attention(queries=1, keys=37),
+    "padded": Attention(queries=24, padded=True),
+    "grouped": Attention(queries=17, heads=4, kv_heads=2, causal=True),
+}
+"""The shapes that training and generation use."""
+
+
+def why_refused(backend: Backend, dtype: torch.dtype) -> str:
+    """Return with which words the device refuses to multiply matrices of ``dtype``, or ``''``."""
+    try:
+        ones = torch.ones(4, 4, device=backend.device()).to(dtype)
+        (ones @ ones).sum().item()
+    except (RuntimeError, TypeError) as exc:  # NotImplementedError is a RuntimeError
+        return str(exc).strip().partition("\n")[0]
+    return ""
+
+
+def wrong_at_a_glance(backend: Backend) -> list[str]:
+    """Return what is wrong in the dtypes that models have, checked in a second: causal attention, and all gradients."""
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16):
+        if dtype is torch.float32 or not why_refused(backend, dtype):
+            wrong += wrong_attention(backend, ATTENTIONS["causal"], dtype) + wrong_training(backend, dtype, step=False)
+    return wrong
+
+
+def wrong_attention(backend: Backend, shape: Attention, dtype: torch.dtype) -> list[str]:
+    """Return what is wrong with the device's attention and its gradients, one line each."""
+    generator = torch.Generator().manual_seed(0)
+    keys = shape.keys or shape.queries
+    sizes = {"query": (shape.heads, shape.queries), "key": (shape.kv_heads, keys), "value": (shape.kv_heads, keys)}
+    inputs = {
+        name: torch.randn(2, heads, length, shape.head_size, generator=generator).to(dtype)
+        for name, (heads, length) in sizes.items()
+    }
+    weight = torch.randn(2, shape.heads, shape.queries, shape.head_size, generator=generator).to(dtype)
+    seen = _seen_keys(shape.queries, keys) if shape.padded else None
+    got = _with_gradients(
+        _fused,
+        {name: tensor.to(backend.device()) for name, tensor in inputs.items()},
+        weight.to(backend.device()),
+        seen=None if seen is None else seen.to(backend.device()),
+        causal=shape.causal,
+    )
+    exact = {name: tensor.double() for name, tensor in inputs.items()}
+    wanted = _with_gradients(_written_out, exact, weight.double(), seen=seen, causal=shape.causal)
+    return list(_differences(got, wanted, dtype))
+
+
+def wrong_training(backend: Backend, dtype: torch.dtype, *, step: bool) -> list[str]:
+    """Return what is wrong with a forward pass, all gradients and, with ``step``, a step of AdamW, one line each."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _Transformer().to(dtype)
+        tokens = torch.randint(0, _VOCABULARY, (2, 19))
+    got = _trained(copy.deepcopy(model).to(backend.device()), tokens.to(backend.device()), _fused, step=step)
+    wanted = _trained(model.double(), tokens, _written_out, step=step)
+    return list(_differences(got, wanted, dtype))
+
+
+def _differences(
+    got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> Iterator[str]:
+    for name, right in wanted.items():
+        off = float((got[name].cpu().double() - right).norm() / right.norm())
+        if not off <= TOLERANCES[dtype]:  # not a number, too
+            yield f"{name} in {dtype} is off by {off:.2g} of its norm, and {TOLERANCES[dtype]:g} is allowed"
+
+
+def _seen_keys(queries: int, keys: int) -> torch.Tensor:
+    """Return which keys each of two sequences has, the second being a third shorter."""
+    lengths = torch.tensor([keys, keys - keys // 3])
+    return (torch.arange(keys) < lengths[:, None])[:, None, None, :].expand(2, 1, queries, keys)
+
+
+def _with_gradients(
+    attend: _Attend,
+    inputs: Mapping[str, torch.Tensor],
+    weight: torch.Tensor,
+    *,
+    seen: torch.Tensor | None,
+    causal: bool,
+) -> dict[str, torch.Tensor]:
+    """Return the attention's result and the gradients of its inputs."""
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
+    out = attend(*leaves.values(), seen=seen, causal=causal)
+    out.backward(weight)
+    return {"attention": out.detach()} | {f"the gradient of {name}": _gradient(leaf) for name, leaf in leaves.items()}
+
+
+def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step: bool) -> dict[str, torch.Tensor]:
+    """Return the logits, the gradients, and how far a step moves each parameter."""
+    logits = model(tokens[:, :-1], attend)
+    functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+    names = dict(model.named_parameters())
+    found = {"the logits": logits.detach()} | {
+        f"the gradient of {name}": _gradient(leaf) for name, leaf in names.items()
+    }
+    if not step:
+        return found
+    before = {name: parameter.detach().clone() for name, parameter in names.items()}
+    torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, eps=_EPSILON).step()
+    return found | {f"the step of {name}": parameter.detach() - before[name] for name, parameter in names.items()}
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, seen: torch.Tensor | None, causal: bool
+) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def _written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, seen: torch.Tensor | None, causal: bool
+) -> torch.Tensor:
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1) @ value
+
+
+class _Transformer(nn.Module):
+    """What a language model is made of, in its smallest size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(_LAYERS))
+        self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, attend: _Attend) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, attend)
+        logits: torch.Tensor = self.head(_normalised(hidden))
+        return logits
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inwards, self.outwards = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, hidden: torch.Tensor, attend: _Attend) -> torch.Tensor:
+        parts = self.inwards(_normalised(hidden)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = attend(*parts.unbind(0), seen=None, causal=True).transpose(1, 2).flatten(-2)
+        hidden = hidden + self.outwards(attended)
+        moved: torch.Tensor = self.down(functional.silu(self.up(_normalised(hidden))))
+        return hidden + moved
+
+
+def _normalised(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
