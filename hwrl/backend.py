@@ -42,6 +42,8 @@ class Capability(StrEnum):
     """Host memory that exists already, such as what processes share, can be page-locked where it lies."""
     MEMORY_STATS = "memory_stats"
     """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
+    COLLECTIVES = "collectives"
+    """torch has a collective library for the device: processes can form groups that move its tensors."""
     COMM_ABORT = "comm_abort"
     """A collective that is blocked can be ended from another thread."""
     SHARED_DEVICE_GROUPS = "shared_device_groups"
@@ -251,9 +253,18 @@ class Backend:
         """Return whether this backend has ``capability``, with the reason."""
         if capability is Capability.SHARED_DEVICE_GROUPS:
             return Support("unsupported", "most collective libraries want a device for each rank")
+        if capability is Capability.COLLECTIVES:
+            return self._collectives()
         if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT, Capability.REGISTERED_MEMORY):
             return Support("unsupported", "the backend does not implement it")
         return Support("unverified", "torch's generic implementation, not proven on this device")
+
+    def _collectives(self) -> Support:
+        try:
+            library = self.comm_library()
+        except UnsupportedError as error:
+            return Support("unsupported", error.why)
+        return Support("unverified", f"torch's {library}, not proven on this device")
 
     def require(self, capability: Capability, *, needed_for: str) -> None:
         """Raise :class:`~hwrl.errors.UnsupportedError` unless ``capability`` is usable."""
@@ -418,10 +429,20 @@ class Backend:
     # -- collectives: what :mod:`hwrl.comm` builds on -----------------------------------------------------------
 
     def comm_library(self) -> str:
-        """Return the name under which torch.distributed knows this device's collective library."""
+        """Return the name under which torch.distributed knows this device's collective library.
+
+        Raises UnsupportedError if it knows none.
+        """
         import torch.distributed as dist
 
-        return str(dist.get_default_backend_for_device(self.info.device_type))
+        try:
+            return str(dist.get_default_backend_for_device(self.info.device_type))
+        except (ValueError, RuntimeError, AttributeError) as exc:  # RuntimeError: torch does not know the device's name
+            raise UnsupportedError(
+                "cannot form a process group",
+                why=f"torch knows no collective library for device {self.info.device_type!r}: {exc}",
+                fix="import the vendor's library in hwrl_create_backend, or use one rank and weights.bypass_cpu=false",
+            ) from exc
 
     def library_timeout(self, timeout_s: float) -> timedelta:
         """Return what to tell torch.distributed, so that the library takes ``timeout_s`` as it is meant."""

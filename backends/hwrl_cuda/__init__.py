@@ -29,6 +29,7 @@ _SUPPORT = {
     Capability.STREAMS: _PROVEN,
     Capability.PINNED_MEMORY: _PROVEN,
     Capability.MEMORY_STATS: _PROVEN,
+    Capability.COLLECTIVES: _PROVEN,
     Capability.COMM_ABORT: _PROVEN,
     Capability.DEVICE_IPC: _PROVEN,
     Capability.REGISTERED_MEMORY: _PROVEN,

@@ -95,29 +95,46 @@ def choose_transport(
 
     Raises ConfigError if nothing that the devices can do reaches all of the run's machines.
     """
-    groups, ipc = supports(Capability.SHARED_DEVICE_GROUPS), supports(Capability.DEVICE_IPC)
-    if bypass_cpu and not shared:
+    collectives, groups, ipc = (
+        supports(one) for one in (Capability.COLLECTIVES, Capability.SHARED_DEVICE_GROUPS, Capability.DEVICE_IPC)
+    )
+    if bypass_cpu and collectives.usable and not shared:
         return "device", "each process has a device of its own"
-    if bypass_cpu and groups.usable:
+    if bypass_cpu and collectives.usable and groups.usable:
         return "device", f"processes share a device, and a group may: {groups.reason}"
+    why = "weights.bypass_cpu is false"
+    if bypass_cpu:
+        why = "processes share a device, which no group may"
+    if bypass_cpu and not collectives.usable:
+        why = f"the device has no collectives ({collectives.reason})"
     if not one_machine:
-        raise _not_across_machines(bypass_cpu=bypass_cpu)
+        raise _not_across_machines(why, one_machine_only=not collectives.usable)
     if not bypass_cpu:
-        return "host", "weights.bypass_cpu is false"
+        return "host", why
     if not ipc.usable:
-        return "host", f"processes share a device, which no group may, and IPC is not possible: {ipc.reason}"
-    return "ipc", "processes share a device, which no group may; all are on this machine"
+        return "host", f"{why}, and IPC is not possible: {ipc.reason}"
+    return "ipc", f"{why}; all processes are on this machine"
 
 
-def _not_across_machines(*, bypass_cpu: bool) -> ConfigError:
+def _not_across_machines(why: str, *, one_machine_only: bool) -> ConfigError:
+    apart = (
+        "use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one machine"
+    )
     return ConfigError(
         "weights cannot reach the other machines of this cluster",
-        why="processes share a device, which no group may; IPC and host memory end at the machine's border"
-        if bypass_cpu
-        else "weights.bypass_cpu is false, and host memory ends at the machine's border",
-        fix="use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one "
-        "machine",
+        why=f"{why}; IPC and host memory end at the machine's border",
+        fix="use one machine: unset RAY_ADDRESS" if one_machine_only else apart,
     )
+
+
+def check_ranks(ranks: int, *, collectives: Support) -> None:
+    """Raise ConfigError if there are several trainer ``ranks`` on a device whose processes can form no group."""
+    if ranks > 1 and not collectives.usable:
+        raise ConfigError(
+            f"train.ranks={ranks} is not possible on this device",
+            why=f"ranks share their work by collectives, which it lacks: {collectives.reason}",
+            fix="set train.ranks=1",
+        )
 
 
 def machine_devices(env: Mapping[str, str], devices: DeviceMap, *, count: int) -> tuple[int, ...]:

@@ -37,6 +37,11 @@ def hwrl_doctor(context):
     yield Finding({level!r}, "the firmware is old", fix="flash it")
 """
 YES = "ProbeResult('yes', 'it blinks', evidence=('/dev/card0',), rank=500)"
+MUTE = (
+    "from hwrl.backend import Capability, Support; import hwrl_cpu\n"
+    "    answers = lambda one: Support('unsupported' if one is Capability.COLLECTIVES else 'supported', 'so it is')\n"
+    "    backend = hwrl_cpu.CpuBackend(hwrl_backend_info()); backend.supports = answers; return backend"
+)
 HOST = "import hwrl_cpu; return hwrl_cpu.CpuBackend(hwrl_backend_info())"
 
 
@@ -152,3 +157,11 @@ def test_doctor_imports_no_torch_into_its_own_process() -> None:
     code = "import sys; from hwrl.cli import main; main(['doctor']); assert 'torch' not in sys.modules"
     env = os.environ | {"HWRL_BACKEND": "cuad"}
     assert subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_a_device_without_collectives_runs_and_is_told_what_that_means(tmp_path: Path) -> None:
+    install(tmp_path, create=MUTE)
+    ended = doctor(folder=tmp_path, choose="card")
+    assert ended.returncode == 0, ended.stdout
+    assert re.search(r"collectives +unsupported +so it is", ended.stdout)
+    assert "one trainer rank (train.ranks=1)" in ended.stdout

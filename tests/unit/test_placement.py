@@ -4,7 +4,7 @@ import pytest
 
 from hwrl.backend import Capability, DeviceMap, Support
 from hwrl.errors import ConfigError
-from hwrl.run.placement import Seat, choose_transport, machine_devices, seat, see_also
+from hwrl.run.placement import Seat, check_ranks, choose_transport, machine_devices, seat, see_also
 
 DEVICES = DeviceMap(visible_variable="VISIBLE", ray_resource="XPU")
 
@@ -75,11 +75,19 @@ def test_what_may_not_be_shared_is_not() -> None:
     ("facts", "able", "transport", "reason"),
     [
         ({"bypass_cpu": False}, set(Capability), "host", "bypass_cpu is false"),
-        ({"shared": False}, set(), "device", "a device of its own"),
-        ({}, {Capability.SHARED_DEVICE_GROUPS, Capability.DEVICE_IPC}, "device", "shared_device_groups: yes"),
-        ({}, {Capability.DEVICE_IPC}, "ipc", "on this machine"),
-        ({"one_machine": False, "shared": False}, set(), "device", "a device of its own"),
-        ({}, set(), "host", "device_ipc: no"),
+        ({"shared": False}, {Capability.COLLECTIVES}, "device", "a device of its own"),
+        (
+            {},
+            {Capability.COLLECTIVES, Capability.SHARED_DEVICE_GROUPS, Capability.DEVICE_IPC},
+            "device",
+            "shared_device_groups: yes",
+        ),
+        ({}, {Capability.COLLECTIVES, Capability.DEVICE_IPC}, "ipc", "on this machine"),
+        ({"one_machine": False, "shared": False}, {Capability.COLLECTIVES}, "device", "a device of its own"),
+        ({}, {Capability.COLLECTIVES}, "host", "device_ipc: no"),
+        ({"shared": False}, {Capability.DEVICE_IPC}, "ipc", "no collectives (collectives: no)"),
+        ({"shared": False}, set(), "host", "no collectives (collectives: no), and IPC is not possible"),
+        ({"bypass_cpu": False}, set(), "host", "bypass_cpu is false"),
     ],
 )
 def test_the_transport_follows_from_what_the_device_can(
@@ -95,13 +103,27 @@ def test_the_transport_follows_from_what_the_device_can(
     assert reason in why
 
 
-@pytest.mark.parametrize(("bypass_cpu", "why"), [(True, "share a device"), (False, "bypass_cpu is false")])
-def test_what_does_not_reach_all_machines_is_refused(bypass_cpu: bool, why: str) -> None:
+@pytest.mark.parametrize(
+    ("bypass_cpu", "able", "why"),
+    [
+        (True, {Capability.COLLECTIVES, Capability.DEVICE_IPC}, "share a device"),
+        (False, {Capability.COLLECTIVES}, "bypass_cpu is false"),
+        (True, {Capability.DEVICE_IPC}, "no collectives(.|\n)*unset RAY_ADDRESS"),
+    ],
+)
+def test_what_does_not_reach_all_machines_is_refused(bypass_cpu: bool, able: set[Capability], why: str) -> None:
     def supports(capability: Capability) -> Support:
-        return Support("supported" if capability is Capability.DEVICE_IPC else "unsupported", "")
+        return Support("supported" if capability in able else "unsupported", "")
 
     with pytest.raises(ConfigError, match=why):
         choose_transport(bypass_cpu=bypass_cpu, shared=True, one_machine=False, supports=supports)
+
+
+def test_several_ranks_need_collectives() -> None:
+    check_ranks(1, collectives=Support("unsupported", "no library"))
+    check_ranks(2, collectives=Support("unverified", "torch's"))
+    with pytest.raises(ConfigError, match=r"(?s)train\.ranks=2.*no library.*train\.ranks=1"):
+        check_ranks(2, collectives=Support("unsupported", "no library"))
 
 
 def test_a_process_sees_others_devices_behind_its_own() -> None:
