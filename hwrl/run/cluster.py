@@ -16,6 +16,7 @@ from hwrl.errors import ConfigError
 from hwrl.registry import get_backend
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
+from hwrl.run.placement import has_devices, plan_placement
 
 _ADVICE = "ray._private.authentication.authentication_token_setup"
 """The logger by which Ray says that its processes use a token and how to turn that off. It goes on to do as it says.
@@ -33,6 +34,9 @@ def ray_cluster(config: Config, *, say: Callable[[str], None]) -> Iterator[None]
     however that ends; two of its agents may need a minute for that.
     """
     if is_local():
+        plan_placement(
+            config, get_backend(), devices=local_devices(config), one_machine=True
+        )  # raises before Ray starts
         say("starting Ray on this machine")
         with _apart(), _without_advice():
             _connect(config, address="local", include_dashboard=False, **_room(config))
@@ -67,13 +71,18 @@ def _connect(config: Config, **options: Any) -> None:
         ray.init(log_to_driver=False, configure_logging=False, namespace=f"hwrl-{config.dir.name}", **options)
 
 
+def local_devices(config: Config) -> int:
+    """Return how many devices this machine has for the run; without any, how many processes have room on it."""
+    if has_devices(get_backend()):
+        return get_backend().device_count()
+    return max(config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel, os.cpu_count() or 1)
+
+
 def _room(config: Config) -> dict[str, Any]:
-    devices = get_backend().devices
-    actors = config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel
-    room: dict[str, Any] = {}
-    if devices.ray_resource is not None:  # Ray itself finds those devices only that it knows
-        room = devices.ray_options(get_backend().device_count())
-    return room | {"num_cpus": max(actors, os.cpu_count() or 1)}
+    """Return what Ray is told that this machine has: it finds only the devices that it knows."""
+    devices, count = get_backend().devices, local_devices(config)
+    room = {} if devices.ray_resource is None else devices.ray_options(count)
+    return room | {"num_cpus": max(count, os.cpu_count() or 1)}
 
 
 @contextmanager

@@ -16,9 +16,19 @@ from hwrl.comm import serve_store, store_address
 from hwrl.errors import ConfigError, EngineError, HwrlError
 from hwrl.registry import get_backend, process_env
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
+from hwrl.run.cluster import local_devices
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
-from hwrl.run.placement import Seat, choose_transport, machine_devices, seat
+from hwrl.run.placement import (
+    Assignment,
+    Holding,
+    Proof,
+    Seat,
+    has_devices,
+    machine_devices,
+    number_by_machine,
+    plan_placement,
+)
 
 POLL_S = 1.0
 RESERVE_S = 60.0
@@ -94,36 +104,53 @@ class Fleet:
         return f"{self._config.train.ranks} trainer rank(s), {self._config.rollout.replicas} rollout replica(s)"
 
     def describe(self) -> str:
-        """Say who is there."""
+        """Say who is there, on the devices that they reported."""
+        where = f"{self._proof}; {self._seating}" if has_devices(self._backend) else "all share the hosts' processors"
         return (
-            f"hwrl on {self._backend.info.name}: {self.size}; {self._seating}; "
-            f"weights travel by {self._transport}: {self._why_transport}"
+            f"hwrl on {self._backend.info.name}: {self.size}; {where}; "
+            f"weights travel by {self._plan.transport}: {self._plan.why_transport}"
         )
 
     def _place(self) -> None:
-        """Give each process its device, and choose how weights travel. Raises if there are too few devices."""
+        """Give each process its devices, and choose how weights travel. Raises if there are too few devices."""
         devices, rollout = self._backend.devices, self._config.rollout
-        self._seating = seat(
-            devices=int(ray.available_resources().get(devices.ray_resource or "CPU", 0)),
-            ranks=self._config.train.ranks,
-            replicas=rollout.replicas,
-            width=rollout.tensor_parallel,
-            may_share=devices.ray_resource is not None,
-        )
-        self._seats = {f"replica-{index}": place for index, place in enumerate(self._seating.replicas)}
-        self._transport, self._why_transport = choose_transport(
-            bypass_cpu=self._config.weights.bypass_cpu,
-            shared=self._seating.shared,
+        resource, divided = devices.ray_resource or "CPU", has_devices(self._backend)
+        if divided and devices.ray_resource is None and not is_local():
+            raise _not_counted(self._backend.info.name)
+        self._plan = plan_placement(
+            self._config,
+            self._backend,
+            devices=local_devices(self._config) if is_local() else int(ray.available_resources().get(resource, 0)),
             one_machine=is_local() or sum(node["Alive"] for node in ray.nodes()) == 1,
-            supports=self._backend.supports,
         )
+        seating = self._seating = self._plan.seating
+        self._shown = {name: value for name, value in os.environ.items() if name == devices.visible_variable}
+        self._seats = {f"replica-{index}": place for index, place in enumerate(seating.replicas)}
+        self._ranks = {f"trainer rank {rank}": place for rank, place in enumerate(seating.ranks)}
+        self._proof = Proof([*self._ranks, *self._seats])
         self._opens: tuple[int, ...] = ()
-        if self._transport == "ipc":
+        if self._plan.transport == "ipc":
             self._opens = machine_devices(os.environ, devices, count=self._backend.device_count())
+        ray_numbers = not is_local() and resource in ray.get(ray.remote(num_cpus=0)(_numbered_by_ray).remote())
         self._group: Any = None
-        # By itself Ray might put replicas where a rank must go, or leave a machine too few devices for a wide one.
-        if self._seating.shared or rollout.tensor_parallel > 1:
-            self._group = _reserve(self._seating.bundles, devices.ray_resource or "CPU")
+        # By itself Ray might put replicas where a rank must go, or leave a machine too few devices for a wide one; and
+        # devices that Ray does not number are numbered here, by the machine of their bundle.
+        if seating.shared or rollout.tensor_parallel > 1 or (divided and not is_local() and not ray_numbers):
+            self._group = _reserve(seating.bundles, resource)
+        self._numbers: dict[int, int] = {}
+        if divided and is_local():
+            self._numbers = {device: device for device in range(seating.devices)}
+        elif divided and not ray_numbers:
+            self._numbers = number_by_machine(seating.bundles, _machines(self._group))
+
+    def _told(self, place: Seat, *, opens: bool) -> Assignment:
+        """Return the devices that the process on ``place`` is to take."""
+        return Assignment(
+            count=len(place.devices),
+            indices=tuple(self._numbers[device] for device in place.devices) if self._numbers else (),
+            env=self._shown if is_local() else None,
+            opens=self._opens if opens else (),
+        )
 
     def _options(self, role: str, place: Seat) -> dict[str, Any]:
         """Return what Ray is told about one worker: its devices, and the variables that its backend wants."""
@@ -131,8 +158,12 @@ class Fleet:
         if self._group is not None:
             strategy = PlacementGroupSchedulingStrategy(self._group, self._seating.bundles.index(place.devices))
             options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
-        exports = role == "trainer" and self._transport == "ipc"
-        variables = process_env(role, exports_memory=exports, shares_device=self._seating.shared)
+        variables = process_env(
+            role,
+            exports_memory=role == "trainer" and self._plan.transport == "ipc",
+            shares_device=self._seating.shared,
+            devices=self._told(place, opens=False).indices,
+        )
         return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
 
     def _launch_trainers(self) -> list[Any]:
@@ -146,17 +177,27 @@ class Fleet:
             trainer.set_up.remote(
                 self._config,
                 backend=self._backend.info.name,
+                told=self._told(self._seating.ranks[rank], opens=False),
                 rank=rank,
                 store_address=self._store_address,
                 incarnation=incarnation,
-                transport=self._transport,
+                transport=self._plan.transport,
             )
             for rank, trainer in enumerate(self._trainers)
         ]
 
     def _await_trainers(self, set_up: list[Any]) -> None:
-        self._gather(set_up)
+        holdings = self._gather(set_up)
+        for name in self._ranks:
+            self._proof.forget(name)  # what a rank that died has reported
+        for (name, place), holding in zip(self._ranks.items(), holdings, strict=True):
+            self._prove(name, place, holding)
         self._trainers_answer = True
+
+    def _prove(self, process: str, place: Seat, holding: Holding | None) -> None:
+        """Raise PlacementError if a process holds what it was not given; there is no holding without devices."""
+        if holding is not None:
+            self._proof.add(process, place, holding)
 
     def _launch_replica(self, name: str) -> None:
         """Start the replica ``name``. One that takes a dead namesake's place also ends the wait for that one's part
@@ -170,7 +211,7 @@ class Fleet:
         joining = actor.set_up.remote(
             self._config,
             backend=self._backend.info.name,
-            opens=self._opens,
+            told=self._told(self._seats[name], opens=True),
             replica=name,
             incarnation=incarnation,
             seed=self._seed + 1009 * start,
@@ -272,7 +313,7 @@ class Fleet:
         name = self._joining.pop(joining)
         replica = self._replicas[name]
         try:
-            value_of(joining)
+            self._prove(name, self._seats[name], value_of(joining))
         except RayActorError as exc:
             self._replace(name, _first_line(exc))
             return
@@ -285,6 +326,7 @@ class Fleet:
 
     def _replace(self, name: str, reason: str) -> None:
         replica = self._replicas.pop(name)
+        self._proof.forget(name)
         self._joining = {reference: other for reference, other in self._joining.items() if other != name}
         ray.kill(replica.actor)
         lost = self.on_ledger("forget", replica.incarnation)
@@ -312,6 +354,25 @@ def _reserve(bundles: list[tuple[int, ...]], resource: str) -> Any:
             fix="set rollout.tensor_parallel to what a machine has left besides the trainer, or add machines",
         )
     return group
+
+
+def _numbered_by_ray() -> list[str]:
+    """Return the resources of which Ray tells each worker the numbers."""
+    return list(ray.get_runtime_context().get_accelerator_ids())
+
+
+def _machines(group: Any) -> list[str]:
+    """Return the machine of each bundle of a placement group."""
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[index] for index in range(len(nodes))]
+
+
+def _not_counted(name: str) -> ConfigError:
+    return ConfigError(
+        f"the devices of backend {name!r} cannot be counted on a cluster",
+        why="RAY_ADDRESS names one, and the backend's DeviceMap has no ray_resource",
+        fix="give it one and start the cluster's nodes with that resource, or unset RAY_ADDRESS",
+    )
 
 
 def value_of(reference: Any) -> Any:
