@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,10 @@ def test_a_cluster_that_does_not_answer_is_an_error_at_once(
     monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{port}")
     config = load_config(write_demo(tmp_path, seed=1, prompts=16), [])
     says = rf"(?s)no Ray cluster at {scheme}127.0.0.1:{port}.*unset RAY_ADDRESS"
+    started_s = time.monotonic()
     with pytest.raises(ConfigError, match=says), ray_cluster(config, say=print):
         pass
+    assert time.monotonic() - started_s < 10.0, "Ray itself tries for 30 s"
 
 
 @pytest.mark.parametrize(("address", "local"), [("", True), ("local", True), ("elsewhere:6379", False)])
