@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hwrl import torchapi
-from hwrl.errors import CommError, ConfigError, DeviceMemoryError, UnsupportedError
+from hwrl.devicemap import DeviceMap as DeviceMap  # part of this face
+from hwrl.errors import CommError, DeviceMemoryError, UnsupportedError
 from hwrl.handles import Handle, seal, unseal
 from hwrl.probing import PROBE_ROOT as PROBE_ROOT
 from hwrl.probing import Finding as Finding
@@ -44,6 +45,8 @@ class Capability(StrEnum):
     """Host memory that exists already, such as what processes share, can be page-locked where it lies."""
     MEMORY_STATS = "memory_stats"
     """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
+    COLLECTIVES = "collectives"
+    """torch has a collective library for the device: processes can form groups that move its tensors."""
     COMM_ABORT = "comm_abort"
     """A collective that is blocked can be ended from another thread."""
     SHARED_DEVICE_GROUPS = "shared_device_groups"
@@ -93,66 +96,6 @@ class MemoryInfo:
     peak_nbytes: int
 
 
-@dataclass(frozen=True)
-class DeviceMap:
-    """How processes are given devices: pure functions of an environment, no device context.
-
-    ``visible_variable`` is the variable that narrows the devices a process sees (None: the device cannot be
-    narrowed). ``ray_resource`` is the device's resource name in Ray (None: it is scheduled by CPU cores).
-    """
-
-    visible_variable: str | None = None
-    ray_resource: str | None = None
-
-    def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
-        """Return the physical ids that ``env`` makes visible, in order, or None if it does not narrow them."""
-        if self.visible_variable is None or self.visible_variable not in env:
-            return None
-        text = env[self.visible_variable].strip()
-        try:
-            ids = tuple(int(part) for part in text.split(",")) if text else ()
-        except ValueError as exc:
-            raise ConfigError(
-                f"{self.visible_variable}={text!r} cannot be read",
-                why="it must be device numbers separated by commas",
-                fix=f"set it like {self.visible_variable}=0,1 or unset it",
-            ) from exc
-        if len(set(ids)) != len(ids) or any(index < 0 for index in ids):
-            raise ConfigError(
-                f"{self.visible_variable}={text!r} is not a set of devices",
-                why="a number is negative or stands there twice",
-                fix=f"give each device once, like {self.visible_variable}=0,1",
-            )
-        return ids
-
-    def to_physical(self, logical: int, env: Mapping[str, str]) -> int:
-        """Return the machine's number of the device that a process under ``env`` calls ``logical``."""
-        ids = self.visible(env)
-        if ids is None:
-            return logical
-        if not 0 <= logical < len(ids):
-            raise ConfigError(
-                f"device {logical} is not visible",
-                why=f"{self.visible_variable} shows {len(ids)} devices",
-                fix="ask for a smaller number or show more devices",
-            )
-        return ids[logical]
-
-    def render(self, physical: Sequence[int]) -> dict[str, str]:
-        """Return the environment that makes exactly the devices ``physical`` visible."""
-        if self.visible_variable is None:
-            return {}
-        return {self.visible_variable: ",".join(str(index) for index in physical)}
-
-    def ray_options(self, count: float) -> dict[str, Any]:
-        """Return the options with which ``ray.remote`` reserves ``count`` devices, a share of one if below 1, for an
-        actor; and ``ray.init`` takes them for the number of devices that a machine has.
-        """
-        if self.ray_resource is None:
-            return {"num_cpus": count}
-        return {"resources": {self.ray_resource: count}}
-
-
 class StreamLike(Protocol):
     """The part of ``torch.Stream`` that hwrl uses."""
 
@@ -198,9 +141,18 @@ class Backend:
         """Return whether this backend has ``capability``, with the reason."""
         if capability is Capability.SHARED_DEVICE_GROUPS:
             return Support("unsupported", "most collective libraries want a device for each rank")
+        if capability is Capability.COLLECTIVES:
+            return self._collectives()
         if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT, Capability.REGISTERED_MEMORY):
             return Support("unsupported", "the backend does not implement it")
         return Support("unverified", "torch's generic implementation, not proven on this device")
+
+    def _collectives(self) -> Support:
+        try:
+            library = self.comm_library()
+        except UnsupportedError as error:
+            return Support("unsupported", error.why)
+        return Support("unverified", f"torch's {library}, not proven on this device")
 
     def require(self, capability: Capability, *, needed_for: str) -> None:
         """Raise :class:`~hwrl.errors.UnsupportedError` unless ``capability`` is usable."""
@@ -249,6 +201,12 @@ class Backend:
     def set_device(self, index: int) -> None:
         """Make device ``index`` this thread's current one. Creates no context by itself."""
         torchapi.function(self.info.device_type, "set_device")(index)
+
+    def device_uuid(self, index: int) -> str | None:
+        """Return what identifies device ``index`` on every machine and under every number; None if it does not say."""
+        properties = getattr(self.device_module, "get_device_properties", None)
+        uuid = "" if properties is None else str(getattr(properties(index), "uuid", None) or "")
+        return uuid if uuid.strip("0-") else None
 
     def synchronize(self) -> None:
         """Block until all work queued on the current device is done."""
@@ -389,10 +347,20 @@ class Backend:
     # -- collectives: what :mod:`hwrl.comm` builds on -----------------------------------------------------------
 
     def comm_library(self) -> str:
-        """Return the name under which torch.distributed knows this device's collective library."""
+        """Return the name under which torch.distributed knows this device's collective library.
+
+        Raises UnsupportedError if it knows none.
+        """
         import torch.distributed as dist
 
-        return str(dist.get_default_backend_for_device(self.info.device_type))
+        try:
+            return str(dist.get_default_backend_for_device(self.info.device_type))
+        except (ValueError, RuntimeError, AttributeError) as exc:  # RuntimeError: torch does not know the device's name
+            raise UnsupportedError(
+                "cannot form a process group",
+                why=f"torch knows no collective library for device {self.info.device_type!r}: {exc}",
+                fix="import the vendor's library in hwrl_create_backend, or use one rank and weights.bypass_cpu=false",
+            ) from exc
 
     def library_timeout(self, timeout_s: float) -> timedelta:
         """Return what to tell torch.distributed, so that the library takes ``timeout_s`` as it is meant."""

@@ -86,6 +86,7 @@ class Comm:
 
         Without ``store`` the rendezvous is torchrun's environment (MASTER_ADDR, RANK, …). Blocks until all came.
         """
+        self.backend.require(Capability.COLLECTIVES, needed_for="make the default group")
         place: dict[str, Any] = {}
         if store is not None:
             place = {"store": store, "rank": _given(rank, "rank"), "world_size": _given(size, "size")}
@@ -124,6 +125,7 @@ class Comm:
         ``name`` must be new on this store. Blocks until all ranks came; raises CommTimeoutError that names those
         which did not within ``timeout_s``. The same ``timeout_s`` then bounds each operation of the group.
         """
+        self.backend.require(Capability.COLLECTIVES, needed_for=f"make group {name!r}")
         mine = PrefixStore(f"group/{name}", store)
         called = _check_in(mine, rank=rank, size=size, name=name, timeout_s=timeout_s)
         try:

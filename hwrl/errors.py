@@ -12,6 +12,7 @@ HwrlError
  │   ├─ CommTimeoutError            a peer did not come in time
  │   ├─ CommAbortedError            the group was aborted
  │   └─ PeerLostError               a member of the group died
+ ├─ PlacementError                  a process got no device, or one that another has
  ├─ DeviceMemoryError               the device has no room
  ├─ MemoryStateError                offloaded memory was used, or an offload cannot be done
  ├─ WeightsError
@@ -113,6 +114,10 @@ class CommAbortedError(CommError):
 
 class PeerLostError(CommError):
     """Raised when a member of the group closed its connection or died."""
+
+
+class PlacementError(HwrlError):
+    """Raised when a process of a run did not get the device that it was given, or got one that another process has."""
 
 
 class DeviceMemoryError(HwrlError):

@@ -46,10 +46,13 @@ def hwrl_process_env(
     env: Mapping[str, str],
     exports_memory: bool,  # noqa: FBT001 - pluggy passes by name
     shares_device: bool,  # noqa: FBT001 - pluggy passes by name
+    devices: tuple[int, ...],
 ) -> dict[str, str]:
     """Return the variables with which a worker of ``role`` should start, given the driver's ``env``. Optional.
 
     ``exports_memory``: other processes will open its device memory. ``shares_device``: others use its device, too.
+    ``devices``: the worker's devices, by their numbers among those that the driver (on a cluster, the worker's machine)
+    sees; hwrl shows it these alone. Empty where Ray chooses them.
     """
     raise NotImplementedError
 

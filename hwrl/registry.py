@@ -137,11 +137,14 @@ class Registry:
             failures = tuple(item for item in loaded if isinstance(item, LoadFailure))
             return Survey(tuple(_probe(plugin, self._context) for plugin in plugins), failures)
 
-    def process_env(self, role: str, *, exports_memory: bool = False, shares_device: bool = False) -> dict[str, str]:
+    def process_env(
+        self, role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
+    ) -> dict[str, str]:
         """Return the variables that the chosen backend wants for a worker of ``role`` and that nobody has set here.
 
         ``exports_memory`` says that other processes will open the worker's device memory, ``shares_device`` that they
-        use its device. Empty if the backend wants none, or was given as an object that no plugin made.
+        use its device, ``devices`` which it gets.
+        Empty if the backend wants none, or was given as an object that no plugin made.
         """
         plugin = self._chosen_plugin()
         if plugin is None:
@@ -154,6 +157,7 @@ class Registry:
             env=dict(self._env),
             exports_memory=exports_memory,
             shares_device=shares_device,
+            devices=devices,
         )
         return {variable: value for variable, value in (wanted or {}).items() if variable not in self._env}
 
@@ -359,9 +363,11 @@ def set_backend(choice: str | Backend) -> None:
     _PROCESS.set_backend(choice)
 
 
-def process_env(role: str, *, exports_memory: bool = False, shares_device: bool = False) -> dict[str, str]:
+def process_env(
+    role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
+) -> dict[str, str]:
     """Return the variables that a worker of ``role`` should start with; see :meth:`Registry.process_env`."""
-    return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device)
+    return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device, devices=devices)
 
 
 def bootstrap(framework: str) -> None:

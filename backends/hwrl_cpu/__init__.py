@@ -33,6 +33,7 @@ _SUPPORT = {
     Capability.PINNED_MEMORY: Support("supported", "host memory is anonymous mmap, apart from the heap"),
     Capability.REGISTERED_MEMORY: Support("supported", "the processor copies, and needs no page locked"),
     Capability.MEMORY_STATS: Support("supported", "counted by the C library"),
+    Capability.COLLECTIVES: Support("supported", "Gloo"),
     Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
     Capability.SHARED_DEVICE_GROUPS: Support("supported", "groups are of processes, not of devices"),
     Capability.DEVICE_IPC: Support("supported", "an exported tensor is moved into a shared memory file, in place"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hwrl
@@ -30,6 +30,7 @@ _SUPPORT = {
     Capability.STREAMS: _PROVEN,
     Capability.PINNED_MEMORY: _PROVEN,
     Capability.MEMORY_STATS: _PROVEN,
+    Capability.COLLECTIVES: _PROVEN,
     Capability.COMM_ABORT: _PROVEN,
     Capability.DEVICE_IPC: _PROVEN,
     Capability.REGISTERED_MEMORY: _PROVEN,
@@ -114,6 +115,13 @@ class CudaDeviceMap(DeviceMap):
             return ()
         return super().visible(env)
 
+    def narrow(self, logical: Sequence[int], env: Mapping[str, str]) -> dict[str, str]:
+        return {VISIBLE: ",".join(self.name(index, env) for index in logical)}
+
+    def name(self, logical: int, env: Mapping[str, str]) -> str:
+        names = env.get(VISIBLE, "")  # numbers, or UUIDs, under which alone the parts of a divided GPU can be had
+        return names.split(",")[logical].strip() if "-" in names else super().name(logical, env)
+
     def ray_options(self, count: float) -> dict[str, Any]:
         return {"num_gpus": count}
 
@@ -128,6 +136,10 @@ class CudaBackend(Backend):
         if capability is Capability.DEVICE_IPC and "expandable_segments:True" in settings:
             return Support("unsupported", "expandable_segments is on, whose memory the driver does not share")
         return _SUPPORT.get(capability) or super().supports(capability)
+
+    def device_uuid(self, index: int) -> str | None:
+        name = self.devices.name(index, os.environ)
+        return name if name.startswith("MIG-") else super().device_uuid(index)  # all parts of a GPU may have its UUID
 
     def _export_memory(self, memory: torch.Tensor) -> Handle:
         from hwrl_cuda import ipc

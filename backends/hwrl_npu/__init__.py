@@ -31,6 +31,7 @@ _SUPPORT = {
     Capability.STREAMS: _SIMULATED,
     Capability.PINNED_MEMORY: _SIMULATED,
     Capability.MEMORY_STATS: _SIMULATED,
+    Capability.COLLECTIVES: _SIMULATED,
     Capability.COMM_ABORT: _SIMULATED,
     Capability.DEVICE_IPC: _SIMULATED,
     Capability.REGISTERED_MEMORY: Support("unsupported", "torch_npu has no call for it"),

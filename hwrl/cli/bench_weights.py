@@ -116,7 +116,8 @@ def _ways(wanted: Sequence[str], *, processes: int) -> tuple[str, ...]:
 
     backend = get_backend()
     ipc = backend.supports(Capability.DEVICE_IPC).usable
-    grouped = processes <= backend.device_count() or backend.supports(Capability.SHARED_DEVICE_GROUPS).usable
+    apart = processes <= backend.device_count() or backend.supports(Capability.SHARED_DEVICE_GROUPS).usable
+    grouped = apart and backend.supports(Capability.COLLECTIVES).usable
     usable = {way: ipc or way == "hwrl host" if "ipc" in way or "host" in way else grouped for way in _WAYS}
     usable["copy on the device"] = not grouped
     return tuple(way for way in _WAYS if usable[way] and (way in wanted or way in _RAW))

@@ -22,7 +22,7 @@ from hwrl.rollout.groups import PromptGroup
 from hwrl.rollout.ledger import Lease, PromptLedger
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
-from hwrl.run.placement import see_also
+from hwrl.run.placement import Assignment, Holding, check_devices, has_devices, held_devices, show_devices
 
 if TYPE_CHECKING:
     from hwrl.rollout.rollouter import Rollouter
@@ -185,6 +185,21 @@ class RemoteLedger:
         self._handle.fail.remote(lease, reason)
 
 
+def _take_devices(backend: str, told: Assignment, *, threads: int) -> tuple[int, ...]:
+    """Choose the driver's backend and take the devices that this process is told; return their indices in it."""
+    set_backend(backend)
+    own = show_devices(told, get_backend().devices, os.environ)  # read once, when the device is first used
+    from hwrl.run.build import prepare_process
+
+    check_devices(told, own, get_backend(), os.environ)
+    prepare_process(threads=threads, device=own[0])
+    return own
+
+
+def _held(devices: Sequence[int]) -> Holding | None:
+    return held_devices(devices, get_backend()) if has_devices(get_backend()) else None
+
+
 class RolloutActor:
     """One rollout replica: ``set_up``, then ``run``, which occupies a thread of its own until ``stop``."""
 
@@ -203,22 +218,20 @@ class RolloutActor:
         *,
         inputs: RunInputs,
         backend: str,
-        opens: Sequence[int],
+        told: Assignment,
         replica: str,
         incarnation: str,
         seed: int,
         store_address: str,
         ledger: Any,
-    ) -> None:
-        """Build the replica, which then waits for weights. (Errors of an actor's ``__init__`` come out worse.)
+    ) -> Holding | None:
+        """Build the replica, which then waits for weights; return the devices that it holds.
 
-        ``opens``: the machine's devices whose memory it may have to open.
+        (Errors of an actor's ``__init__`` come out worse.)
         """
-        set_backend(backend)
-        os.environ |= see_also(opens, os.environ, get_backend().devices)  # read once, when the device is first used
-        from hwrl.run.build import build_rollouter, evaluation_prompts, prepare_process
+        self._devices = _take_devices(backend, told, threads=config.rollout.threads)
+        from hwrl.run.build import build_rollouter, evaluation_prompts
 
-        prepare_process(threads=config.rollout.threads)
         with inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
             self._rollouter = build_rollouter(
                 config,
@@ -229,10 +242,12 @@ class RolloutActor:
                 ledger=RemoteLedger(ledger, replica=incarnation),
             )
             self._evaluation_prompts = evaluation_prompts(config, inputs)
+        return _held(self._devices)
 
     def run(self) -> None:
         """Roll out until ``stop``."""
         assert self._rollouter is not None, "set_up comes first"
+        get_backend().set_device(self._devices[0])  # of this thread, which is not that of ``set_up``
         with get_backend().allocating("generating responses"):
             self._rollouter.run(self._stop)
 
@@ -262,16 +277,16 @@ class TrainActor:
         *,
         inputs: RunInputs,
         backend: str,
+        told: Assignment,
         rank: int,
         store_address: str,
         incarnation: int,
         transport: Transport,
-    ) -> None:
-        """Build this rank; on several ranks, all must be set up at the same time."""
-        set_backend(backend)
-        from hwrl.run.build import TrainerParts, prepare_process
+    ) -> Holding | None:
+        """Build this rank and return the device that it holds; on several ranks, all are set up at the same time."""
+        devices = _take_devices(backend, told, threads=config.train.threads)
+        from hwrl.run.build import TrainerParts
 
-        prepare_process(threads=config.train.threads)
         with inputs.unchanged("trainer"), get_backend().allocating("the trainer"):
             self._parts = TrainerParts(
                 config,
@@ -281,6 +296,7 @@ class TrainActor:
                 incarnation=incarnation,
                 transport=transport,
             )
+        return _held(devices)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call ``method`` of this rank's parts."""

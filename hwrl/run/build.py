@@ -41,11 +41,10 @@ from hwrl.weights.plan import POLICY, POLICY_BASE
 from hwrl.weights.sender import Transport
 
 
-def prepare_process(*, threads: int) -> None:
-    """Take the first visible device of the chosen backend; compute with ``threads`` host threads."""
+def prepare_process(*, threads: int, device: int = 0) -> None:
+    """Make visible device ``device`` of the chosen backend the current one; compute with ``threads`` host threads."""
     torch.set_num_threads(threads)
-    if get_backend().device_count():
-        get_backend().set_device(0)
+    get_backend().set_device(device)
 
 
 def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -12,14 +13,17 @@ from typing import Any
 
 import ray
 
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, EngineError
 from hwrl.registry import get_backend
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
+from hwrl.run.placement import has_devices, plan_placement
+from hwrl.run.privacy import admits_strangers, has_token, private_ray
 
 _ADVICE = "ray._private.authentication.authentication_token_setup"
-"""The logger by which Ray says that its processes use a token and how to turn that off. It goes on to do as it says.
-Need not be quietened any more when it is no advice to who did not ask for anything."""
+"""Ray logs here that a token is in use and how to turn that off. The run has set the mode itself."""
+_CLIENT = "ray://"
+_CLIENT_PORT = 10001
 
 _starting = False  # Ray, in this process
 
@@ -32,34 +36,86 @@ def ray_cluster(config: Config, *, say: Callable[[str], None]) -> Iterator[None]
     managers do, comes to this process alone, which still needs Ray to save a checkpoint. Ray ends with this process,
     however that ends; two of its agents may need a minute for that.
     """
-    if is_local():
-        say("starting Ray on this machine")
-        with _apart(), _without_advice():
-            _connect(config, address="local", include_dashboard=False, **_room(config))
-    else:
-        address = os.environ["RAY_ADDRESS"]
-        say(f"joining the Ray cluster {address}")
-        _require_answer(address)
-        _connect(config)
-    try:
+    with _start(config, say=say) if is_local() else _join(config, say=say):
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _start(config: Config, *, say: Callable[[str], None]) -> Iterator[None]:
+    plan_placement(config, get_backend(), devices=local_devices(config), one_machine=True)  # raises before Ray starts
+    say("starting Ray on this machine")
+    with private_ray() as directory:
+        try:
+            with _apart(), _without_advice():
+                _connect(config, address="local", include_dashboard=False, _temp_dir=str(directory), **_room(config))
+        except Exception as exc:
+            ray.shutdown()  # what has been started
+            raise not_started(exc, file_limit=resource.getrlimit(resource.RLIMIT_FSIZE)[0]) from exc
+        if not ray.nodes()[0]["NodeManagerAddress"].startswith("127."):
+            say("warning: this version of Ray listens on all interfaces; its token keeps others out")
         yield
-    finally:
-        ray.shutdown()
 
 
-def _require_answer(address: str) -> None:
-    """Raise ConfigError if ``address`` is a host's port where nothing answers: Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdecimal():
-        return
+@contextmanager
+def _join(config: Config, *, say: Callable[[str], None]) -> Iterator[None]:
+    address = os.environ["RAY_ADDRESS"]
+    say(f"joining the Ray cluster {address}")
+    reachable = _require_answer(address)
     try:
-        socket.create_connection((host, int(port)), timeout=10.0).close()
+        is_open = reachable and _CLIENT not in address and admits_strangers(address)
+        with _without_advice():
+            _connect(config)
+    except Exception as exc:
+        raise _no_cluster(address, exc) from exc
+    if is_open or not has_token():
+        say(
+            f"warning: the Ray cluster {address} has no authentication: whoever reaches it can run code as its user, "
+            "read this run's data and end it; start its nodes with RAY_AUTH_MODE=token"
+        )
+    yield
+
+
+def not_started(exc: Exception, *, file_limit: int) -> EngineError:
+    """Return the error for a Ray that did not start because of ``exc``; ``file_limit`` is that of a file's bytes."""
+    limited = file_limit != resource.RLIM_INFINITY
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    limit = f"; files may have {file_limit:,} bytes here (ulimit -f), and Ray's object store is one file"
+    return EngineError(
+        "Ray did not start on this machine",
+        why=f"{type(exc).__name__}: {lines[0] if lines else 'no reason given'}{limit if limited else ''}",
+        fix="run `ulimit -f unlimited` first"
+        if limited
+        else "look for limits of this shell (ulimit -a), memory, /dev/shm and the disk that RAY_TMPDIR or TMPDIR names",
+    )
+
+
+def _require_answer(address: str) -> bool:
+    """Return whether ``address`` is a host's port, where something answers; Ray would try for minutes.
+
+    Raises ConfigError if nothing does.
+    """
+    host, colon, port = address.removeprefix(_CLIENT).rpartition(":")
+    if address.startswith(_CLIENT) and not colon:
+        host, port = port, str(_CLIENT_PORT)
+    if "://" in host or not port.isdecimal():
+        return False
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
     except (OSError, OverflowError) as exc:
-        raise ConfigError(
-            f"there is no Ray cluster at {address}",
-            why=f"RAY_ADDRESS names it, and a connection failed: {exc}",
-            fix="start that cluster, or unset RAY_ADDRESS, with which the run starts a Ray of its own",
-        ) from exc
+        raise _no_cluster(address, exc) from exc
+    return True
+
+
+def _no_cluster(address: str, exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"there is no Ray cluster at {address}",
+        why=f"RAY_ADDRESS names it, and a connection failed: {exc or type(exc).__name__}",
+        fix="start that cluster, and give this machine its token (RAY_AUTH_TOKEN_PATH) if it has one; or unset "
+        "RAY_ADDRESS, with which the run starts a Ray of its own",
+    )
 
 
 def _connect(config: Config, **options: Any) -> None:
@@ -67,13 +123,18 @@ def _connect(config: Config, **options: Any) -> None:
         ray.init(log_to_driver=False, configure_logging=False, namespace=f"hwrl-{config.dir.name}", **options)
 
 
+def local_devices(config: Config) -> int:
+    """Return how many devices this machine has for the run; without any, how many processes have room on it."""
+    if has_devices(get_backend()):
+        return get_backend().device_count()
+    return max(config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel, os.cpu_count() or 1)
+
+
 def _room(config: Config) -> dict[str, Any]:
-    devices = get_backend().devices
-    actors = config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel
-    room: dict[str, Any] = {}
-    if devices.ray_resource is not None:  # Ray itself finds those devices only that it knows
-        room = devices.ray_options(get_backend().device_count())
-    return room | {"num_cpus": max(actors, os.cpu_count() or 1)}
+    """Return what Ray is told that this machine has: it finds only the devices that it knows."""
+    devices, count = get_backend().devices, local_devices(config)
+    room = {} if devices.ray_resource is None else devices.ray_options(count)
+    return room | {"num_cpus": max(count, os.cpu_count() or 1)}
 
 
 @contextmanager

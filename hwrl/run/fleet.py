@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,22 +12,20 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError, EngineError, HwrlError, InputChangedError, attempt_all
-from hwrl.registry import get_backend, process_env
+from hwrl.errors import EngineError, HwrlError, InputChangedError, attempt_all
+from hwrl.registry import get_backend
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
+from hwrl.run.devices import RunDevices
 from hwrl.run.heartbeats import GROUP, Heartbeats
 from hwrl.run.identity import RunInputs
 from hwrl.run.inputs import is_local
-from hwrl.run.placement import Seat, choose_transport, machine_devices, seat
 from hwrl.run.waits import WaitLog
 
 POLL_S = 1.0
-RESERVE_S = 60.0
 DEATH_NOTICE_S = 5.0  # a survivor may fail before Ray has told that its peer is dead
 GOODBYE_S = 5.0
 
@@ -73,7 +70,7 @@ class Fleet:
         # Other machines must reach the store; on one machine it is nobody else's business.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
-        self._place()
+        self._devices = RunDevices(config, self._backend)
         self._ledger: Any = _actor_class(LedgerActor).options(num_cpus=0).remote(config)
         self._heartbeats.watch(_LEDGER, self._ledger)
         self._trainers: list[Any] = []
@@ -88,7 +85,7 @@ class Fleet:
     def launch(self) -> None:
         """Start trainers and replicas side by side; return when the trainers are set up."""
         set_up = self._launch_trainers()
-        for name in self._seats:
+        for name in self._devices.replicas:
             self._launch_replica(name)
         with self.waiting_for("the trainers to be set up"):
             self._await_trainers(set_up)
@@ -109,8 +106,8 @@ class Fleet:
                 fix="mend the cause, or raise train.max_restarts; resume=true continues the run",
             ) from cause
         self._say(f"a trainer died ({cause}); all its ranks start again")
-        for rank, trainer in enumerate(self._trainers):
-            self._end(_rank_name(rank), trainer)
+        for name, trainer in zip(self._devices.ranks, self._trainers, strict=True):
+            self._end(name, trainer)
         with self.waiting_for("the trainers to be set up"):
             self._await_trainers(self._launch_trainers())
 
@@ -125,72 +122,42 @@ class Fleet:
         return f"{self._config.train.ranks} trainer rank(s), {self._config.rollout.replicas} rollout replica(s)"
 
     def describe(self) -> str:
-        """Say who is there."""
+        """Say who is there, on the devices that they reported."""
+        plan = self._devices.plan
         return (
-            f"hwrl on {self._backend.info.name}: {self.size}; {self._seating}; "
-            f"weights travel by {self._transport}: {self._why_transport}"
+            f"hwrl on {self._backend.info.name}: {self.size}; {self._devices.describe()}; "
+            f"weights travel by {plan.transport}: {plan.why_transport}"
         )
-
-    def _place(self) -> None:
-        """Give each process its device, and choose how weights travel. Raises if there are too few devices."""
-        devices, rollout = self._backend.devices, self._config.rollout
-        self._seating = seat(
-            devices=int(ray.available_resources().get(devices.ray_resource or "CPU", 0)),
-            ranks=self._config.train.ranks,
-            replicas=rollout.replicas,
-            width=rollout.tensor_parallel,
-            may_share=devices.ray_resource is not None,
-        )
-        self._seats = {f"replica-{index}": place for index, place in enumerate(self._seating.replicas)}
-        self._transport, self._why_transport = choose_transport(
-            bypass_cpu=self._config.weights.bypass_cpu,
-            shared=self._seating.shared,
-            one_machine=is_local() or sum(node["Alive"] for node in ray.nodes()) == 1,
-            supports=self._backend.supports,
-        )
-        self._opens: tuple[int, ...] = ()
-        if self._transport == "ipc":
-            self._opens = machine_devices(os.environ, devices, count=self._backend.device_count())
-        self._group: Any = None
-        # By itself Ray might put replicas where a rank must go, or leave a machine too few devices for a wide one.
-        if self._seating.shared or rollout.tensor_parallel > 1:
-            self._group = _reserve(self._seating.bundles, devices.ray_resource or "CPU")
-
-    def _options(self, role: str, place: Seat) -> dict[str, Any]:
-        """Return what Ray is told about one worker: its devices, and the variables that its backend wants."""
-        options = self._backend.devices.ray_options(place.share * len(place.devices))
-        if self._group is not None:
-            strategy = PlacementGroupSchedulingStrategy(self._group, self._seating.bundles.index(place.devices))
-            options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
-        exports = role == "trainer" and self._transport == "ipc"
-        variables = process_env(role, exports_memory=exports, shares_device=self._seating.shared)
-        return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
 
     def _launch_trainers(self) -> list[Any]:
         """Make the trainer's ranks and begin to set them up; return what to wait for."""
         self._trainer_starts += 1
         self._trainers_answer = False
         self._trainers = [
-            _actor_class(TrainActor).options(**self._options("trainer", place)).remote()
-            for place in self._seating.ranks
+            _actor_class(TrainActor).options(**self._devices.options(name)).remote() for name in self._devices.ranks
         ]
-        for rank, trainer in enumerate(self._trainers):
-            self._heartbeats.watch(_rank_name(rank), trainer)
+        for name, trainer in zip(self._devices.ranks, self._trainers, strict=True):
+            self._heartbeats.watch(name, trainer)
         return [
             trainer.set_up.remote(
                 self._config,
                 inputs=self._inputs,
                 backend=self._backend.info.name,
+                told=self._devices.told(name),
                 rank=rank,
                 store_address=self._store_address,
                 incarnation=self.incarnation,
-                transport=self._transport,
+                transport=self._devices.plan.transport,
             )
-            for rank, trainer in enumerate(self._trainers)
+            for rank, (name, trainer) in enumerate(zip(self._devices.ranks, self._trainers, strict=True))
         ]
 
     def _await_trainers(self, set_up: list[Any]) -> None:
-        self._gather(set_up, limit_s=self._limits.start_s, key="timeouts.start_s")
+        holdings = self._gather(set_up, limit_s=self._limits.start_s, key="timeouts.start_s")
+        for name in self._devices.ranks:
+            self._devices.forget(name)  # what a rank that died has reported
+        for name, holding in zip(self._devices.ranks, holdings, strict=True):
+            self._devices.prove(name, holding)
         self._trainers_answer = True
 
     def _launch_replica(self, name: str) -> None:
@@ -199,7 +166,7 @@ class Fleet:
         """
         start, self._replica_starts = self._replica_starts, self._replica_starts + 1
         incarnation = f"{name}#{start}"
-        options = self._options("rollout", self._seats[name])
+        options = self._devices.options(name)
         actor = _actor_class(RolloutActor).options(max_concurrency=4, **options).remote()
         replaces = start >= self._config.rollout.replicas
         self._replicas[name] = _Replica(actor, incarnation, replaces=replaces, started_s=time.monotonic())
@@ -208,7 +175,7 @@ class Fleet:
             self._config,
             inputs=self._inputs,
             backend=self._backend.info.name,
-            opens=self._opens,
+            told=self._devices.told(name),
             replica=name,
             incarnation=incarnation,
             seed=self._seed + 1009 * start,
@@ -359,8 +326,7 @@ class Fleet:
         answers = [partial(_raise_error_of, reference) for reference in answered if failed and reference in trainers]
         for actor in [*self._trainers, *(replica.actor for replica in self._replicas.values()), self._ledger]:
             ray.kill(actor)
-        if self._group is not None:
-            ray.util.remove_placement_group(self._group)
+        self._devices.close()
         attempt_all(*answers)
 
     # -- what dies ----------------------------------------------------------------------------------------------
@@ -395,7 +361,7 @@ class Fleet:
         name = self._joining.pop(joining)
         replica = self._replicas[name]
         try:
-            value_of(joining)
+            self._devices.prove(name, value_of(joining))
         except RayActorError as exc:
             self._replace(name, _first_line(exc))
             return
@@ -411,6 +377,7 @@ class Fleet:
 
     def _replace(self, name: str, reason: str) -> None:
         replica = self._replicas.pop(name)
+        self._devices.forget(name)
         self._joining = {reference: other for reference, other in self._joining.items() if other != name}
         self._end(name, replica.actor)
         lost = self.on_ledger("forget", replica.incarnation)
@@ -428,10 +395,6 @@ class Fleet:
 _LEDGER = "the ledger"
 
 
-def _rank_name(rank: int) -> str:
-    return f"trainer rank {rank}"
-
-
 def _actor_class(kind: type) -> Any:
     """Return ``kind`` as Ray's actor, whose ``alive`` answers beside every other call."""
     return ray.remote(concurrency_groups={GROUP: 1})(kind)
@@ -443,21 +406,6 @@ def _no_ledger(why: str) -> EngineError:
         why=why,
         fix="resume=true continues from the last checkpoint, if there is one",
     )
-
-
-def _reserve(bundles: list[tuple[int, ...]], resource: str) -> Any:
-    """Return a placement group of ``bundles``. Raises ConfigError if no machines have them."""
-    group = ray.util.placement_group([{resource: len(devices)} for devices in bundles])
-    if not group.wait(RESERVE_S):
-        ray.util.remove_placement_group(group)
-        widest = max(len(devices) for devices in bundles)
-        raise ConfigError(
-            "the run's processes cannot be placed",
-            why=f"Ray could not reserve devices for all {len(bundles)} in {RESERVE_S:g} s; the widest needs {widest} "
-            "on one machine",
-            fix="set rollout.tensor_parallel to what a machine has left besides the trainer, or add machines",
-        )
-    return group
 
 
 def value_of(reference: Any) -> Any:

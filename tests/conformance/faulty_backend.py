@@ -83,6 +83,8 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
     def supports(self, capability: Capability) -> Support:
         if fault("no reason for a capability"):
             return replace(super().supports(capability), reason="")
+        if capability is Capability.COLLECTIVES and fault("it has no collectives"):
+            return Support("unsupported", "nobody wrote the library")
         if capability is Capability.COMM_ABORT and fault("an unsupported abort does nothing"):
             return Support("unsupported", "the library cannot")
         return super().supports(capability)

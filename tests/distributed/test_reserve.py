@@ -9,7 +9,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hwrl.errors import ConfigError
-from hwrl.run import fleet
+from hwrl.run import devices
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def two_machines() -> Iterator[None]:
 def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(
     two_machines: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "RESERVE_S", 5.0)
-    group = fleet._reserve([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
+    monkeypatch.setattr(devices, "RESERVE_S", 5.0)
+    group = devices.place_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
     ray.util.remove_placement_group(group)
     with pytest.raises(ConfigError, match="the widest needs 5 on one machine"):
-        fleet._reserve([(0,), (1, 2, 3, 4, 5)], "CPU")
-    group = fleet._reserve([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # what was refused holds nothing
+        devices.place_together([(0,), (1, 2, 3, 4, 5)], "CPU")
+    group = devices.place_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # what was refused holds nothing
     ray.util.remove_placement_group(group)

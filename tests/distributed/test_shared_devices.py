@@ -1,8 +1,9 @@
-"""``hwrl train`` where there are fewer devices than processes."""
+"""``hwrl train`` on devices that Ray does not know: each process gets its own, or shares as the run says."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,11 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(site: Path, *words: str, devices: int) -> subprocess.CompletedProcess[str]:
+def train(site: Path, *words: str, devices: int, **variables: str) -> subprocess.CompletedProcess[str]:
     config = str(write_demo(site / "demo", seed=1, prompts=64))
     path = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     env = {**os.environ, "PYTHONPATH": path, "HWRL_BACKEND": "numbered", "NUMBERED_DEVICES": str(devices)}
+    env |= variables
     return subprocess.run(
         [HWRL, "train", config, *SMALL, *words], env=env, text=True, capture_output=True, timeout=150, check=False
     )
@@ -39,9 +41,42 @@ def train(site: Path, *words: str, devices: int) -> subprocess.CompletedProcess[
 def test_replicas_share_the_trainers_devices_and_open_its_memory(site: Path) -> None:
     ended = train(site, "train.ranks=2", "rollout.replicas=2", devices=2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "too few devices (2), so replicas share the trainer's; weights travel by ipc" in ended.stdout
+    assert (
+        "trainer rank 0 on device 0, trainer rank 1 on device 1, replica-0 on device 0, replica-1 on device 1; too few"
+        " devices (2), so replicas share the trainer's; weights travel by ipc" in " ".join(ended.stdout.split())
+    )
     metrics = read_metrics(site / "demo" / "run")
     assert [line["sync/receivers"] for line in metrics] == [2.0] * 3, "the replica on another device missed a version"
+
+
+def test_each_process_takes_the_device_that_it_is_told_by_number_without_collectives(site: Path) -> None:
+    ended = train(site, devices=2, NUMBERED_MAP="index", NUMBERED_MUTE="1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    said = " ".join(ended.stdout.split())
+    assert "trainer rank 0 on device 0, replica-0 on device 1; each process has its own" in said
+    assert (
+        "weights travel by ipc: the device has no collectives (nobody wrote the library)" in said or "by host" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (
+            {"NUMBERED_MAP": "index", "NUMBERED_STUCK": "1"},
+            r"(trainer rank 0|replica-0) and (trainer rank 0|replica-0) are on the same device",
+        ),
+        ({"NUMBERED_MAP": "deaf"}, r"NUMBERED_VISIBLE does not narrow what a process sees"),
+    ],
+    ids=["set_device has no effect", "nothing reads the variable"],
+)
+def test_processes_that_share_without_having_been_told_are_refused(
+    site: Path, fault: dict[str, str], says: str
+) -> None:
+    ended = train(site, devices=2, **fault)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert re.search(says, ended.stderr), ended.stderr
+    assert not read_metrics(site / "demo" / "run")
 
 
 def test_ranks_do_not_share(site: Path) -> None:

@@ -23,7 +23,7 @@ DEVICE_WORD = re.compile(
 )
 LAYERS = [  # an arrow may point to the left, or to another part of the same layer that does not point back
     {"errors", "clock", "environ", "handles", "probing", "torchapi", "typed"},
-    {"backend"},
+    {"backend", "devicemap"},
     {"hookspecs"},
     {"loading"},
     {"registry", "plugins"},

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 import hwrl_cpu
 from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap
+from hwrl.comm import Comm
 from hwrl.errors import DeviceMemoryError, UnsupportedError
 
 GENERIC = Backend(BackendInfo(name="xpu", device_type="cpu", description="torch's generic paths"))
@@ -35,6 +37,15 @@ def test_what_is_not_proven_is_usable_and_says_so() -> None:
 
 def test_the_collective_library_comes_from_torch() -> None:
     assert GENERIC.comm_library() == torch.distributed.get_default_backend_for_device("cpu")
+
+
+def test_a_device_without_a_collective_library_says_so_and_forms_no_group() -> None:
+    lone = Backend(BackendInfo(name="lone", device_type="meta", description="torch knows no library for it"))
+    support = lone.supports(Capability.COLLECTIVES)
+    assert not support.usable and "no collective library for device 'meta'" in support.reason
+    with pytest.raises(UnsupportedError, match="'lone' lacks 'collectives'"):
+        Comm(lone).standalone_group(HashStore(), rank=0, size=1, name="alone")
+    assert GENERIC.supports(Capability.COLLECTIVES).usable
 
 
 def test_what_does_not_fit_is_told_with_the_devices_numbers() -> None:

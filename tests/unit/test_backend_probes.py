@@ -343,3 +343,11 @@ def test_probes_look_under_another_folder_if_they_are_told_to(
     assert ProbeContext().device_files("dev/davinci[0-9]*") == ("/dev/davinci0", "/dev/davinci1")
     monkeypatch.delenv("HWRL_PROBE_ROOT")
     assert ProbeContext().root == Path("/")
+
+
+def test_gpus_that_are_named_by_uuid_are_given_out_under_it() -> None:
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-1f, MIG-2e"}
+    assert CUDA.narrow([1], env) == {"CUDA_VISIBLE_DEVICES": "MIG-2e"}
+    assert CUDA.name(0, env) == "GPU-1f"
+    assert CUDA.narrow([1, 0], {"CUDA_VISIBLE_DEVICES": "4,6"}) == {"CUDA_VISIBLE_DEVICES": "6,4"}
+    assert CUDA.narrow([1], {}) == {"CUDA_VISIBLE_DEVICES": "1"}

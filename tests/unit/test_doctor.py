@@ -41,6 +41,11 @@ BLIND = (
     "from torch.nn import functional as f; right = f.scaled_dot_product_attention; "
     "f.scaled_dot_product_attention = lambda *parts, **settings: right(*parts, **settings) * 0 + 1; "
 )
+MUTE = (
+    "from hwrl.backend import Capability, Support; import hwrl_cpu\n"
+    "    answers = lambda one: Support('unsupported' if one is Capability.COLLECTIVES else 'supported', 'so it is')\n"
+    "    backend = hwrl_cpu.CpuBackend(hwrl_backend_info()); backend.supports = answers; return backend"
+)
 HOST = "import hwrl_cpu; return hwrl_cpu.CpuBackend(hwrl_backend_info())"
 
 
@@ -197,3 +202,11 @@ def test_doctor_imports_no_torch_into_its_own_process() -> None:
     code = "import sys; from hwrl.cli import main; main(['doctor']); assert 'torch' not in sys.modules"
     env = os.environ | {"HWRL_BACKEND": "cuad"}
     assert subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_a_device_without_collectives_runs_and_is_told_what_that_means(tmp_path: Path) -> None:
+    install(tmp_path, create=MUTE)
+    ended = doctor(folder=tmp_path, choose="card")
+    assert ended.returncode == 0, ended.stdout
+    assert re.search(r"collectives +unsupported +so it is", ended.stdout)
+    assert "one trainer rank (train.ranks=1)" in ended.stdout

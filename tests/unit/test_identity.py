@@ -16,6 +16,7 @@ from hwrl.run.actors import RolloutActor, TrainActor
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
+from hwrl.run.placement import Assignment
 
 REWARD_FUNCTION = "def score(prompt, response, answer):\n    return 1.0\n"
 
@@ -84,7 +85,14 @@ def add_other_weights(config: Config) -> None:
 def set_up_trainer(config: Config, inputs: RunInputs) -> None:
     """Set up a trainer, which has no store to connect to."""
     TrainActor().set_up(
-        config, inputs=inputs, backend="cpu", rank=0, store_address="nowhere", incarnation=1, transport="host"
+        config,
+        inputs=inputs,
+        backend="cpu",
+        told=Assignment(),
+        rank=0,
+        store_address="nowhere",
+        incarnation=1,
+        transport="host",
     )
 
 
@@ -94,7 +102,7 @@ def set_up_replica(config: Config, inputs: RunInputs) -> None:
         config,
         inputs=inputs,
         backend="cpu",
-        opens=[],
+        told=Assignment(),
         replica="replica-0",
         incarnation="replica-0#1",
         seed=1,

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from hwrl.backend import Backend, Capability
+from hwrl.comm import Comm
 from hwrl.errors import ConfigError, UnsupportedError
 
 _MANY = 1 << 20
@@ -111,13 +113,20 @@ class CapabilityContract:
 
     @pytest.mark.parametrize(
         "capability",
-        [Capability.PINNED_MEMORY, Capability.REGISTERED_MEMORY, Capability.COMM_ABORT, Capability.DEVICE_IPC],
+        [
+            Capability.PINNED_MEMORY,
+            Capability.REGISTERED_MEMORY,
+            Capability.COLLECTIVES,
+            Capability.COMM_ABORT,
+            Capability.DEVICE_IPC,
+        ],
     )
     def test_what_is_unsupported_raises(self, backend: Backend, capability: Capability) -> None:
         """A call that needs it is refused; it never does nothing instead."""
         calls: dict[Capability, Callable[[], Any]] = {
             Capability.PINNED_MEMORY: lambda: backend.pinned_empty(16),
             Capability.REGISTERED_MEMORY: lambda: backend.register_host_memory(torch.empty(16, dtype=torch.uint8)),
+            Capability.COLLECTIVES: lambda: Comm(backend).standalone_group(HashStore(), rank=0, size=1, name="refused"),
             Capability.COMM_ABORT: lambda: backend.abort_process_group(_NoGroup()),  # type: ignore[arg-type] # refused unseen
             Capability.DEVICE_IPC: lambda: backend.export_memory(torch.ones(1, device=backend.device())),
         }

@@ -16,6 +16,7 @@ def need(backend: Backend, capability: Capability) -> None:
 
 def need_two_ranks(backend: Backend) -> None:
     """Skip the test where two processes cannot be in one group."""
+    need(backend, Capability.COLLECTIVES)
     support = backend.supports(Capability.SHARED_DEVICE_GROUPS)
     if not support.usable and backend.device_count() < 2:
         pytest.skip(f"needs two devices: {support.reason}")
