@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -34,7 +35,7 @@ FIGURES = {
 class Trainers:
     """Stands for a :class:`~hwrl.run.fleet.Fleet` of a run of two steps; a checkpoint is a file with its step."""
 
-    size, refused = "nothing", False
+    size, refused, incarnation = "nothing", False, 0
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
@@ -49,6 +50,9 @@ class Trainers:
 
     def describe(self) -> str:
         return self.size
+
+    def waiting_for(self, what: str) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
     def take(self, count: int, version: int) -> tuple[list[Any], str]:
         return [], "note"
