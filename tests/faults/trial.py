@@ -1,0 +1,260 @@
+"""One point of the sweep: a run with its faults, the run that continues it, and the judgement on both."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from transformers.utils import logging
+
+from hwrl.run.config import all_keys
+from hwrl.run.demo import write_demo
+from tests.faults.acts import Scene
+from tests.faults.gates import VARIABLE
+from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Blow, Point
+from tests.support.train_run import Run
+
+ROOT = Path(__file__).parents[2]
+STEPS, BATCH, MAX_STALENESS = 6, 2, 1
+SETTINGS: dict[str, object] = {
+    "goals": "{}",
+    "train.steps": STEPS,
+    "train.batch_groups": BATCH,
+    "rollout.n": 2,
+    "rollout.max_running": 8,
+    "rollout.group_timeout_s": 20,
+    "async_training.staleness_threshold": MAX_STALENESS,
+    "weights.timeout_s": 6,
+    "checkpoint.save_every_steps": 2,
+    "eval.every_steps": 4,
+    "eval.prompts": 3,  # rewards.py knows the number
+    "reward.timeout_s": 5,
+    "timeouts.heartbeat_s": HEARTBEAT_S,
+    "timeouts.start_s": 60,
+    "timeouts.trainer_s": 60,
+    "timeouts.evaluation_s": 30,
+}
+"""Of every run; a key that this hwrl does not have is left out."""
+SILENCE_S = 40.0
+"""The longest time without a word from a run. Its slowest silent stage is Ray's start, 3 s on an idle machine."""
+CONTINUES_S = 90.0
+LEFT_S, LEFT_BY_A_KILL_S = 30.0, 75.0
+"""How long processes may be left after a run: two of Ray's agents notice a killed driver or raylet after a minute."""
+RAW = re.compile(r"Traceback \(most recent call last\)|StackTrace Information|Fatal Python error|\*\*\* SIG")
+ERROR = re.compile(r"^hwrl: \w+Error: .+\n(.*\n)*?  why: .+\n(.*\n)*?  fix: .+", re.MULTILINE)
+
+
+class FellError(Exception):
+    """The run broke a promise."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a point went; ``reason`` tells the end of a run that held."""
+
+    held: bool
+    seconds: float
+    reason: str
+    output: str
+
+
+def run_point(point: Point) -> Verdict:
+    """Run ``point`` in a directory of its own, and judge."""
+    began_s = time.monotonic()
+    # Ray's sockets lie in TMPDIR, and a socket's path may have no more than 107 characters.
+    work = Path(tempfile.mkdtemp(prefix="f"))
+    trial = _Trial(point, work)
+    try:
+        held, reason = True, trial.run()
+    except (FellError, AssertionError) as exc:
+        held, reason = False, str(exc)
+    finally:
+        output = trial.output()
+        trial.close()
+    shutil.rmtree(work, ignore_errors=True)
+    return Verdict(held, time.monotonic() - began_s, reason, output)
+
+
+@cache
+def settings() -> list[str]:
+    """Return the words of SETTINGS that this hwrl has."""
+    known = set(all_keys())
+    return [f"{key}={value}" for key, value in SETTINGS.items() if key in known]
+
+
+@cache
+def _template() -> Path:
+    """Write the data and the model once for all points of this process."""
+    place = Path(tempfile.mkdtemp(prefix="f"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    logging.disable_progress_bar()
+    write_demo(place, seed=1, prompts=100, hidden=32, layers=1)
+    return place
+
+
+class _Trial:
+    def __init__(self, point: Point, work: Path) -> None:
+        self._point, self.work = point, work
+        self._runs: list[Run] = []
+        self._memory = _memory_names()
+        shutil.copytree(_template(), work, dirs_exist_ok=True)
+        config = work / "config.yaml"
+        config.write_text(config.read_text().replace(str(_template()), str(work)))
+        shutil.copy(Path(__file__).with_name("rewards.py"), work / "reward.py")
+        (work / "t").mkdir()
+        _write_plugin(work / "plugin")
+
+    def run(self) -> str:
+        """Return how the run with the faults ended; raises FellError."""
+        first = self._start(self._point.reward, self._point.blows, "log-1", *self._point.words)
+        scene = Scene(self.work, first)
+        watch = _Watch(first, limit_s=self._point.limit_s)
+        for number, blow in enumerate(self._point.blows):
+            self._await_phase(blow, number, watch)
+            for act in blow.acts:
+                act(scene)
+            (self.work / f"go-{number}").touch()
+        status = watch.await_end()
+        ended_s = time.monotonic()
+        end = _judge_end(status, first.output())
+        if end not in self._point.ends:
+            raise FellError(f"it ended with {end} (status {status}), not with {' or '.join(sorted(self._point.ends))}")
+        if end != "done":
+            self._continue(scene)
+        self._check_accounts()
+        self._check_left(ended_s, patience_s=LEFT_BY_A_KILL_S if _kills_abruptly(self._point) else LEFT_S)
+        return end
+
+    def output(self) -> str:
+        """Return what the runs have said."""
+        return "\n".join(run.output() for run in self._runs)
+
+    def close(self) -> None:
+        """End what is left of the runs."""
+        for run in self._runs:
+            for pid, _ in run.commands():
+                os.kill(pid, signal.SIGKILL)
+            run.close()
+
+    def _start(self, reward: str, blows: tuple[Blow, ...], log: str, *words: str) -> Run:
+        gates = [(blow.phase, blow.nth) for blow in blows if blow.phase not in WORDS_OF_PHASES]
+        (self.work / "gates.json").write_text(json.dumps(gates))
+        function = f"reward.function={self.work / 'reward.py'}:{reward}"
+        path = os.pathsep.join([str(ROOT), str(self.work / "plugin")])
+        env = {VARIABLE: str(self.work), "PYTHONPATH": path, "HWRL_BACKEND": "gated", "TMPDIR": str(self.work / "t")}
+        self._runs.append(Run(self.work, *settings(), function, *words, log=log, **env))
+        return self._runs[-1]
+
+    def _await_phase(self, blow: Blow, number: int, watch: _Watch) -> None:
+        words = WORDS_OF_PHASES.get(blow.phase)
+        reached = self.work / f"reached-{number}"
+        watch.until(
+            lambda: words in watch.run.output() if words else reached.exists(),
+            f"it ended before it came to {blow.phase} for the {blow.nth}. time",
+        )
+
+    def _continue(self, scene: Scene) -> None:
+        """Undo the faults and continue the run, as a user does."""
+        for undo in reversed(scene.undo):
+            undo()
+        words = [word for word in self._point.words if not word.startswith("reward.")]
+        again = self._start("plain", (), "log-2", "resume=true", *words)
+        status = _Watch(again, limit_s=CONTINUES_S).await_end()
+        end = _judge_end(status, again.output())
+        if end != "done":
+            raise FellError(f"its continuation ended with {end} (status {status})")
+
+    def _check_accounts(self) -> None:
+        run = self._runs[-1]
+        lines = run.metrics()
+        _require([line["step"] for line in lines] == list(range(1, STEPS + 1)), "metrics.jsonl lacks or repeats a step")
+        prompts = (run.directory / "trained_prompts.jsonl").read_text().splitlines()
+        trained = sorted(number for line in prompts for number in json.loads(line)["sequence_numbers"])
+        _require(trained == list(range(STEPS * BATCH)), f"trained on prompts {trained}")
+        ages = [value for line in lines for name, value in line.items() if name.startswith("staleness/")]
+        _require(all(0 <= age <= MAX_STALENESS for age in ages), f"ages of tokens from {min(ages)} to {max(ages)}")
+        versions = [line["weights/version"] for line in lines]
+        _require(versions == sorted(versions), f"versions went back: {versions}")
+
+    def _check_left(self, ended_s: float, *, patience_s: float) -> None:
+        while left := [command[:120] for run in self._runs for _, command in run.commands()]:
+            _require(time.monotonic() < ended_s + patience_s, f"after {patience_s:g} s processes are left: {left}")
+            time.sleep(0.1)
+        kept = {"ray"} | {name for name in os.listdir(self.work / "t") if name.startswith("torchinductor_")}
+        files = sorted(set(os.listdir(self.work / "t")) - kept)
+        _require(not files, f"left in the directory for temporary files: {files}")
+        memory = sorted(_memory_names() - self._memory)
+        _require(not memory, f"left in shared memory: {memory}")
+
+
+class _Watch:
+    """Waits for a run, which may neither be silent for SILENCE_S nor last longer than ``limit_s``."""
+
+    def __init__(self, run: Run, *, limit_s: float) -> None:
+        self.run, self._limit_s = run, limit_s
+        self._began_s = self._heard_s = time.monotonic()
+        self._said = 0
+
+    def until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        """Return when ``condition`` holds; FellError with ``otherwise`` if the run ends first."""
+        while not condition():
+            if self.run.process.poll() is not None and not condition():
+                raise FellError(f"{otherwise} (status {self.run.process.returncode})")
+            self._listen()
+            time.sleep(0.02)
+
+    def await_end(self) -> int:
+        """Return the exit status."""
+        while (status := self.run.process.poll()) is None:
+            self._listen()
+            time.sleep(0.05)
+        return status
+
+    def _listen(self) -> None:
+        now_s, said = time.monotonic(), len(self.run.output())
+        if said != self._said:
+            self._said, self._heard_s = said, now_s
+        _require(now_s - self._heard_s < SILENCE_S, f"it hung: not a word for {SILENCE_S:g} s")
+        _require(now_s - self._began_s < self._limit_s, f"it was not over after {self._limit_s:g} s")
+
+
+def _judge_end(status: int, output: str) -> str:
+    if RAW.search(output):
+        raise FellError(f"a raw traceback on the user's output (status {status})")
+    if status == 1 and not ERROR.search(output):
+        raise FellError("it ended with status 1 and no error that says what, why and what to do")
+    return {0: "done", 1: "error", 130: "interrupted", -signal.SIGKILL: "killed"}.get(status, f"status {status}")
+
+
+def _kills_abruptly(point: Point) -> bool:
+    """Whether Ray's own processes are left to notice by themselves that the run has ended."""
+    return bool(point.labels & {"driver", "everything", "raylet", "gcs"})
+
+
+def _require(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise FellError(complaint)
+
+
+def _memory_names() -> set[str]:
+    """Return hwrl's files in shared memory; of runs beside this one, too, which is why a sweep has the machine."""
+    shared = Path("/dev/shm")
+    return {path.name for path in shared.iterdir() if "hwrl" in path.name} if shared.is_dir() else set()
+
+
+def _write_plugin(place: Path) -> None:
+    """Write what makes ``HWRL_BACKEND=gated`` known, as an installed package does."""
+    info = place / "gated-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gated\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[hwrl.backends]\ngated = tests.faults.gates\n")
