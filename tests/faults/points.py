@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.faults.acts import Act, Edit, Freeze, Limit, Protect, Replace, Send, TerminateGroup
 
 HEARTBEAT_S = 8
+HELPERS = ("log-monitor", "monitor", "dashboard", "env-agent", "agent")
+"""Processes of Ray that a run can do without, or nearly so."""
 WORDS_OF_PHASES = {"starting": "starting Ray", "building": "building "}
 """Phases that the run itself announces; the others have gates."""
 
@@ -36,11 +39,17 @@ class Point:
     limit_s: float = 120.0
 
     @property
+    def is_quick(self) -> bool:
+        """Whether nobody must wait for Ray to notice a death."""
+        return self.limit_s < SLOW_LIMIT_S
+
+    @property
     def labels(self) -> frozenset[str]:
         """Its kinds of faults and its victims."""
         acts = [act for blow in self.blows for act in blow.acts]
         kinds = {"reward"} if self.reward != "plain" else set()
-        return frozenset(kinds | {act.kind for act in acts} | {act.victim for act in acts})
+        victims = {"helper" if act.victim in HELPERS else act.victim for act in acts}
+        return frozenset(kinds | {act.kind for act in acts} | victims)
 
 
 def at(phase: str, *acts: Act, nth: int = 1) -> Blow:
@@ -53,19 +62,19 @@ def point(
     return Point(name, frozenset(ends.split()), blows, words, reward, limit_s)
 
 
+SLOW_LIMIT_S = 180.0
 TWO_RANKS = ("train.ranks=2",)
 HOST = ("weights.bypass_cpu=false",)
 BACKGROUND = ("checkpoint.async_save=true",)
 UNSAVED = ("checkpoint.save_every_steps=0",)
+GOES_BACK = at("stepping", Send("KILL", "trainer"), nth=4)
+"""After this the trainer goes back to step 2."""
 JUDGED = 7
 """A call of the reward in the midst of training."""
 
 
-def _kills() -> list[Point]:
-    trainer, replica, driver = Send("KILL", "trainer"), Send("KILL", "replica"), Send("KILL", "driver")
-    ledger, everything = Send("KILL", "ledger"), Send("KILL", "everything")
-    one_rank = Send("KILL", "trainer", at_most=1)
-    back = at("stepping", trainer, nth=4)
+def _kills_of_driver() -> list[Point]:
+    driver, everything = Send("KILL", "driver"), Send("KILL", "everything")
     return [
         point("kill-driver-starting", "killed", at("starting", driver)),
         point("kill-driver-building", "killed", at("building", driver)),
@@ -76,7 +85,17 @@ def _kills() -> list[Point]:
         point("kill-driver-committing", "killed", at("committing", driver, nth=2)),
         point("kill-driver-evaluating-finally", "killed", at("evaluating-finally", driver)),
         point("kill-driver-closing", "killed", at("closing", driver)),
-        point("kill-driver-resuming", "killed", back, at("resuming", driver)),
+        point("kill-driver-resuming", "killed", GOES_BACK, at("resuming", driver)),
+        point("kill-everything-building", "killed", at("building", everything)),
+        point("kill-everything-saving", "killed", at("saving", everything, nth=4)),
+        point("kill-everything-publishing", "killed", at("publishing", everything, nth=5), words=HOST),
+    ]
+
+
+def _kills_of_workers() -> list[Point]:
+    trainer, replica, ledger = Send("KILL", "trainer"), Send("KILL", "replica"), Send("KILL", "ledger")
+    one_rank = Send("KILL", "trainer", at_most=1)
+    return [
         point("kill-trainer-setting-up", "done", at("setting-up-trainer", trainer)),
         point("kill-trainer-judging", "done", at("judging", trainer, nth=JUDGED)),
         point("kill-trainer-stepping", "done", at("stepping", trainer, nth=4)),
@@ -92,7 +111,7 @@ def _kills() -> list[Point]:
         point("kill-trainer-exporting", "done", at("exporting", trainer)),
         point("kill-trainer-closing", "done", at("closing", trainer)),
         point("kill-trainer-unsaved", "done", at("stepping", trainer, nth=4), words=UNSAVED),
-        point("kill-trainer-resuming", "done", back, at("resuming", trainer)),
+        point("kill-trainer-resuming", "done", GOES_BACK, at("resuming", trainer)),
         point("kill-rank-setting-up", "done", at("setting-up-trainer", one_rank), words=TWO_RANKS),
         point("kill-rank-stepping", "done", at("stepping", one_rank, nth=4), words=TWO_RANKS),
         point("kill-rank-saving", "done", at("saving", one_rank, nth=4), words=TWO_RANKS),
@@ -103,14 +122,11 @@ def _kills() -> list[Point]:
         point("kill-replica-saving", "done", at("saving", replica, nth=4)),
         point("kill-replica-evaluating", "done", at("evaluating", replica)),
         point("kill-replica-evaluating-finally", "done", at("evaluating-finally", replica)),
-        point("kill-replica-resuming", "done", back, at("resuming", replica)),
+        point("kill-replica-resuming", "done", GOES_BACK, at("resuming", replica)),
         point("kill-replica-exporting", "done", at("exporting", replica)),
         point("kill-ledger-judging", "error", at("judging", ledger, nth=JUDGED)),
         point("kill-ledger-saving", "error", at("saving", ledger, nth=4)),
-        point("kill-ledger-resuming", "error", back, at("resuming", ledger)),
-        point("kill-everything-building", "killed", at("building", everything)),
-        point("kill-everything-saving", "killed", at("saving", everything, nth=4)),
-        point("kill-everything-publishing", "killed", at("publishing", everything, nth=5), words=HOST),
+        point("kill-ledger-resuming", "error", GOES_BACK, at("resuming", ledger)),
     ]
 
 
@@ -118,7 +134,6 @@ def _signals() -> list[Point]:
     def to(name: str, victim: str, phase: str, ends: str, *, nth: int = 1) -> Point:
         return point(f"{name.lower()}-{victim}-{phase}", ends, at(phase, Send(name, victim), nth=nth))
 
-    back = at("stepping", Send("KILL", "trainer"), nth=4)
     term, once_more = Send("TERM", "driver"), Send("INT", "driver")
     return [
         to("TERM", "driver", "starting", "interrupted"),
@@ -127,7 +142,7 @@ def _signals() -> list[Point]:
         to("TERM", "driver", "saving", "interrupted", nth=4),
         to("TERM", "driver", "evaluating-finally", "interrupted done"),
         to("TERM", "driver", "closing", "interrupted done"),
-        point("term-driver-resuming", "interrupted", back, at("resuming", term)),
+        point("term-driver-resuming", "interrupted", GOES_BACK, at("resuming", term)),
         point("term-group-judging", "interrupted", at("judging", TerminateGroup(), nth=JUDGED)),
         point(
             "term-then-int-driver",
@@ -183,7 +198,7 @@ def _freezes() -> list[Point]:
         of("replica", "receiving", "done", for_s=None, name="freeze", nth=5),
         of("replica", "evaluating-finally", "done", for_s=None, name="freeze"),
         of("ledger", "judging", "error", for_s=None, name="freeze", nth=JUDGED),
-        of("raylet", "judging", "error", for_s=None, name="freeze", nth=JUDGED),
+        point("freeze-raylet-judging", "error", at("judging", Freeze("raylet"), nth=JUDGED), limit_s=SLOW_LIMIT_S),
     ]
     asleep = Freeze("replica", HEARTBEAT_S)
     return [
@@ -198,20 +213,19 @@ def _freezes() -> list[Point]:
 
 
 def _of_ray() -> list[Point]:
-    helpers = ("log-monitor", "monitor", "dashboard", "env-agent", "agent")
     points = [
         point(f"kill-{helper}-judging", "done error", at("judging", Send("KILL", helper), nth=JUDGED))
-        for helper in helpers
+        for helper in HELPERS
     ]
     for victim in ("raylet", "gcs"):
         for name in ("KILL", "TERM"):
             act = Send(name, victim)
             title = f"{name.lower()}-{victim}-judging"
-            points.append(point(title, "error", at("judging", act, nth=JUDGED), limit_s=180))
+            points.append(point(title, "error", at("judging", act, nth=JUDGED), limit_s=SLOW_LIMIT_S))
     return [
         *points,
-        point("kill-raylet-building", "error", at("building", Send("KILL", "raylet")), limit_s=180),
-        point("kill-raylet-saving", "error", at("saving", Send("KILL", "raylet"), nth=4), limit_s=180),
+        point("kill-raylet-building", "error", at("building", Send("KILL", "raylet")), limit_s=SLOW_LIMIT_S),
+        point("kill-raylet-saving", "error", at("saving", Send("KILL", "raylet"), nth=4), limit_s=SLOW_LIMIT_S),
     ]
 
 
@@ -266,7 +280,7 @@ def _edits() -> list[Point]:
 def _rewards() -> list[Point]:
     return [
         point("reward-hangs-once", "done", reward="hangs_once"),
-        point("reward-hangs-always", "error", reward="hangs_always"),
+        point("reward-hangs-always", "error", reward="hangs_always", limit_s=SLOW_LIMIT_S),
         point("reward-hangs-on-evaluation", "error", reward="hangs_on_evaluation"),
         point("reward-hangs-once-on-evaluation", "done", reward="hangs_once_on_evaluation"),
         point("reward-raises-sometimes", "done", reward="raises_sometimes"),
@@ -280,13 +294,22 @@ def _rewards() -> list[Point]:
     ]
 
 
-POINTS = [*_kills(), *_signals(), *_freezes(), *_of_ray(), *_disks(), *_edits(), *_rewards()]
+POINTS = [
+    *_kills_of_driver(),
+    *_kills_of_workers(),
+    *_signals(),
+    *_freezes(),
+    *_of_ray(),
+    *_disks(),
+    *_edits(),
+    *_rewards(),
+]
 """Every point. The number in a report is the place in this list."""
 
 
-def choose(count: int, *, seed: int) -> list[Point]:
-    """Return ``count`` points in an order of ``seed``; the first ones have as many kinds and victims as they can."""
-    left = random.Random(seed).sample(POINTS, len(POINTS))
+def choose(points: Sequence[Point], count: int, *, seed: int) -> list[Point]:
+    """Return ``count`` of ``points`` in an order of ``seed``; the first have as many kinds and victims as they can."""
+    left = random.Random(seed).sample(points, len(points))
     seen: set[str] = set()
     chosen: list[Point] = []
     while left and len(chosen) < count:

@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--only", choices=[point.name for point in POINTS], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the points and stop")
     args = parser.parse_args()
-    chosen = [point for point in POINTS if point.name == args.only] or choose(args.points, seed=args.seed)
+    chosen = [point for point in POINTS if point.name == args.only] or choose(POINTS, args.points, seed=args.seed)
     if args.list:
         for point in POINTS:
             print(f"{POINTS.index(point):3d} {point.name:34} ends: {', '.join(sorted(point.ends))}")

@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -106,7 +107,7 @@ class _Trial:
     def __init__(self, point: Point, work: Path) -> None:
         self._point, self.work = point, work
         self._runs: list[Run] = []
-        self._memory = _memory_names()
+        self._memory: set[Path] = set()
         shutil.copytree(_template(), work, dirs_exist_ok=True)
         config = work / "config.yaml"
         config.write_text(config.read_text().replace(str(_template()), str(work)))
@@ -121,6 +122,7 @@ class _Trial:
         watch = _Watch(first, limit_s=self._point.limit_s)
         for number, blow in enumerate(self._point.blows):
             self._await_phase(blow, number, watch)
+            self._memory |= _shared_memory(first)
             for act in blow.acts:
                 act(scene)
             (self.work / f"go-{number}").touch()
@@ -193,7 +195,7 @@ class _Trial:
         kept = {"ray"} | {name for name in os.listdir(self.work / "t") if name.startswith("torchinductor_")}
         files = sorted(set(os.listdir(self.work / "t")) - kept)
         _require(not files, f"left in the directory for temporary files: {files}")
-        memory = sorted(_memory_names() - self._memory)
+        memory = sorted(str(path) for path in self._memory if path.exists())
         _require(not memory, f"left in shared memory: {memory}")
 
 
@@ -246,10 +248,16 @@ def _require(holds: bool, complaint: str) -> None:
         raise FellError(complaint)
 
 
-def _memory_names() -> set[str]:
-    """Return hwrl's files in shared memory; of runs beside this one, too, which is why a sweep has the machine."""
-    shared = Path("/dev/shm")
-    return {path.name for path in shared.iterdir() if "hwrl" in path.name} if shared.is_dir() else set()
+def _shared_memory(run: Run) -> set[Path]:
+    """Return the places in shared memory where the run's processes have files open."""
+    shared, found = Path("/dev/shm"), set()
+    for pid, _ in run.commands():
+        with suppress(OSError):  # it ended meanwhile
+            for link in os.listdir(f"/proc/{pid}/fd"):
+                target = Path(os.readlink(f"/proc/{pid}/fd/{link}"))
+                if target.is_relative_to(shared):
+                    found.add(shared / target.relative_to(shared).parts[0])
+    return found
 
 
 def _write_plugin(place: Path) -> None:
