@@ -198,7 +198,7 @@ def _freezes() -> list[Point]:
         of("replica", "receiving", "done", for_s=None, name="freeze", nth=5),
         of("replica", "evaluating-finally", "done", for_s=None, name="freeze"),
         of("ledger", "judging", "error", for_s=None, name="freeze", nth=JUDGED),
-        point("freeze-raylet-judging", "error", at("judging", Freeze("raylet"), nth=JUDGED), limit_s=SLOW_LIMIT_S),
+        point("freeze-raylet-judging", "error done", at("judging", Freeze("raylet"), nth=JUDGED), limit_s=SLOW_LIMIT_S),
     ]
     asleep = Freeze("replica", HEARTBEAT_S)
     return [
@@ -221,11 +221,11 @@ def _of_ray() -> list[Point]:
         for name in ("KILL", "TERM"):
             act = Send(name, victim)
             title = f"{name.lower()}-{victim}-judging"
-            points.append(point(title, "error", at("judging", act, nth=JUDGED), limit_s=SLOW_LIMIT_S))
+            points.append(point(title, "error done", at("judging", act, nth=JUDGED), limit_s=SLOW_LIMIT_S))
     return [
         *points,
         point("kill-raylet-building", "error", at("building", Send("KILL", "raylet")), limit_s=SLOW_LIMIT_S),
-        point("kill-raylet-saving", "error", at("saving", Send("KILL", "raylet"), nth=4), limit_s=SLOW_LIMIT_S),
+        point("kill-raylet-saving", "error done", at("saving", Send("KILL", "raylet"), nth=4), limit_s=SLOW_LIMIT_S),
     ]
 
 

@@ -7,20 +7,25 @@ import json
 import os
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 from hwrl.run.demo import sort_reward
 from tests.faults.gates import VARIABLE, pass_gate
 
 Figures = dict[str, float]
-_HERE = Path(os.environ[VARIABLE])
-_EVALUATION = {json.loads(line)["prompt"] for line in (_HERE / "eval.jsonl").read_text().splitlines()}
 _EVALUATED_PROMPTS = 3
 _calls, _evaluations = itertools.count(1), itertools.count(1)
 
 
+@cache
+def _evaluation() -> set[str]:
+    text = Path(os.environ[VARIABLE], "eval.jsonl").read_text()
+    return {json.loads(line)["prompt"] for line in text.splitlines()}
+
+
 def plain(prompt: str, response: str, answer: str) -> Figures:
-    if prompt not in _EVALUATION:
+    if prompt not in _evaluation():
         pass_gate("judging")
     elif next(_evaluations) <= _EVALUATED_PROMPTS:
         pass_gate("evaluating")
@@ -32,7 +37,7 @@ def plain(prompt: str, response: str, answer: str) -> Figures:
 def _is_first(what: str) -> bool:
     """Return whether no process of the run has asked before."""
     try:
-        (_HERE / f"first-{what}").touch(exist_ok=False)
+        Path(os.environ[VARIABLE], f"first-{what}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -43,7 +48,7 @@ def _hang() -> None:
 
 
 def hangs_once(prompt: str, response: str, answer: str) -> Figures:
-    if prompt not in _EVALUATION and next(_calls) > 5 and _is_first("hang"):
+    if prompt not in _evaluation() and next(_calls) > 5 and _is_first("hang"):
         _hang()
     return plain(prompt, response, answer)
 
@@ -55,13 +60,13 @@ def hangs_always(prompt: str, response: str, answer: str) -> Figures:
 
 
 def hangs_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
-    if prompt in _EVALUATION:
+    if prompt in _evaluation():
         _hang()
     return plain(prompt, response, answer)
 
 
 def hangs_once_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
-    if prompt in _EVALUATION and _is_first("hang"):
+    if prompt in _evaluation() and _is_first("hang"):
         _hang()
     return plain(prompt, response, answer)
 
@@ -73,7 +78,7 @@ def raises_sometimes(prompt: str, response: str, answer: str) -> Figures:
 
 
 def raises_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
-    if prompt in _EVALUATION:
+    if prompt in _evaluation():
         raise ValueError("no evaluation prompt is judged")
     return plain(prompt, response, answer)
 

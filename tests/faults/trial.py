@@ -5,13 +5,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import re
 import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +20,7 @@ from hwrl.run.config import all_keys
 from hwrl.run.demo import write_demo
 from tests.faults.acts import Scene
 from tests.faults.gates import VARIABLE
+from tests.faults.judgement import FellError, check_accounts, name_end, require, shared_memory
 from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Blow, Point
 from tests.support.train_run import Run
 
@@ -51,12 +50,6 @@ SILENCE_S = 40.0
 CONTINUES_S = 90.0
 LEFT_S, LEFT_BY_A_KILL_S = 30.0, 75.0
 """How long processes may be left after a run: two of Ray's agents notice a killed driver or raylet after a minute."""
-RAW = re.compile(r"Traceback \(most recent call last\)|StackTrace Information|Fatal Python error|\*\*\* SIG")
-ERROR = re.compile(r"^hwrl: \w+Error: .+\n(.*\n)*?  why: .+\n(.*\n)*?  fix: .+", re.MULTILINE)
-
-
-class FellError(Exception):
-    """The run broke a promise."""
 
 
 @dataclass(frozen=True)
@@ -117,25 +110,31 @@ class _Trial:
 
     def run(self) -> str:
         """Return how the run with the faults ended; raises FellError."""
+        began_s = time.monotonic()
         first = self._start(self._point.reward, self._point.blows, "log-1", *self._point.words)
         scene = Scene(self.work, first)
         watch = _Watch(first, limit_s=self._point.limit_s)
         for number, blow in enumerate(self._point.blows):
             self._await_phase(blow, number, watch)
-            self._memory |= _shared_memory(first)
+            self._memory |= shared_memory(first)
             for act in blow.acts:
                 act(scene)
             (self.work / f"go-{number}").touch()
         status = watch.await_end()
         ended_s = time.monotonic()
-        end = _judge_end(status, first.output())
+        end = name_end(status, first.output())
         if end not in self._point.ends:
             raise FellError(f"it ended with {end} (status {status}), not with {' or '.join(sorted(self._point.ends))}")
+        told = [f"{end} after {ended_s - began_s:.0f} s"]
         if end != "done":
             self._continue(scene)
-        self._check_accounts()
-        self._check_left(ended_s, patience_s=LEFT_BY_A_KILL_S if _kills_abruptly(self._point) else LEFT_S)
-        return end
+            told.append(f"continued in {time.monotonic() - ended_s:.0f} s")
+        check_accounts(self._runs[-1].directory, steps=STEPS, batch=BATCH, max_staleness=MAX_STALENESS)
+        self._check_processes(first, ended_s, patience_s=LEFT_BY_A_KILL_S if _kills_abruptly(self._point) else LEFT_S)
+        told.append(f"clean {time.monotonic() - ended_s:.0f} s after the end")
+        self._check_processes(self._runs[-1], time.monotonic(), patience_s=LEFT_S)
+        self._check_files()
+        return ", ".join(told)
 
     def output(self) -> str:
         """Return what the runs have said."""
@@ -172,31 +171,21 @@ class _Trial:
         words = [word for word in self._point.words if not word.startswith("reward.")]
         again = self._start("plain", (), "log-2", "resume=true", *words)
         status = _Watch(again, limit_s=CONTINUES_S).await_end()
-        end = _judge_end(status, again.output())
+        end = name_end(status, again.output())
         if end != "done":
             raise FellError(f"its continuation ended with {end} (status {status})")
 
-    def _check_accounts(self) -> None:
-        run = self._runs[-1]
-        lines = run.metrics()
-        _require([line["step"] for line in lines] == list(range(1, STEPS + 1)), "metrics.jsonl lacks or repeats a step")
-        prompts = (run.directory / "trained_prompts.jsonl").read_text().splitlines()
-        trained = sorted(number for line in prompts for number in json.loads(line)["sequence_numbers"])
-        _require(trained == list(range(STEPS * BATCH)), f"trained on prompts {trained}")
-        ages = [value for line in lines for name, value in line.items() if name.startswith("staleness/")]
-        _require(all(0 <= age <= MAX_STALENESS for age in ages), f"ages of tokens from {min(ages)} to {max(ages)}")
-        versions = [line["weights/version"] for line in lines]
-        _require(versions == sorted(versions), f"versions went back: {versions}")
-
-    def _check_left(self, ended_s: float, *, patience_s: float) -> None:
-        while left := [command[:120] for run in self._runs for _, command in run.commands()]:
-            _require(time.monotonic() < ended_s + patience_s, f"after {patience_s:g} s processes are left: {left}")
+    def _check_processes(self, run: Run, ended_s: float, *, patience_s: float) -> None:
+        while left := [command[:120] for _, command in run.commands()]:
+            require(time.monotonic() < ended_s + patience_s, f"after {patience_s:g} s processes are left: {left}")
             time.sleep(0.1)
+
+    def _check_files(self) -> None:
         kept = {"ray"} | {name for name in os.listdir(self.work / "t") if name.startswith("torchinductor_")}
         files = sorted(set(os.listdir(self.work / "t")) - kept)
-        _require(not files, f"left in the directory for temporary files: {files}")
+        require(not files, f"left in the directory for temporary files: {files}")
         memory = sorted(str(path) for path in self._memory if path.exists())
-        _require(not memory, f"left in shared memory: {memory}")
+        require(not memory, f"left in shared memory: {memory}")
 
 
 class _Watch:
@@ -226,38 +215,13 @@ class _Watch:
         now_s, said = time.monotonic(), len(self.run.output())
         if said != self._said:
             self._said, self._heard_s = said, now_s
-        _require(now_s - self._heard_s < SILENCE_S, f"it hung: not a word for {SILENCE_S:g} s")
-        _require(now_s - self._began_s < self._limit_s, f"it was not over after {self._limit_s:g} s")
-
-
-def _judge_end(status: int, output: str) -> str:
-    if RAW.search(output):
-        raise FellError(f"a raw traceback on the user's output (status {status})")
-    if status == 1 and not ERROR.search(output):
-        raise FellError("it ended with status 1 and no error that says what, why and what to do")
-    return {0: "done", 1: "error", 130: "interrupted", -signal.SIGKILL: "killed"}.get(status, f"status {status}")
+        require(now_s - self._heard_s < SILENCE_S, f"it hung: not a word for {SILENCE_S:g} s")
+        require(now_s - self._began_s < self._limit_s, f"it was not over after {self._limit_s:g} s")
 
 
 def _kills_abruptly(point: Point) -> bool:
     """Whether Ray's own processes are left to notice by themselves that the run has ended."""
     return bool(point.labels & {"driver", "everything", "raylet", "gcs"})
-
-
-def _require(holds: bool, complaint: str) -> None:
-    if not holds:
-        raise FellError(complaint)
-
-
-def _shared_memory(run: Run) -> set[Path]:
-    """Return the places in shared memory where the run's processes have files open."""
-    shared, found = Path("/dev/shm"), set()
-    for pid, _ in run.commands():
-        with suppress(OSError):  # it ended meanwhile
-            for link in os.listdir(f"/proc/{pid}/fd"):
-                target = Path(os.readlink(f"/proc/{pid}/fd/{link}"))
-                if target.is_relative_to(shared):
-                    found.add(shared / target.relative_to(shared).parts[0])
-    return found
 
 
 def _write_plugin(place: Path) -> None:
