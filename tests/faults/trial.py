@@ -6,7 +6,6 @@ import atexit
 import json
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -70,8 +69,10 @@ def run_point(point: Point) -> Verdict:
     trial = _Trial(point, work)
     try:
         held, reason = True, trial.run()
-    except (FellError, AssertionError) as exc:
+    except FellError as exc:
         held, reason = False, str(exc)
+    except (AssertionError, OSError, ValueError) as exc:  # a victim or a file of the run is not there
+        held, reason = False, f"{type(exc).__name__}: {exc}"
     finally:
         output = trial.output()
         trial.close()
@@ -125,12 +126,13 @@ class _Trial:
         end = name_end(status, first.output())
         if end not in self._point.ends:
             raise FellError(f"it ended with {end} (status {status}), not with {' or '.join(sorted(self._point.ends))}")
+        alone = end == "killed" or bool(self._point.labels & {"raylet", "gcs"})  # so Ray must notice by itself
         told = [f"{end} after {ended_s - began_s:.0f} s"]
         if end != "done":
             self._continue(scene)
             told.append(f"continued in {time.monotonic() - ended_s:.0f} s")
         check_accounts(self._runs[-1].directory, steps=STEPS, batch=BATCH, max_staleness=MAX_STALENESS)
-        self._check_processes(first, ended_s, patience_s=LEFT_BY_A_KILL_S if _kills_abruptly(self._point) else LEFT_S)
+        self._check_processes(first, ended_s, patience_s=LEFT_BY_A_KILL_S if alone else LEFT_S)
         told.append(f"clean {time.monotonic() - ended_s:.0f} s after the end")
         self._check_processes(self._runs[-1], time.monotonic(), patience_s=LEFT_S)
         self._check_files()
@@ -143,12 +145,10 @@ class _Trial:
     def close(self) -> None:
         """End what is left of the runs."""
         for run in self._runs:
-            for pid, _ in run.commands():
-                os.kill(pid, signal.SIGKILL)
             run.close()
 
     def _start(self, reward: str, blows: tuple[Blow, ...], log: str, *words: str) -> Run:
-        gates = [(blow.phase, blow.nth) for blow in blows if blow.phase not in WORDS_OF_PHASES]
+        gates = [(blow.phase, blow.nth) for blow in blows]
         (self.work / "gates.json").write_text(json.dumps(gates))
         function = f"reward.function={self.work / 'reward.py'}:{reward}"
         path = os.pathsep.join([str(ROOT), str(self.work / "plugin")])
@@ -217,11 +217,6 @@ class _Watch:
             self._said, self._heard_s = said, now_s
         require(now_s - self._heard_s < SILENCE_S, f"it hung: not a word for {SILENCE_S:g} s")
         require(now_s - self._began_s < self._limit_s, f"it was not over after {self._limit_s:g} s")
-
-
-def _kills_abruptly(point: Point) -> bool:
-    """Whether Ray's own processes are left to notice by themselves that the run has ended."""
-    return bool(point.labels & {"driver", "everything", "raylet", "gcs"})
 
 
 def _write_plugin(place: Path) -> None:
