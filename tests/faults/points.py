@@ -11,6 +11,8 @@ from tests.faults.acts import Act, Edit, Freeze, Limit, Protect, Replace, Send, 
 HEARTBEAT_S = 8
 HELPERS = ("log-monitor", "monitor", "dashboard", "env-agent", "agent")
 """Processes of Ray that a run can do without, or nearly so."""
+LIMIT_S, SLOW_LIMIT_S = 150.0, 240.0
+"""How long a run with a fault may last; the second where Ray must notice a death, or several limits pass in turn."""
 WORDS_OF_PHASES = {"starting": "starting Ray", "building": "building "}
 """Phases that the run itself announces; the others have gates."""
 
@@ -36,7 +38,7 @@ class Point:
     blows: tuple[Blow, ...] = ()
     words: tuple[str, ...] = ()
     reward: str = "plain"
-    limit_s: float = 120.0
+    limit_s: float = LIMIT_S
 
     @property
     def is_quick(self) -> bool:
@@ -62,12 +64,11 @@ def at(phase: str, *acts: Act, nth: int = 1) -> Blow:
 
 
 def point(
-    name: str, ends: str, *blows: Blow, words: tuple[str, ...] = (), reward: str = "plain", limit_s: float = 120.0
+    name: str, ends: str, *blows: Blow, words: tuple[str, ...] = (), reward: str = "plain", limit_s: float = LIMIT_S
 ) -> Point:
     return Point(name, frozenset(ends.split()), blows, words, reward, limit_s)
 
 
-SLOW_LIMIT_S = 180.0
 TWO_RANKS = ("train.ranks=2",)
 HOST = ("weights.bypass_cpu=false",)
 BACKGROUND = ("checkpoint.async_save=true",)
@@ -175,7 +176,7 @@ def _signals() -> list[Point]:
 
 def _freezes() -> list[Point]:
     def of(victim: str, phase: str, ends: str, *, for_s: float | None, name: str, nth: int = 1) -> Point:
-        return point(f"{name}-{victim}-{phase}", ends, at(phase, Freeze(victim, for_s), nth=nth), limit_s=150)
+        return point(f"{name}-{victim}-{phase}", ends, at(phase, Freeze(victim, for_s), nth=nth))
 
     points = [
         of(victim, phase, "done", for_s=3.0, name="pause", nth=nth)
