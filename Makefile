@@ -9,10 +9,12 @@ HWRL_vllm := ci/vllm hwrl
 OPTIONS_vllm := 'rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}'
 POINTS ?= 10000
 CRASH_SEED ?= 0
+FAULT_POINTS := $(if $(filter-out file,$(origin POINTS)),--points $(POINTS))
+FAULT_SEED ?= 0
 START ?= 0
 DEMO := demo/seed-$(SEED)
 
-.PHONY: help install demo check test test-npu test-vllm crash-test clean
+.PHONY: help install demo check test test-npu test-vllm crash-test fault-test clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
@@ -21,6 +23,7 @@ help:
 	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
 	@echo "make test-vllm  the tests of rollout on vLLM, which it installs into .venv-vllm"
 	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each (POINT=... repeats one)"
+	@echo "make fault-test  inject POINTS=n of the faults in docs/faults.md into running jobs, and judge each (POINT=name repeats one)"
 	@echo "make clean   remove .venv, .venv-npu, .venv-vllm and everything that was built"
 
 install: $(INSTALLED)
@@ -55,6 +58,9 @@ test-vllm: $(INSTALLED)
 
 crash-test: $(INSTALLED)
 	.venv/bin/python -m tests.crash.sweep --points $(POINTS) --seed $(CRASH_SEED) --start $(START) $(if $(POINT),--only $(POINT))
+
+fault-test: $(INSTALLED)
+	.venv/bin/python -m tests.faults.sweep $(FAULT_POINTS) --seed $(FAULT_SEED) $(if $(POINT),--only $(POINT))
 
 clean:
 	rm -rf .venv .venv-npu .venv-vllm build dist demo .mypy_cache .pytest_cache .ruff_cache

@@ -172,6 +172,7 @@ class AsyncTrainer:
             "response/tokens": float(lengths.sum()),
             "staleness/mean": _mean(ages),
             "staleness/max": float(max(ages)),
+            "staleness/min": float(min(self.version - group.newest_version for group in groups)),
             "partial/ratio": _mean([float(span > 0) for span in spans]),
             "partial/max_span": float(max(spans)),
         }

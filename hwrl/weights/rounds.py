@@ -204,7 +204,8 @@ class Rounds:
         except CommError as exc:
             self._break_off()
             return exc
-        except BaseException:  # whatever ended the sending, the receivers must not wait for the rest
+        except BaseException as exc:
+            self._give_up(exc)  # first: ending what is under way may take as long as the wire's timeout
             self._break_off()
             raise
         return None

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from hwrl.models import load_model
-from tests.distributed.test_train_run import Run, assert_whole, demo, start
+from tests.distributed.test_train_run import assert_whole, demo, start
+from tests.support.train_run import Run
 
 __all__ = ["demo", "start"]
 pytestmark = pytest.mark.timeout(600)  # up to three runs, on a busy machine

@@ -6,7 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.distributed.test_train_run import Run, demo, start, trained_prompts
+from tests.distributed.test_train_run import demo, start, trained_prompts
+from tests.support.train_run import Run
 
 __all__ = ["demo", "start"]  # fixtures
 

@@ -1,0 +1,189 @@
+"""What a fault does: signals to a run's processes, limits on them, and changes of the files that they use."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from tests.support.train_run import Run
+
+VICTIMS: dict[str, tuple[str, ...]] = {
+    "trainer": ("ray::TrainActor",),
+    "replica": ("ray::RolloutActor",),
+    "ledger": ("ray::LedgerActor",),
+    "raylet": ("/raylet/raylet ",),
+    "gcs": ("/gcs/gcs_server ",),
+    "log-monitor": ("/log_monitor.py ",),
+    "monitor": ("/_private/monitor.py ",),
+    "dashboard": ("/dashboard/dashboard.py ",),
+    "agent": ("/dashboard/agent.py ", "ray::DashboardAgent"),
+    "env-agent": ("/runtime_env/agent/main.py ", "ray::RuntimeEnvAgent"),
+    "everything": ("",),
+}
+"""How the command lines of a victim's processes are known, apart from the driver, whose process the sweep started."""
+
+
+@dataclass
+class Scene:
+    """A run with its directory: configuration, data, model and reward in ``work``, its results in ``work/run``."""
+
+    work: Path
+    run: Run
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def find(self, victim: str) -> list[int]:
+        """Return the process ids of ``victim``; AssertionError if there is none."""
+        if victim == "driver":
+            return [self.run.process.pid]
+        pids = [pid for pid, command in self.run.commands() if any(part in command for part in VICTIMS[victim])]
+        assert pids, f"the run has no {victim}"
+        return sorted(pids)
+
+    def put_aside(self, name: str) -> Path:
+        """Move ``work/name`` away until the faults are undone; return where it was."""
+        path, aside = self.work / name, self.work / f"aside-{len(self.undo)}"
+        path.rename(aside)
+        self.undo.append(lambda: _restore(aside, path))
+        return path
+
+
+def _restore(aside: Path, path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    aside.rename(path)
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send the signal ``name`` to the processes of ``victim``, to ``at_most`` of them."""
+
+    name: str
+    victim: str
+    at_most: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.name.lower()
+
+    def __call__(self, scene: Scene) -> None:
+        for pid in scene.find(self.victim)[: self.at_most]:
+            with suppress(ProcessLookupError):  # it ended with the one before it
+                os.kill(pid, signal.Signals[f"SIG{self.name}"])
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Stop the processes of ``victim`` for ``for_s`` seconds, or for ever."""
+
+    victim: str
+    for_s: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return "freeze" if self.for_s is None else "pause"
+
+    def __call__(self, scene: Scene) -> None:
+        Send("STOP", self.victim)(scene)
+        if self.for_s is not None:
+            wake = threading.Timer(self.for_s, _wake, [scene.find(self.victim)])
+            wake.daemon = True
+            wake.start()
+
+
+def _wake(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # the run has ended it meanwhile
+            os.kill(pid, signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class TerminateGroup:
+    """SIGTERM to the driver and to its process group, as coreutils' timeout does."""
+
+    victim: ClassVar[str] = "driver"
+    kind: ClassVar[str] = "term"
+
+    def __call__(self, scene: Scene) -> None:
+        scene.run.terminate_group()
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Lower a soft limit of the processes of ``victim``: ``resource`` is FSIZE or NOFILE."""
+
+    victim: str
+    resource: str
+    value: int
+    kind: ClassVar[str] = "limit"
+
+    def __call__(self, scene: Scene) -> None:
+        number = getattr(resource, f"RLIMIT_{self.resource}")
+        for pid in scene.find(self.victim):
+            hard = resource.prlimit(pid, number)[1]
+            resource.prlimit(pid, number, (self.value, hard))
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Put something else where ``name`` was: nothing, a directory, a file, or a full device."""
+
+    name: str
+    by: str = "nothing"
+    kind: ClassVar[str] = "disk"
+    victim: ClassVar[str] = "files"
+
+    def __call__(self, scene: Scene) -> None:
+        path = scene.put_aside(self.name)
+        if self.by == "directory":
+            path.mkdir()
+        elif self.by == "file":
+            path.write_text("something else\n")
+        elif self.by == "full":
+            path.symlink_to("/dev/full")
+
+
+@dataclass(frozen=True)
+class Protect:
+    """Make the directory ``name`` read-only; root may write all the same."""
+
+    name: str
+    kind: ClassVar[str] = "disk"
+    victim: ClassVar[str] = "files"
+
+    def __call__(self, scene: Scene) -> None:
+        path = scene.work / self.name
+        path.chmod(0o555)
+        scene.undo.append(lambda: path.chmod(0o755))
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Change the content of ``name``: other rows in another order, other weights, another reward."""
+
+    name: str
+    kind: ClassVar[str] = "edit"
+    victim: ClassVar[str] = "files"
+
+    def __call__(self, scene: Scene) -> None:
+        path = scene.put_aside(self.name)
+        aside = scene.work / f"aside-{len(scene.undo) - 1}"
+        content = aside.read_bytes()
+        if path.suffix == ".jsonl":
+            path.write_bytes(b"".join(content.splitlines(keepends=True)[::-1]))
+        elif path.suffix == ".safetensors":
+            path.write_bytes(content[:-64] + bytes(64))
+        else:
+            path.write_bytes(content.replace(b"return sort_reward(", b"return 1.0 or sort_reward("))
+
+
+Act = Send | Freeze | TerminateGroup | Limit | Replace | Protect | Edit

@@ -1,0 +1,113 @@
+"""Phases of a run where a fault can meet it, without a change of hwrl: a backend and a reward function with gates.
+
+The backend is the CPU, by the name ``gated``. Each process of a run tells :func:`pass_gate` when it enters a phase. The
+run has a list of gates; the first process that enters a gate's phase for the ``nth`` time writes ``reached-<gate>``,
+and waits until the sweep has injected its faults and written ``go-<gate>``. Gates open in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hwrl
+import hwrl_cpu
+from hwrl.backend import Backend, BackendInfo, ProbeContext, ProbeResult
+
+VARIABLE = "HWRL_FAULT_GATES"
+"""Names the directory that holds ``gates.json``: a list of ``[phase, nth]``."""
+PATIENCE_S = 60.0
+
+INFO = BackendInfo(name="gated", device_type="cpu", description="the CPU, with gates for injected faults")
+_CALLS = {
+    "the trainer": "setting-up-trainer",
+    "the rollout engine": "setting-up-replica",
+    "the trainer's 'resume'": "resuming",
+    "the trainer's 'step'": "stepping",
+    "the trainer's 'export'": "exporting",
+    "the trainer's 'close'": "closing",
+}
+_counts: Counter[str] = Counter()
+_counting = threading.Lock()
+
+
+def pass_gate(phase: str) -> None:
+    """Note that this process enters ``phase``; wait if a gate is there."""
+    directory = os.environ.get(VARIABLE)
+    if directory is None:
+        return
+    with _counting:
+        _counts[phase] += 1
+        count = _counts[phase]
+    for number, (name, nth) in enumerate(json.loads(Path(directory, "gates.json").read_text())):
+        if not Path(directory, f"go-{number}").exists():
+            if name == phase and count >= nth:
+                _wait_at(Path(directory), number)
+            return
+
+
+def _wait_at(directory: Path, number: int) -> None:
+    try:
+        with Path(directory, f"reached-{number}").open("x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:  # another process, or another thread, waits there
+        return
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not Path(directory, f"go-{number}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+
+
+class GatedBackend(hwrl_cpu.CpuBackend):
+    """The CPU; what hwrl asks of its backend tells the phase."""
+
+    _sends = False
+
+    @contextlib.contextmanager
+    def allocating(self, what: str) -> Iterator[None]:
+        self._sends = self._sends or what == "the trainer"
+        if what in _CALLS:
+            pass_gate(_CALLS[what])
+        with super().allocating(what):
+            yield
+        if what == "the trainer's 'step'":
+            pass_gate("stepped")
+
+    def event(self, *, timing: bool = False) -> Any:
+        if timing:  # hwrl measures its transfers by events
+            pass_gate("publishing" if self._sends else "receiving")
+        return super().event(timing=timing)
+
+
+def _see_save(event: str, arguments: tuple[Any, ...]) -> None:
+    """Tell the phases of a save by the files that Python opens and renames."""
+    if event == "open" and "w" in str(arguments[1]) and "/checkpoints/" in str(arguments[0]):
+        pass_gate("saving")
+    elif event == "os.rename" and "/checkpoints/global_step_" in str(arguments[1]):
+        pass_gate("committing")
+
+
+if VARIABLE in os.environ:
+    sys.addaudithook(_see_save)
+
+
+@hwrl.hookimpl
+def hwrl_backend_info() -> BackendInfo:
+    return INFO
+
+
+@hwrl.hookimpl
+def hwrl_probe(context: ProbeContext) -> ProbeResult:
+    return ProbeResult("yes", "every machine has a CPU")
+
+
+@hwrl.hookimpl
+def hwrl_create_backend() -> Backend:
+    return GatedBackend(INFO)

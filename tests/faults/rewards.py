@@ -1,0 +1,116 @@
+"""Reward functions that pass the gates, and those that misbehave; a point copies this file beside its data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+from hwrl.run.demo import sort_reward
+from tests.faults.gates import VARIABLE, pass_gate
+
+Figures = dict[str, float]
+_EVALUATED_PROMPTS = 3
+_calls, _evaluations = itertools.count(1), itertools.count(1)
+
+
+@cache
+def _evaluation() -> set[str]:
+    text = Path(os.environ[VARIABLE], "eval.jsonl").read_text()
+    return {json.loads(line)["prompt"] for line in text.splitlines()}
+
+
+def plain(prompt: str, response: str, answer: str) -> Figures:
+    if prompt not in _evaluation():
+        pass_gate("judging")
+    elif next(_evaluations) <= _EVALUATED_PROMPTS:
+        pass_gate("evaluating")
+    else:
+        pass_gate("evaluating-finally")
+    return sort_reward(prompt, response, answer)
+
+
+def _is_first(what: str) -> bool:
+    """Return whether no process of the run has asked before."""
+    try:
+        Path(os.environ[VARIABLE], f"first-{what}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _hang() -> None:
+    time.sleep(1e6)
+
+
+def hangs_once(prompt: str, response: str, answer: str) -> Figures:
+    if prompt not in _evaluation() and next(_calls) > 5 and _is_first("hang"):
+        _hang()
+    return plain(prompt, response, answer)
+
+
+def hangs_always(prompt: str, response: str, answer: str) -> Figures:
+    if next(_calls) > 5:
+        _hang()
+    return plain(prompt, response, answer)
+
+
+def hangs_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
+    if prompt in _evaluation():
+        _hang()
+    return plain(prompt, response, answer)
+
+
+def hangs_once_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
+    if prompt in _evaluation() and _is_first("hang"):
+        _hang()
+    return plain(prompt, response, answer)
+
+
+def raises_sometimes(prompt: str, response: str, answer: str) -> Figures:
+    if next(_calls) % 5 == 0:
+        raise ValueError("every fifth call fails")
+    return plain(prompt, response, answer)
+
+
+def raises_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
+    if prompt in _evaluation():
+        raise ValueError("no evaluation prompt is judged")
+    return plain(prompt, response, answer)
+
+
+def exits_sometimes(prompt: str, response: str, answer: str) -> Figures:
+    if next(_calls) % 5 == 0:
+        sys.exit(0)
+    return plain(prompt, response, answer)
+
+
+def interrupts_sometimes(prompt: str, response: str, answer: str) -> Figures:
+    if next(_calls) % 5 == 0:
+        raise KeyboardInterrupt
+    return plain(prompt, response, answer)
+
+
+def ends_its_process_once(prompt: str, response: str, answer: str) -> Figures:
+    if next(_calls) > 5 and _is_first("end"):
+        os._exit(0)
+    return plain(prompt, response, answer)
+
+
+def gives_nan_sometimes(prompt: str, response: str, answer: str) -> Figures:
+    if next(_calls) % 5 == 0:
+        return {"reward": float("nan")}
+    return plain(prompt, response, answer)
+
+
+def gives_nan_always(prompt: str, response: str, answer: str) -> Figures:
+    return {"reward": float("nan")}
+
+
+def is_slow(prompt: str, response: str, answer: str) -> Figures:
+    time.sleep(0.5)
+    return plain(prompt, response, answer)
