@@ -7,13 +7,15 @@ import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
 
-from hwrl.errors import ConfigError, EngineError
+from hwrl.errors import ConfigError, EngineError, attempt_all
 from hwrl.registry import get_backend
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
@@ -24,6 +26,7 @@ _ADVICE = "ray._private.authentication.authentication_token_setup"
 """Ray logs here that a token is in use and how to turn that off. The run has set the mode itself."""
 _CLIENT = "ray://"
 _CLIENT_PORT = 10001
+_TELL_AFTER_S = 10.0
 
 _starting = False  # Ray, in this process
 
@@ -39,8 +42,27 @@ def ray_cluster(config: Config, *, say: Callable[[str], None]) -> Iterator[None]
     with _start(config, say=say) if is_local() else _join(config, say=say):
         try:
             yield
-        finally:
-            ray.shutdown()
+        except BaseException as error:
+            attempt_all(partial(_end_ray, say), after=error)
+            raise
+        _end_ray(say)
+
+
+def _end_ray(say: Callable[[str], None]) -> None:
+    """End this process's part of Ray, and a Ray that it started. Blocks; a process that is frozen takes Ray a while."""
+    told = threading.Timer(_TELL_AFTER_S, say, ["waiting for Ray to end its processes"])
+    told.daemon = True
+    told.start()
+    try:
+        ray.shutdown()
+    except OSError as exc:
+        raise EngineError(
+            "Ray did not end as it should",
+            why=str(exc),
+            fix="end the processes called raylet and gcs_server that are left; look at the limits (ulimit -a)",
+        ) from exc
+    finally:
+        told.cancel()
 
 
 @contextmanager

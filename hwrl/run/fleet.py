@@ -26,6 +26,7 @@ from hwrl.run.inputs import is_local
 from hwrl.run.waits import WaitLog
 
 POLL_S = 1.0
+_SEEDS = 1 << 31  # some libraries take no larger one
 DEATH_NOTICE_S = 5.0  # a survivor may fail before Ray has told that its peer is dead
 GOODBYE_S = 5.0
 
@@ -178,7 +179,7 @@ class Fleet:
             told=self._devices.told(name),
             replica=name,
             incarnation=incarnation,
-            seed=self._seed + 1009 * start,
+            seed=(self._seed + 1009 * start) % _SEEDS,
             store_address=self._store_address,
             ledger=self._ledger,
         )
