@@ -217,7 +217,7 @@ def test_a_store_that_is_not_there_is_named() -> None:
     with pytest.raises(CommError, match="host:port"):
         connect_store("nonsense")
     store = serve_store()
-    with pytest.raises(CommError, match="choose another port"):
+    with pytest.raises(CommError, match="another port, or 0 for a free one"):
         serve_store(port=store.port)
 
 
