@@ -151,7 +151,10 @@ class AdapterInlet:
             self._base_nbytes += base.nbytes
         elif self._policy.poll():
             adapter = self._policy.receive()
-            if adapter is None or _is_outdated(adapter, self.incarnation):
+            if adapter is None:
+                return False
+            if _is_outdated(adapter, self.incarnation):
+                self._held = None  # its memory is the next one's
                 return False
             self._held = adapter
         loaded = self._load_held()

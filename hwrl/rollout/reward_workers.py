@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from hwrl.errors import DataError
 from hwrl.rollout.data import Prompt
@@ -84,8 +85,9 @@ class RewardWorkers:
 
     def close(self) -> None:
         """Let the threads end that are not in a call; jobs that have not begun are dropped."""
-        while not self._jobs.empty():
-            self._jobs.get()
+        with contextlib.suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
         for _ in range(self._threads):
             self._jobs.put(None)
 
@@ -96,7 +98,10 @@ class RewardWorkers:
         while (job := self._jobs.get()) is not None:
             with self._guard:
                 self._running.append(job)
-            scores = self._score(job)
+            try:
+                scores = self._score(job)
+            except BaseException as exc:  # noqa: BLE001 - the thread must go on, and the prompt must have an answer
+                scores = Scores(errors=job.errors + 1, failure=f"scoring raised {exc!r}")
             with self._guard:
                 if job not in self._running:  # expired: another thread has taken this one's place
                     return
@@ -122,7 +127,7 @@ class RewardWorkers:
             job.called_s = time.monotonic()
             try:
                 return judge(self._reward, prompt=job.prompt.text, response=job.text, answer=job.prompt.answer)
-            except (Exception, SystemExit) as exc:  # noqa: BLE001 - the user's code may do anything; it is reported
+            except BaseException as exc:  # noqa: BLE001 - the user's code may do anything; it is reported
                 job.errors += 1
                 failure = f"the reward function raised {exc!r} for the response {job.text!r}"
             finally:

@@ -21,6 +21,7 @@ from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward_workers import RewardWorkers, Scores, unscored
 from hwrl.rollout.sleeper import Sleeper
 
+_EVALUATION_TRIES = 3
 _ASK_AGAIN_S = 1.0
 """How long a rollouter that has no weights waits before it asks for them again, if those that it asked for failed."""
 
@@ -49,9 +50,13 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: mean figures over the prompts; ``version`` is the oldest of any token's."""
+    """The result of an evaluation: mean figures over the prompts.
+
+    ``version`` is the oldest of any token's, and ``incarnation`` the trainer's that published the weights.
+    """
 
     version: int
+    incarnation: int
     figures: dict[str, float]
 
 
@@ -61,6 +66,7 @@ class _Work:
     responses: list[Response | None]
     lease: Lease | None = None  # None: it is part of the evaluation
     scores: Future[Scores] | None = None
+    tries: int = 1
 
     def whole(self) -> list[Response]:
         return [response for response in self.responses if response is not None]
@@ -325,18 +331,28 @@ class Rollouter:
         if self._examination is None or not all(_is_judged(work) for work in self._examination.works):
             return
         works, answer = self._examination.works, self._examination.answer
+        if self._score_again(works):
+            return
         with self._guard:
             self._examination = None
         scores = [_scores(work) for work in works]
         if any(one.failure is not None for one in scores):
             answer.set_exception(unscored(scores))
         else:
-            answer.set_result(_evaluation_of(works, scores))
+            answer.set_result(self._evaluation_of(works, scores))
 
+    def _score_again(self, works: Sequence[_Work]) -> bool:
+        """Score the prompts of an evaluation again that failed, a few times; False if none is left to try."""
+        again = [work for work in works if _scores(work).failure is not None and work.tries < _EVALUATION_TRIES]
+        for work in again:
+            work.tries += 1
+            work.scores = self._rewards.score(work.prompt, work.whole())
+        self._judged += again
+        return bool(again)
 
-def _evaluation_of(works: Sequence[_Work], scores: Sequence[Scores]) -> Evaluation:
-    version = min(int(response.versions.min()) for work in works for response in work.whole())
-    return Evaluation(version, _means([metrics for one in scores for metrics in one.metrics]))
+    def _evaluation_of(self, works: Sequence[_Work], scores: Sequence[Scores]) -> Evaluation:
+        version = min(int(response.versions.min()) for work in works for response in work.whole())
+        return Evaluation(version, self._incarnation, _means([metrics for one in scores for metrics in one.metrics]))
 
 
 def _no_evaluation() -> EngineError:

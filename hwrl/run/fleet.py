@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
@@ -20,12 +20,15 @@ from hwrl.registry import get_backend
 from hwrl.run.actors import LedgerActor, RolloutActor, TrainActor
 from hwrl.run.config import Config
 from hwrl.run.devices import RunDevices
-from hwrl.run.heartbeats import GROUP, Heartbeats
+from hwrl.run.heartbeats import GROUP, Heartbeats, Patience
 from hwrl.run.identity import RunInputs
 from hwrl.run.inputs import is_local
 from hwrl.run.waits import WaitLog
 
 POLL_S = 1.0
+DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError)
+"""What Ray raises for a call to a process that is gone."""
+_TRANSFER_WAITS = 4
 _SEEDS = 1 << 31  # some libraries take no larger one
 DEATH_NOTICE_S = 5.0  # a survivor may fail before Ray has told that its peer is dead
 GOODBYE_S = 5.0
@@ -108,6 +111,7 @@ class Fleet:
             ) from cause
         self._say(f"a trainer died ({cause}); all its ranks start again")
         for name, trainer in zip(self._devices.ranks, self._trainers, strict=True):
+            self._devices.forget(name)
             self._end(name, trainer)
         with self.waiting_for("the trainers to be set up"):
             self._await_trainers(self._launch_trainers())
@@ -155,8 +159,6 @@ class Fleet:
 
     def _await_trainers(self, set_up: list[Any]) -> None:
         holdings = self._gather(set_up, limit_s=self._limits.start_s, key="timeouts.start_s")
-        for name in self._devices.ranks:
-            self._devices.forget(name)  # what a rank that died has reported
         for name, holding in zip(self._devices.ranks, holdings, strict=True):
             self._devices.prove(name, holding)
         self._trainers_answer = True
@@ -198,12 +200,12 @@ class Fleet:
 
     def on_ledger(self, method: str, *args: Any) -> Any:
         """Call ``method`` of the ledger and return its answer."""
-        answer, limit_s = getattr(self._ledger, method).remote(*args), self._limits.heartbeat_s
-        deadline_s = time.monotonic() + limit_s
+        key = "heartbeat_s" if self._heartbeats.is_up(_LEDGER) else "start_s"
+        answer, patience = getattr(self._ledger, method).remote(*args), Patience(getattr(self._limits, key))
         while not ray.wait([answer], timeout=POLL_S)[0]:
             self._tell_waits()
-            if time.monotonic() > deadline_s:
-                raise _no_ledger(f"it did not answer {method!r} within timeouts.heartbeat_s={limit_s:g}")
+            if patience.is_over():
+                raise _no_ledger(f"it did not answer {method!r} within timeouts.{key}={patience.limit_s:g}")
         return self.ledger_value(answer)
 
     def take(self, count: int, version: int) -> tuple[Any, Any]:
@@ -216,7 +218,7 @@ class Fleet:
         """Return what the ledger has answered."""
         try:
             return value_of(reference)
-        except RayActorError as exc:
+        except DEATHS as exc:
             raise _no_ledger(_first_line(exc)) from exc
 
     def serve_joiners(self) -> None:
@@ -298,13 +300,14 @@ class Fleet:
         """Return the replicas that answer and make no progress, each with the limit that it has exceeded."""
         late, limits, now_s = {}, self._limits, time.monotonic()
         group_s = self._config.rollout.group_timeout_s
+        turn_s = group_s + _TRANSFER_WAITS * (group_s + self._config.weights.timeout_s)  # a turn may hold a transfer
         turns, expired = self._heartbeats.turns(), self.on_ledger("overdue")
         for name, replica in self._replicas.items():
             if replica.incarnation in expired:
                 late[name] = f"it held a prompt for more than rollout.group_timeout_s={group_s:g}"
             elif replica.run is None and now_s - replica.started_s > limits.start_s:
                 late[name] = f"it was not set up within timeouts.start_s={limits.start_s:g}"
-            elif turns.get(name, 0.0) > group_s + limits.heartbeat_s:
+            elif turns.get(name, 0.0) > turn_s:
                 late[name] = f"its loop has been in one turn for {turns[name]:.0f} s"
         evaluator = self._evaluator
         if evaluator is not None and now_s - evaluator.began_s > limits.evaluation_s:
@@ -340,15 +343,15 @@ class Fleet:
         Raises TrainerDiedError after ``limit_s`` seconds, by default those of the setting ``key``.
         """
         pending, limit_s = list(references), self._limits.trainer_s if limit_s is None else limit_s
-        deadline_s = time.monotonic() + limit_s
+        patience = Patience(limit_s)
         while pending:
-            if time.monotonic() > deadline_s:
+            if patience.is_over():
                 raise TrainerDiedError(f"a rank has not answered a call within {key}={limit_s:g} s")
             for reference in self.watch(pending):
                 pending.remove(reference)
                 try:
                     value_of(reference)
-                except RayActorError as exc:
+                except DEATHS as exc:
                     raise TrainerDiedError(_first_line(exc)) from exc
                 except (HwrlError, RayTaskError) as exc:
                     death = _death_among(pending)
@@ -363,7 +366,7 @@ class Fleet:
         replica = self._replicas[name]
         try:
             self._devices.prove(name, value_of(joining))
-        except RayActorError as exc:
+        except DEATHS as exc:
             self._replace(name, _first_line(exc))
             return
         except (HwrlError, RayTaskError) as exc:
@@ -431,7 +434,7 @@ def _death_among(references: list[Any]) -> TrainerDiedError | None:
     for reference in ready:
         try:
             ray.get(reference)
-        except RayActorError as exc:
+        except DEATHS as exc:
             return TrainerDiedError(_first_line(exc))
         except RayTaskError:
             continue
@@ -441,7 +444,7 @@ def _death_among(references: list[Any]) -> TrainerDiedError | None:
 def _why_ended(reference: Any) -> str:
     try:
         ray.get(reference)
-    except RayActorError as exc:
+    except DEATHS as exc:
         return _first_line(exc)
     except RayTaskError as exc:
         if isinstance(exc.cause, HwrlError):

@@ -26,6 +26,21 @@ class _Pulse:
     is_up: bool = False  # it has answered once; before that it is starting
 
 
+class Patience:
+    """How much of ``limit_s`` is left for one wait. Time in which the driver itself was stopped does not count."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self._waited_s = limit_s, 0.0
+        self._last_s = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Return whether the wait has taken ``limit_s``; call it every second or so."""
+        now_s = time.monotonic()
+        passed_s, self._last_s = now_s - self._last_s, now_s
+        self._waited_s += min(passed_s, _TICK_S)
+        return self._waited_s > self.limit_s
+
+
 class Heartbeats:
     """Asks each actor again and again whether it is alive, and counts the seconds since its last answer.
 
@@ -54,6 +69,10 @@ class Heartbeats:
                 self._take_answer(pulse, now_s)
             elif pulse.is_up:
                 pulse.silent_s += passed_s
+
+    def is_up(self, name: str) -> bool:
+        """Return whether the actor ``name`` has answered once."""
+        return name in self._pulses and self._pulses[name].is_up
 
     def silent(self) -> dict[str, float]:
         """Return the seconds of silence of each actor that has been up."""

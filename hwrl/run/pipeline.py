@@ -6,16 +6,16 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
-from hwrl.errors import EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
+from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
 from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import Taken
 from hwrl.run.cluster import ray_cluster
 from hwrl.run.config import Config
 from hwrl.run.figures import FigureWindow
-from hwrl.run.fleet import Fleet, TrainerDiedError, value_of
+from hwrl.run.fleet import DEATHS, Fleet, TrainerDiedError, value_of
 from hwrl.run.identity import identify_inputs
 from hwrl.run.inputs import is_local
 from hwrl.run.interrupts import Interrupts
@@ -78,7 +78,7 @@ class Pipeline:
                 return self._finish(interrupted=self.step < self._config.train.steps)
             except TrainerDiedError as cause:
                 self._recover(cause)
-            except (RunDirectoryError, InputChangedError) as error:
+            except (RunDirectoryError, InputChangedError, DataError) as error:
                 self._save_before(error)
                 raise
 
@@ -222,8 +222,11 @@ class Pipeline:
         reference, self._evaluating = self._evaluating, None
         try:
             evaluation: Evaluation = value_of(reference)
-        except (RayActorError, EngineError):  # it died, or its rollouter has ended
+        except (*DEATHS, EngineError):  # it died, or its rollouter has ended
             self._view.say("an evaluation was lost with its replica")
+            return None
+        if evaluation.incarnation != self._fleet.incarnation:
+            self._view.say("an evaluation of weights that were lost with a trainer does not count")
             return None
         figures = {f"eval/{name}": value for name, value in evaluation.figures.items()}
         return self._figures.amend({**figures, "eval/version": float(evaluation.version)})

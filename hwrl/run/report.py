@@ -45,6 +45,7 @@ class RunReport:
         self._fs = DurableFS()
         self.history: list[Figures] = self._cut_back(METRICS, last_step=resume_step)
         self._cut_back(PROMPTS, last_step=resume_step)
+        self._step = resume_step
         self._earlier_s = self.history[-1]["time_s"] if self.history else 0.0
         self._started_s = time.perf_counter()
         self._metrics, self._prompts = (self._open(name) for name in (METRICS, PROMPTS))
@@ -58,6 +59,7 @@ class RunReport:
 
     def add(self, step: int, figures: Mapping[str, float], *, prompts: list[int]) -> Figures:
         """Record a training step; return the line that was written."""
+        self._step = step
         elapsed_s = self._earlier_s + time.perf_counter() - self._started_s
         line: Figures = {"step": step, "time_s": round(elapsed_s, 3), **{k: _round(v) for k, v in figures.items()}}
         self.history.append(line)
@@ -69,7 +71,12 @@ class RunReport:
         return line
 
     def amend(self, figures: Mapping[str, float]) -> Figures:
-        """Add ``figures`` to the newest line: those that came after the step, like an evaluation."""
+        """Add ``figures`` to the newest step's line: those that came after the step, like an evaluation.
+
+        There is no such line if a resume found the account short; then it is made.
+        """
+        if not self.history or self.history[-1]["step"] != self._step:
+            self.history.append({"step": self._step, "time_s": self._earlier_s})
         line = self.history[-1]
         line.update({name: _round(value) for name, value in figures.items()})
         with _writing(self._directory / METRICS):
@@ -159,7 +166,9 @@ def draw_curve(history: list[Figures], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
     steps = [line["step"] for line in history]
-    axes.plot(steps, [line["reward/mean"] for line in history], color="tab:blue", label="mean reward (training)")
+    axes.plot(
+        steps, [line.get("reward/mean", math.nan) for line in history], color="tab:blue", label="mean reward (training)"
+    )
     evaluated = [line for line in history if "eval/reward" in line]
     if evaluated:
         places = [line["step"] for line in evaluated]
@@ -169,7 +178,7 @@ def draw_curve(history: list[Figures], path: Path) -> None:
         axes.plot(places, exact, "s--", color="tab:orange", label="eval exact match")
     axes.set(xlabel="training step", ylabel="reward", ylim=_limits(history))
     other = axes.twinx()
-    other.plot(steps, [line["staleness/mean"] for line in history], color="0.75", linewidth=1)
+    other.plot(steps, [line.get("staleness/mean", math.nan) for line in history], color="0.75", linewidth=1)
     other.set_ylabel("mean staleness [weight versions]", color="0.5")
     axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
@@ -266,11 +275,11 @@ def _shown(line: Figures, total: int) -> list[tuple[str, str]]:
     rows = [
         ("step", f"{line['step']:.0f}/{total}"),
         ("time", f"{line['time_s']:.0f} s"),
-        ("reward", f"{line['reward/mean']:.3f}"),
-        ("staleness", f"{line['staleness/mean']:.2f} (max {line['staleness/max']:.0f})"),
+        ("reward", f"{line.get('reward/mean', math.nan):.3f}"),
+        ("staleness", f"{line.get('staleness/mean', math.nan):.2f} (max {line.get('staleness/max', math.nan):.0f})"),
         (
             "weights",
-            f"v{line['weights/version']:.0f}, sync {line.get('timing_s/sync', 0.0) * 1000:.0f} ms"
+            f"v{line.get('weights/version', math.nan):.0f}, sync {line.get('timing_s/sync', 0.0) * 1000:.0f} ms"
             + (", with the base" if line.get("sync/base_sent") else ""),
         ),
         (

@@ -26,7 +26,7 @@ VARIABLE = "HWRL_FAULT_GATES"
 """Names the directory that holds ``gates.json``: a list of ``[phase, nth]``."""
 PATIENCE_S = 60.0
 
-INFO = BackendInfo(name="gated", device_type="cpu", description="the CPU, with gates for injected faults")
+INFO = BackendInfo(name="gated", device_type="cpu", description="the CPU, with gates for injected faults", api=(1, 0))
 _CALLS = {
     "the trainer": "setting-up-trainer",
     "the rollout engine": "setting-up-replica",

@@ -267,3 +267,12 @@ def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
     assert figures["response/tokens_total"] == 1020
     quiet = window.figures(trained, taken(150, 1.5, 2.5))
     assert quiet["rollout/idle_ratio"] == figures["rollout/idle_ratio"], "no replica has reported since"
+
+
+def test_what_comes_after_a_step_whose_line_was_lost_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """All steps were done, the account was deleted, and ``resume=true`` evaluates once more."""
+    report = RunReport(tmp_path, say=lambda text: None, resume_step=7)
+    line = report.amend({"eval/reward": 0.5})
+    report.close()
+    assert line["step"] == 7 and read_metrics(tmp_path) == [line]
+    PlainView(7, stream=io.StringIO()).show(line)

@@ -254,36 +254,6 @@ def test_a_lease_of_a_lost_incarnation_is_never_begun() -> None:
     assert [group.sequence_number for group in desk.groups] == [4]
 
 
-def test_a_reward_that_hangs_fails_its_prompt_and_holds_up_no_other() -> None:
-    released = threading.Event()
-
-    def hangs(prompt: str, response: str, answer: object) -> float:
-        if prompt == "0":
-            released.wait(30)
-        return 1.0
-
-    desk = Desk([0, 1])
-    rollouter = rollouter_of(desk, reward=hangs, reward_timeout_s=0.2)
-    turn_until(rollouter, lambda: bool(desk.failed and desk.groups))
-    assert [group.sequence_number for group in desk.groups] == [1], "another thread took the hung one's place"
-    assert desk.failed[0][0] == 0 and "did not return within 0.2 s for the response '1'" in desk.failed[0][1]
-    released.set()
-    desk.numbers = [2]
-    turn_until(rollouter, lambda: len(desk.groups) == 2)
-    assert len(desk.failed) == 1, "a late answer counts no more"
-    assert rollouter.stats()["reward_errors"] == 1
-
-
-def test_an_evaluation_whose_reward_hangs_says_so() -> None:
-    released = threading.Event()
-    rollouter = rollouter_of(Desk([]), reward=lambda *_: float(released.wait(30)), reward_timeout_s=0.2)
-    answer = rollouter.evaluate([Lengths()[0]])
-    turn_until(rollouter, answer.done)
-    released.set()
-    with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within 0.2 s"):
-        answer.result(timeout=0)
-
-
 def test_a_turn_that_hangs_is_seen_from_outside() -> None:
     released, stop = threading.Event(), threading.Event()
 
