@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hwrl.registry import bootstrap
+
 if TYPE_CHECKING:
     import torch
 
@@ -268,7 +270,10 @@ class _MegatronFork(_Peer):
 
     @classmethod
     def why_not(cls, plan: Plan) -> str | None:
-        if not importlib.util.find_spec("megatron") or not importlib.util.find_spec("megatron.core"):
+        if not importlib.util.find_spec("megatron"):
+            return "megatron-core is not installed"
+        bootstrap("megatron")  # first: no process can be prepared for it after an import
+        if not importlib.util.find_spec("megatron.core"):
             return "megatron-core is not installed"
         if plan.offload != "none":
             return "it forks, and what is offloaded lies in a shared mapping, of which a fork makes no copy"

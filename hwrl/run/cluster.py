@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import resource
@@ -9,8 +10,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,6 +29,7 @@ _ADVICE = "ray._private.authentication.authentication_token_setup"
 _CLIENT = "ray://"
 _CLIENT_PORT = 10001
 _TELL_AFTER_S = 10.0
+_KILL_AFTER_TURNS = 3
 
 _starting = False  # Ray, in this process
 
@@ -49,10 +52,12 @@ def ray_cluster(config: Config, *, say: Callable[[str], None]) -> Iterator[None]
 
 
 def _end_ray(say: Callable[[str], None]) -> None:
-    """End this process's part of Ray, and a Ray that it started. Blocks; a process that is frozen takes Ray a while."""
-    told = threading.Timer(_TELL_AFTER_S, say, ["waiting for Ray to end its processes"])
-    told.daemon = True
-    told.start()
+    """End this process's part of Ray, and a Ray that it started. Blocks, and says so if it takes long.
+
+    Ray waits for its own processes; one that is frozen is killed after a while, if it is a child of this process.
+    """
+    ended = threading.Event()
+    threading.Thread(target=_hurry, args=[ended, say], name="end of Ray", daemon=True).start()
     try:
         ray.shutdown()
     except OSError as exc:
@@ -62,7 +67,26 @@ def _end_ray(say: Callable[[str], None]) -> None:
             fix="end the processes called raylet and gcs_server that are left; look at the limits (ulimit -a)",
         ) from exc
     finally:
-        told.cancel()
+        ended.set()
+
+
+def _hurry(ended: threading.Event, say: Callable[[str], None]) -> None:
+    for turn in itertools.count(1):
+        if ended.wait(_TELL_AFTER_S):
+            return
+        say(f"waiting for Ray to end its processes for {turn * _TELL_AFTER_S:g} s")
+        if turn == _KILL_AFTER_TURNS:
+            for pid in _children_of_ray():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _children_of_ray() -> list[int]:
+    """Return the children of this process that are Ray's: raylet, GCS, and their helpers."""
+    children = [
+        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+    return [pid for pid in children if b"/ray/" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @contextmanager

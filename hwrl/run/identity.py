@@ -180,9 +180,12 @@ def _reward_file(target: str) -> Path | None:
 
 
 def _reads(role: Role, key: str) -> bool:
-    """Return whether a process reads the file itself. Replicas get weights from the trainer, and prompts elsewhere."""
+    """Return whether a process compares the file. Replicas get weights from the trainer, and prompts elsewhere.
+
+    A trainer reads no prompts; but the accounts that it goes back to belong to them.
+    """
     if role == "trainer":
-        return key.startswith(MODEL)
+        return key == TRAIN or key.startswith(MODEL)
     return key not in (TRAIN, EVAL) and not key.endswith(_WEIGHTS)
 
 

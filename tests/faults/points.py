@@ -253,7 +253,6 @@ def _disks() -> list[Point]:
         of("small-files-trainer", "error", Limit("trainer", "FSIZE", 4096)),
         of("small-files-driver", "error", Limit("driver", "FSIZE", 4096)),
         of("small-files-replica", "done", Limit("replica", "FSIZE", 4096)),
-        of("small-files-driver-building", "error", Limit("driver", "FSIZE", 100), phase="setting-up-trainer", nth=1),
         of("few-files-driver", "error done", Limit("driver", "NOFILE", 30)),
         of("few-files-trainer", "error done", Limit("trainer", "NOFILE", 30)),
         of("few-files-replica", "error done", Limit("replica", "NOFILE", 30)),

@@ -19,7 +19,7 @@ def write_run(
     directory: Path, *, prompts: Sequence[Sequence[int]] = WHOLE, oldest: int = 0, versions: Sequence[int] = (1, 2, 3)
 ) -> Path:
     lines = [
-        {"step": step, "staleness/min": oldest, "staleness/max": 1.0, "weights/version": version}
+        {"step": step, "time_s": 1.5, "staleness/min": oldest, "staleness/max": 1.0, "weights/version": version}
         for step, version in enumerate(versions, start=1)
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
