@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import time
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from hwrl.registry import bootstrap
 
 if TYPE_CHECKING:
     import torch
@@ -270,10 +268,7 @@ class _MegatronFork(_Peer):
 
     @classmethod
     def why_not(cls, plan: Plan) -> str | None:
-        if not importlib.util.find_spec("megatron"):
-            return "megatron-core is not installed"
-        bootstrap("megatron")  # first: no process can be prepared for it after an import
-        if not importlib.util.find_spec("megatron.core"):
+        if not any(importlib.metadata.packages_distributions().get("megatron", [])):  # looks, and imports nothing
             return "megatron-core is not installed"
         if plan.offload != "none":
             return "it forks, and what is offloaded lies in a shared mapping, of which a fork makes no copy"
