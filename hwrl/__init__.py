@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hwrl.backend import Backend as Backend
-    from hwrl.backend import BackendInfo as BackendInfo
-    from hwrl.backend import Capability as Capability
-    from hwrl.backend import ProbeContext as ProbeContext
-    from hwrl.backend import ProbeResult as ProbeResult
+    from hwrl.discovery.hookspecs import hookimpl as hookimpl
+    from hwrl.discovery.registry import get_backend as get_backend
+    from hwrl.discovery.registry import set_backend as set_backend
     from hwrl.errors import HwrlError as HwrlError
-    from hwrl.hookspecs import hookimpl as hookimpl
-    from hwrl.registry import get_backend as get_backend
-    from hwrl.registry import set_backend as set_backend
+    from hwrl.interfaces.backend import Backend as Backend
+    from hwrl.interfaces.backend import BackendInfo as BackendInfo
+    from hwrl.interfaces.backend import Capability as Capability
+    from hwrl.interfaces.backend import ProbeContext as ProbeContext
+    from hwrl.interfaces.backend import ProbeResult as ProbeResult
 
 _HOME = {
-    "Backend": "hwrl.backend",
-    "BackendInfo": "hwrl.backend",
-    "Capability": "hwrl.backend",
+    "Backend": "hwrl.interfaces.backend",
+    "BackendInfo": "hwrl.interfaces.backend",
+    "Capability": "hwrl.interfaces.backend",
     "HwrlError": "hwrl.errors",
-    "ProbeContext": "hwrl.backend",
-    "ProbeResult": "hwrl.backend",
-    "get_backend": "hwrl.registry",
-    "hookimpl": "hwrl.hookspecs",
-    "set_backend": "hwrl.registry",
+    "ProbeContext": "hwrl.interfaces.backend",
+    "ProbeResult": "hwrl.interfaces.backend",
+    "get_backend": "hwrl.discovery.registry",
+    "hookimpl": "hwrl.discovery.hookspecs",
+    "set_backend": "hwrl.discovery.registry",
 }
 
 __all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604 - every element is a string; the table is the one source

@@ -13,8 +13,8 @@ import os
 from typing import TYPE_CHECKING
 
 import hwrl
-from hwrl.backend import Backend, BackendInfo, Capability, MemoryInfo, ProbeContext, ProbeResult, Support
-from hwrl.handles import Handle
+from hwrl.interfaces.backend import Backend, BackendInfo, Capability, MemoryInfo, ProbeContext, ProbeResult, Support
+from hwrl.interfaces.handles import Handle
 from hwrl_cpu import heap
 from hwrl_cpu.inline import InlineEvent, InlineStream
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hwrl.errors import CommError
-from hwrl.handles import Handle
+from hwrl.interfaces.handles import Handle
 
 
 def export(memory: torch.Tensor) -> Handle:

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl import environ
-from hwrl.backend import Backend, BackendInfo, Capability, DeviceMap, Finding, ProbeContext, ProbeResult, Support
 from hwrl.errors import UnsupportedError
-from hwrl.handles import Handle
+from hwrl.interfaces.backend import (
+    Backend,
+    BackendInfo,
+    Capability,
+    DeviceMap,
+    Finding,
+    ProbeContext,
+    ProbeResult,
+    Support,
+)
+from hwrl.interfaces.handles import Handle
 
 if TYPE_CHECKING:
     from datetime import timedelta

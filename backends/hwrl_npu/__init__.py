@@ -9,9 +9,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import hwrl
-from hwrl.backend import Backend, BackendInfo, Capability, Finding, MemoryInfo, ProbeContext, ProbeResult, Support
 from hwrl.errors import BackendUnavailableError
-from hwrl.handles import Handle
+from hwrl.interfaces.backend import (
+    Backend,
+    BackendInfo,
+    Capability,
+    Finding,
+    MemoryInfo,
+    ProbeContext,
+    ProbeResult,
+    Support,
+)
+from hwrl.interfaces.handles import Handle
 from hwrl_npu import settings
 
 if TYPE_CHECKING:

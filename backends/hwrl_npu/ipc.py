@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hwrl.backend import DeviceMap
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.handles import Handle
+from hwrl.interfaces.backend import DeviceMap
+from hwrl.interfaces.handles import Handle
 
 _NO_EVENT = bytes(64)  # ACL_IPC_EVENT_HANDLE_SIZE
 _NO_COUNTER = b"/hwrl-counts-no-readers"  # a shared memory file that does not exist: torch_npu ignores that

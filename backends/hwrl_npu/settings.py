@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from hwrl.backend import DeviceMap, Finding, ProbeContext
 from hwrl.errors import ConfigError
+from hwrl.interfaces.backend import DeviceMap, Finding, ProbeContext
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -38,7 +38,7 @@ DEVICES = NpuDeviceMap(visible_variable=VISIBLE, ray_resource="NPU")
 
 
 def worker(role: str, env: Mapping[str, str], *, exports_memory: bool, shares_device: bool) -> dict[str, str]:
-    """Return what a worker needs; see :func:`hwrl.hookspecs.hwrl_process_env`.
+    """Return what a worker needs; see :func:`hwrl.discovery.hookspecs.hwrl_process_env`.
 
     Never a second name for the allocator's settings: torch_npu refuses to start if both are set, even to nothing.
     """

@@ -1,10 +1,10 @@
 """Checkpoints that a crash cannot corrupt: see ``docs/checkpoints.md`` for the protocol and its promises."""
 
-from hwrl.checkpoint.copy import copy_for_torch
-from hwrl.checkpoint.durable import DurableFS, FileRecord
+from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
+from hwrl.checkpoint.format.manifest import CheckpointInfo, Manifest, Skipped, find_checkpoints
+from hwrl.checkpoint.format.pieces import Pieces
 from hwrl.checkpoint.manager import CheckpointManager, Resumed, SaveReport
-from hwrl.checkpoint.manifest import CheckpointInfo, Manifest, Skipped, find_checkpoints
-from hwrl.checkpoint.pieces import Pieces
+from hwrl.checkpoint.saving.copy import copy_for_torch
 
 __all__ = [
     "CheckpointInfo",

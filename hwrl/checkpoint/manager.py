@@ -19,13 +19,11 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # gives the names that the planner uses
 
-from hwrl.backend import Backend
-from hwrl.checkpoint.agreement import Agreement
-from hwrl.checkpoint.durable import DurableFS
-from hwrl.checkpoint.home import CheckpointHome, usable
-from hwrl.checkpoint.items import SaveItems, require_memory
-from hwrl.checkpoint.layout import LayoutReader, StateLoad, distinct_names, require_all_wanted
-from hwrl.checkpoint.manifest import (
+from hwrl.checkpoint.directory.durable import DurableFS
+from hwrl.checkpoint.directory.home import CheckpointHome, usable
+from hwrl.checkpoint.directory.nodes import join_node
+from hwrl.checkpoint.format.layout import LayoutReader, StateLoad, distinct_names, require_all_wanted
+from hwrl.checkpoint.format.manifest import (
     CheckpointInfo,
     Skipped,
     corrupt,
@@ -35,12 +33,14 @@ from hwrl.checkpoint.manifest import (
     step_name,
     verify_files,
 )
-from hwrl.checkpoint.nodes import join_node
-from hwrl.checkpoint.payload import MAX_FILES
-from hwrl.checkpoint.save import SaveJob, Saver
-from hwrl.checkpoint.staging import Staging
-from hwrl.checkpoint.survey import Survey, look, merge
+from hwrl.checkpoint.format.payload import MAX_FILES
+from hwrl.checkpoint.saving.agreement import Agreement
+from hwrl.checkpoint.saving.items import SaveItems, require_memory
+from hwrl.checkpoint.saving.save import SaveJob, Saver
+from hwrl.checkpoint.saving.staging import Staging
+from hwrl.checkpoint.saving.survey import Survey, look, merge
 from hwrl.comm import Group
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -48,8 +48,8 @@ from hwrl.errors import (
     CheckpointSaveError,
     ConfigError,
 )
+from hwrl.interfaces.backend import Backend
 from hwrl.memory import Offloader
-from hwrl.registry import get_backend
 
 _log = logging.getLogger(__name__)
 

@@ -46,8 +46,8 @@ class Training:
         import torch
 
         from hwrl.cli.bench_offload import language_model
+        from hwrl.discovery.registry import get_backend
         from hwrl.memory import Offloader, PinnedPool
-        from hwrl.registry import get_backend
 
         self.backend = get_backend()
         self.backend.set_device(0)

@@ -111,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _ways(wanted: Sequence[str], *, processes: int) -> tuple[str, ...]:
     """Return the ways that work here, of those that are ``wanted`` and the raw ones."""
-    from hwrl.backend import Capability
-    from hwrl.registry import get_backend
+    from hwrl.discovery.registry import get_backend
+    from hwrl.interfaces.backend import Capability
 
     backend = get_backend()
     ipc = backend.supports(Capability.DEVICE_IPC).usable
@@ -247,8 +247,8 @@ class _Ways:
     def __init__(self, rank: int, size: int, address: str, plan: _Plan) -> None:
         import torch
 
-        from hwrl.backend import Capability
         from hwrl.comm import Comm, connect_store
+        from hwrl.interfaces.backend import Capability
         from hwrl.weights import WeightLayout
 
         comm = Comm()

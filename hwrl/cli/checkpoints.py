@@ -61,7 +61,7 @@ def _checkpoints_in(directory: Path, *, or_owner: bool = False) -> Path:
     Raises CheckpointNotFoundError if hwrl never saved there, unless, with ``or_owner``, somebody may yet.
     """
     from hwrl.checkpoint import find_checkpoints
-    from hwrl.checkpoint.home import is_home
+    from hwrl.checkpoint.directory.home import is_home
 
     found, inner = directory, directory / _INNER
     if inner.is_dir() and not any(find_checkpoints(directory)):
@@ -73,7 +73,7 @@ def _checkpoints_in(directory: Path, *, or_owner: bool = False) -> Path:
 
 def _owner(directory: Path) -> str | None:
     """Return who writes to ``directory``: of a run, which has the directory around it, the process that leads it."""
-    from hwrl.checkpoint.lock import find_owner
+    from hwrl.checkpoint.directory.lock import find_owner
 
     around = [directory.parent] if directory.name == _INNER and directory.is_dir() else []
     return next(filter(None, map(find_owner, [*around, directory])), None)
@@ -101,7 +101,7 @@ def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> a
 
 
 def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.home import TRACKER_NAME, leftovers, set_aside
+    from hwrl.checkpoint.directory.home import TRACKER_NAME, leftovers, set_aside
 
     complete, skipped = _find(args)
     path, unfinished, aside = args.dir / TRACKER_NAME, leftovers(args.dir), set_aside(args.dir)
@@ -128,7 +128,7 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 
 def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.manifest import in_use, verify_files
+    from hwrl.checkpoint.format.manifest import in_use, verify_files
 
     complete, skipped = _find(args)
     broken = {one.path.name: one.reason for one in skipped}
@@ -150,8 +150,8 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 
 def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.layout import read_tensors
-    from hwrl.checkpoint.manifest import EXTRA_NAME, corrupt, in_use, read_extra, verify_files
+    from hwrl.checkpoint.format.layout import read_tensors
+    from hwrl.checkpoint.format.manifest import EXTRA_NAME, corrupt, in_use, read_extra, verify_files
 
     if args.out.exists():
         raise ConfigError(f"{args.out} exists", why="nothing is overwritten", fix="choose another directory")
@@ -238,7 +238,7 @@ def _not_the_model(args: argparse.Namespace, *, why: str) -> DataError:
 
 
 def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.join import join_parts
+    from hwrl.checkpoint.format.join import join_parts
 
     directories = [args.dir, *map(_checkpoints_in, args.more)]
     step = join_parts(directories, args.out, step=args.step)
@@ -248,8 +248,8 @@ def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint import DurableFS
-    from hwrl.checkpoint.home import CheckpointHome
-    from hwrl.checkpoint.manifest import verify_files
+    from hwrl.checkpoint.directory.home import CheckpointHome
+    from hwrl.checkpoint.format.manifest import verify_files
 
     if args.keep < 1:
         raise ConfigError(f"--keep {args.keep} is not possible", why="the newest stays", fix="give 1 or more")
@@ -290,7 +290,7 @@ def _complete(args: argparse.Namespace) -> list[CheckpointInfo]:
 def _find(args: argparse.Namespace) -> tuple[list[CheckpointInfo], list[Skipped]]:
     """Return what :func:`~hwrl.checkpoint.find_checkpoints` finds; only ``--step`` if one is named."""
     from hwrl.checkpoint import find_checkpoints
-    from hwrl.checkpoint.manifest import step_name
+    from hwrl.checkpoint.format.manifest import step_name
 
     complete, skipped = find_checkpoints(args.dir)
     step = getattr(args, "step", None)

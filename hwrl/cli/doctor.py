@@ -14,12 +14,12 @@ from itertools import chain
 from typing import Any
 
 from hwrl import __version__
-from hwrl.backend import Finding, ProbeContext
 from hwrl.cli import livecheck
+from hwrl.discovery.loading import Plugin, PluginFault, contain, in_one_line
+from hwrl.discovery.registry import GROUP, Probed, Registry
+from hwrl.discovery.typed import why_not
 from hwrl.errors import BackendError, HwrlError
-from hwrl.loading import Plugin, PluginFault, contain, in_one_line
-from hwrl.registry import GROUP, Probed, Registry
-from hwrl.typed import why_not
+from hwrl.interfaces.backend import Finding, ProbeContext
 
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwrl.registry import VARIABLE
+from hwrl.discovery.registry import VARIABLE
 
 if TYPE_CHECKING:
-    from hwrl.backend import Backend
+    from hwrl.interfaces.backend import Backend
 
 _LAST_LINES = 5
 _SHOWN = 3
@@ -43,8 +43,8 @@ def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
 
 
 def _report() -> dict[str, Any]:
-    from hwrl.backend import Capability
-    from hwrl.registry import get_backend
+    from hwrl.discovery.registry import get_backend
+    from hwrl.interfaces.backend import Capability
 
     report: dict[str, Any] = {"ok": False, "why": ""}
     try:

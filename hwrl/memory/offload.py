@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hwrl.backend import Backend
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import HwrlError, MemoryStateError
+from hwrl.interfaces.backend import Backend
 from hwrl.memory.fingerprint import bytes_of, fingerprints
 from hwrl.memory.guards import Guards, optimizers_in
 from hwrl.memory.lending import HostCopies, HostCopy, Loans
@@ -30,7 +31,6 @@ from hwrl.memory.storages import (
     storages_of,
     whole,
 )
-from hwrl.registry import get_backend
 
 _ALIGNMENT_NBYTES = 512
 _BATCH_NBYTES = 256 << 20  # copying it takes several times as long as the fingerprints of the next batch

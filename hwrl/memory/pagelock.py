@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from hwrl.backend import Backend
+from hwrl.interfaces.backend import Backend
 
 
 class PageLocked:

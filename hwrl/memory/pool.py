@@ -7,10 +7,10 @@ import mmap
 
 import torch
 
-from hwrl.backend import Backend
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import UnsupportedError
+from hwrl.interfaces.backend import Backend
 from hwrl.memory.pagelock import PageLocked
-from hwrl.registry import get_backend
 
 
 class PinnedPool:
@@ -18,7 +18,7 @@ class PinnedPool:
 
     The pool owns its slabs; they are freed by :meth:`close` or on leaving the context, and must not be used after.
 
-    >>> from hwrl.registry import get_backend
+    >>> from hwrl.discovery.registry import get_backend
     >>> with PinnedPool(get_backend()) as pool:
     ...     first = pool.slab("parameters", nbytes=1000)
     ...     pool.slab("parameters", nbytes=10) is first, pool.nbytes

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.backend import Backend
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import EngineError
-from hwrl.lora import add_adapter, divided
-from hwrl.memory import Offloader
-from hwrl.models import build_model, logits_at
-from hwrl.registry import get_backend
-from hwrl.rollout.engine import (
+from hwrl.interfaces.backend import Backend
+from hwrl.interfaces.groups import Response
+from hwrl.interfaces.rollout import (
     MEMORY_TAGS,
     Completion,
     GenerationRequest,
@@ -32,7 +30,9 @@ from hwrl.rollout.engine import (
     require_same_model,
     require_weights,
 )
-from hwrl.rollout.groups import Response
+from hwrl.lora import add_adapter, divided
+from hwrl.memory import Offloader
+from hwrl.models import build_model, logits_at
 from hwrl.rollout.slots import SlotCache
 
 _Tensors = Mapping[str, torch.Tensor]

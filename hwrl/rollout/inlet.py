@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from hwrl.errors import CommError, QuarantinedError, TransferFailedError
+from hwrl.interfaces.rollout import RolloutEngine
 from hwrl.lora import is_adapters
-from hwrl.rollout.engine import RolloutEngine
 from hwrl.weights import Received, WeightReceiver
 from hwrl.weights.plan import POLICY, POLICY_BASE
 

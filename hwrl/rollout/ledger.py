@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hwrl.errors import EngineError
-from hwrl.rollout.groups import PromptGroup
+from hwrl.interfaces.groups import PromptGroup
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from hwrl.errors import DataError
+from hwrl.interfaces.groups import Response
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.groups import Response
 from hwrl.rollout.reward import Reward, judge
 
 

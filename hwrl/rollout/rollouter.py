@@ -13,9 +13,9 @@ import numpy as np
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
+from hwrl.interfaces.groups import PromptGroup, Response
+from hwrl.interfaces.rollout import Completion, GenerationRequest, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.engine import Completion, GenerationRequest, RolloutEngine, Sampling
-from hwrl.rollout.groups import PromptGroup, Response
 from hwrl.rollout.inlet import WeightsInlet
 from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward_workers import RewardWorkers, Scores, unscored

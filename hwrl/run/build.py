@@ -11,17 +11,18 @@ from torch._C._distributed_c10d import PrefixStore
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
+from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings, Sampling
+from hwrl.interfaces.train import EngineSettings, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
     load_tokenizer,
     vocabulary_size,
 )
-from hwrl.registry import get_backend
 from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.engine import RolloutEngine, RolloutSettings, Sampling
 from hwrl.rollout.inlet import INCARNATION, AdapterInlet, Link, ModelInlet, WeightsInlet
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.reward_workers import RewardWorkers
@@ -30,7 +31,6 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.summary import MODEL, SENT
-from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gather import SharedWeights
 from hwrl.train.losses import PolicyLoss

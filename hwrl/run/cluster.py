@@ -17,8 +17,8 @@ from typing import Any
 
 import ray
 
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import ConfigError, EngineError, attempt_all
-from hwrl.registry import get_backend
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
 from hwrl.run.placement import has_devices, plan_placement

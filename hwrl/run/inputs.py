@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hwrl.discovery.plugins import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
-from hwrl.plugins import load_hook
 from hwrl.rollout.data import check_prompts
 from hwrl.rollout.reward import load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config

@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
-from hwrl.registry import get_backend
 from hwrl.rollout.rollouter import Evaluation
 from hwrl.run.actors import Taken
 from hwrl.run.cluster import ray_cluster

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hwrl.backend import Backend, Capability, DeviceMap, Support
 from hwrl.errors import ConfigError, PlacementError
+from hwrl.interfaces.backend import Backend, Capability, DeviceMap, Support
 from hwrl.run.config import Config
 
 if TYPE_CHECKING:

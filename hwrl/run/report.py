@@ -39,7 +39,9 @@ class RunReport:
     """
 
     def __init__(self, directory: Path, *, say: Callable[[str], None], resume_step: int = 0) -> None:
-        from hwrl.checkpoint.durable import DurableFS  # brings torch, which the views and read_metrics do without
+        from hwrl.checkpoint.directory.durable import (
+            DurableFS,  # brings torch, which the views and read_metrics do without
+        )
 
         self._directory, self._say = directory, say
         self._fs = DurableFS()

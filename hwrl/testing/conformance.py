@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.backend import Backend, Capability
 from hwrl.errors import ConfigError
+from hwrl.interfaces.backend import Backend, Capability
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 

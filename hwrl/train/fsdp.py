@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from hwrl.backend import Backend
 from hwrl.errors import EngineError
+from hwrl.interfaces.backend import Backend
+from hwrl.interfaces.train import EngineSettings
 from hwrl.lora import LoraSettings, adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer, logits_at, model_identity
-from hwrl.train.engine import EngineSettings
 from hwrl.train.gather import gathered
 from hwrl.train.policy import PolicyEngine, recompute
 

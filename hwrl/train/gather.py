@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
-from hwrl.train.engine import TrainEngine
+from hwrl.interfaces.train import TrainEngine
+from hwrl.interfaces.weights import NamedTensor
 from hwrl.weights import Readable
-from hwrl.weights.readable import NamedTensor
 
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format

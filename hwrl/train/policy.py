@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hwrl.backend import Backend
 from hwrl.errors import EngineError
-from hwrl.train.batch import Batch
-from hwrl.train.engine import EngineSettings, TrainEngine
+from hwrl.interfaces.backend import Backend
+from hwrl.interfaces.batch import Batch
+from hwrl.interfaces.train import EngineSettings, TrainEngine
 from hwrl.train.losses import PolicyLoss, mismatch_kl
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
+from hwrl.interfaces.batch import Batch, collate
+from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces.train import TrainEngine
 from hwrl.memory import Moved
-from hwrl.rollout.groups import PromptGroup
-from hwrl.train.batch import Batch, collate
 from hwrl.train.choices import AdvantageName
-from hwrl.train.engine import TrainEngine
 from hwrl.train.losses import PolicyLoss, group_advantages
 
 Publish = Callable[[int, TrainEngine], Mapping[str, float]]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from hwrl.interfaces.weights import Readable
 from hwrl.weights.board import Metadata
-from hwrl.weights.readable import Readable
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
 

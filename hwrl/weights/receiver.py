@@ -9,18 +9,18 @@ from functools import partial
 import torch
 from torch._C._distributed_c10d import Store
 
-from hwrl.backend import Backend
 from hwrl.comm import Comm
 from hwrl.errors import CommError, CommTimeoutError, LayoutMismatchError, QuarantinedError, TransferFailedError
+from hwrl.interfaces.backend import Backend
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import InPlace, Place, Staging
 from hwrl.weights.checksum import Checksums
-from hwrl.weights.device import DeviceReceiver
-from hwrl.weights.host import HostReceiver
-from hwrl.weights.ipc import IpcReceiver
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.rounds import note_timeout_s
+from hwrl.weights.transports.device import DeviceReceiver
+from hwrl.weights.transports.host import HostReceiver
+from hwrl.weights.transports.ipc import IpcReceiver
 
 _WATCH_S = 0.2
 

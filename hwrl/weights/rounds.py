@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from hwrl.backend import Backend
+from hwrl.comm.store import first_line
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.store import first_line
+from hwrl.interfaces.backend import Backend
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import BroadcastBuffer
 from hwrl.weights.checksum import Checksums

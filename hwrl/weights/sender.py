@@ -11,17 +11,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch._C._distributed_c10d import Store
 
-from hwrl.backend import Backend, Capability
 from hwrl.comm import Comm
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
+from hwrl.interfaces.backend import Backend, Capability
 from hwrl.weights.board import Board, Metadata, Offer, checked_metadata
-from hwrl.weights.device import DeviceSender
-from hwrl.weights.host import HostSender
-from hwrl.weights.ipc import IpcSender
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.roster import Roster
 from hwrl.weights.rounds import Named, Rounds
+from hwrl.weights.transports.device import DeviceSender
+from hwrl.weights.transports.host import HostSender
+from hwrl.weights.transports.ipc import IpcSender
 
 Transport = Literal["device", "host", "ipc"]
 

@@ -15,9 +15,9 @@ from hwrl.errors import EngineError, UnsupportedError
 from hwrl_megatron.options import parse_options
 
 if TYPE_CHECKING:
-    from hwrl.backend import Backend
     from hwrl.comm import Group
-    from hwrl.train.engine import EngineSettings, TrainEngine
+    from hwrl.interfaces.backend import Backend
+    from hwrl.interfaces.train import EngineSettings, TrainEngine
 
 
 @hwrl.hookimpl
@@ -42,7 +42,7 @@ def hwrl_train_engine(
             why="PEFT, which makes adapters, knows no layers of Megatron-core's",
             fix="use train.engine=fsdp, or train the whole model with model.lora_rank=0",
         )
-    from hwrl.registry import bootstrap
+    from hwrl.discovery.registry import bootstrap
 
     chosen = parse_options(options)
     with warnings.catch_warnings():

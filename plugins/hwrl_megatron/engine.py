@@ -20,14 +20,14 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch._C._distributed_c10d import HashStore
 
-from hwrl.backend import Backend
 from hwrl.checkpoint import Pieces
 from hwrl.comm import Comm
 from hwrl.errors import ConfigError
+from hwrl.interfaces.backend import Backend
+from hwrl.interfaces.batch import Batch
+from hwrl.interfaces.train import EngineSettings
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train.batch import Batch
-from hwrl.train.engine import EngineSettings
 from hwrl.train.gather import gathered
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.policy import PolicyEngine, recompute

@@ -14,8 +14,8 @@ import hwrl
 from hwrl.errors import EngineError
 
 if TYPE_CHECKING:
-    from hwrl.backend import Backend
-    from hwrl.rollout.engine import RolloutEngine, RolloutSettings
+    from hwrl.interfaces.backend import Backend
+    from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings
 
 
 @hwrl.hookimpl

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwrl.backend import Backend, Capability
 from hwrl.cli.bench_peers import Seat
 from hwrl.comm import Comm
+from hwrl.interfaces.backend import Backend, Capability
 from hwrl.weights import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.backend import Backend, Capability
+from hwrl.discovery.registry import engine_args
 from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
-from hwrl.lora import add_adapter, divided
-from hwrl.models import build_model
-from hwrl.registry import engine_args
-from hwrl.rollout.engine import (
+from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces.groups import Response
+from hwrl.interfaces.rollout import (
     MEMORY_TAGS,
     Completion,
     GenerationRequest,
@@ -32,7 +31,8 @@ from hwrl.rollout.engine import (
     require_same_model,
     require_weights,
 )
-from hwrl.rollout.groups import Response
+from hwrl.lora import add_adapter, divided
+from hwrl.models import build_model
 from hwrl_vllm.lora import request_lora, require_dtype, require_places
 from hwrl_vllm.options import engine_arguments, places_of
 from hwrl_vllm.worker import Lent

@@ -10,8 +10,8 @@ import torch
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 
+from hwrl.discovery.registry import get_backend
 from hwrl.memory import PinnedPool
-from hwrl.registry import get_backend
 
 NAME = "hwrl"
 """The value of vLLM's ``sleep_mode_backend``."""

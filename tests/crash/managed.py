@@ -12,12 +12,12 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.pieces import local_parts
+from hwrl.checkpoint.format.pieces import local_parts
 from hwrl.comm import Comm, connect_store
 from hwrl.errors import HwrlError
 from tests.crash.matrix import Session, Subject
 from tests.crash.trainers import BACKEND, MakeTrainer, Trainer, whole
-from tests.roomy import Roomy
+from tests.support.roomy import Roomy
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
-from hwrl.store import serve_store, store_address
+from hwrl.comm.store import serve_store, store_address
 from hwrl.testing.processes import run_processes
 from tests.crash.cycles import Tally, run_cycles
 from tests.crash.managed import Managed

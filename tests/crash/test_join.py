@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.join import join_parts
-from hwrl.checkpoint.manifest import verify_files
+from hwrl.checkpoint.format.join import join_parts
+from hwrl.checkpoint.format.manifest import verify_files
 from hwrl.comm import Group
 from hwrl.errors import CheckpointError
 from hwrl.testing.processes import run_processes
+from tests.checkpoint.test_checkpoint_nodes import BACKEND, TRACKER, disk, on_ranks, open_manager, save
 from tests.crash.disk import Fault, Kind, WatchedDisk, why_unavailable
 from tests.crash.sweep import prepare_process
-from tests.distributed.test_checkpoint_nodes import BACKEND, TRACKER, disk, on_ranks, open_manager, save
 
 KINDS: tuple[Kind, ...] = ("kill", "full", "eio")
 

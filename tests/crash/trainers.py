@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 import hwrl
 from hwrl.comm import Comm, Group
-from hwrl.registry import bootstrap
-from hwrl.train.engine import EngineSettings
+from hwrl.discovery.registry import bootstrap
+from hwrl.interfaces.train import EngineSettings
 from hwrl_cpu import INFO, CpuBackend
 from hwrl_megatron import hwrl_train_engine
 

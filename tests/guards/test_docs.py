@@ -12,10 +12,11 @@ import pytest
 import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
-from hwrl import errors, hookspecs
-from hwrl.backend import Capability
+from hwrl import errors
+from hwrl.discovery import hookspecs
+from hwrl.discovery.loading import MANDATORY_HOOKS
 from hwrl.errors import HwrlError
-from hwrl.loading import MANDATORY_HOOKS
+from hwrl.interfaces.backend import Capability
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [function for name, function in vars(hookspecs).items() if name.startswith("hwrl_")]

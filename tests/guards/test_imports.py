@@ -10,7 +10,10 @@ import pytest
 import hwrl
 
 HEAVY = "{'torch', 'numpy', 'ray', 'transformers', 'pydantic'}"
-LIGHT_MODULES = [f"hwrl.{name}" for name in ("errors", "backend", "hookspecs", "loading", "registry", "plugins", "cli")]
+LIGHT_MODULES = [
+    *(f"hwrl.{name}" for name in ("errors", "cli", "interfaces.backend")),
+    *(f"hwrl.discovery.{name}" for name in ("hookspecs", "loading", "registry", "plugins")),
+]
 MAX_IMPORT_MS = 100
 
 

@@ -22,12 +22,9 @@ DEVICE_WORD = re.compile(
     "|cambricon|hpu|gaudi|habana|musa|tpu|gloo"
 )
 LAYERS = [  # an arrow may point to the left, or to another part of the same layer that does not point back
-    {"errors", "clock", "environ", "handles", "probing", "torchapi", "typed"},
-    {"backend", "devicemap"},
-    {"hookspecs"},
-    {"loading"},
-    {"registry", "plugins"},
-    {"store"},
+    {"errors", "clock", "environ"},
+    {"interfaces"},
+    {"discovery"},
     {"comm", "memory"},
     {"weights"},
     {"checkpoint", "rollout", "train", "models", "lora"},
@@ -117,11 +114,13 @@ def unit_of(path: Path) -> str:
 def arrows() -> set[tuple[str, str]]:
     """Return every pair (part of hwrl, part that it imports), apart from the package's own table of names.
 
-    The hooks import nothing when they run: they name, for the type checker, what every layer gives to plugins.
+    Interfaces and hooks name, for the type checker, what later layers give to plugins.
     """
     pairs = {(unit_of(path), name.split(".")[1]) for path in CORE for name in imports(path) if name.startswith("hwrl.")}
     return {
-        (unit, other) for unit, other in pairs if unit not in (other, "__init__", "hookspecs") and other in LAYER_OF
+        (unit, other)
+        for unit, other in pairs
+        if unit not in (other, "__init__", "interfaces", "discovery") and other in LAYER_OF
     }
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from hwrl.backend import Backend, Capability
 from hwrl.comm import Comm
 from hwrl.errors import ConfigError, UnsupportedError
+from hwrl.interfaces.backend import Backend, Capability
 
 _MANY = 1 << 20
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hwrl
-from hwrl.backend import Backend, Capability
 from hwrl.comm import await_keys, connect_store
 from hwrl.errors import CommError, UnsupportedError
+from hwrl.interfaces.backend import Backend, Capability
 from hwrl.testing.contracts.need import need
 from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import run_processes

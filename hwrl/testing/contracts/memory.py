@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hwrl.backend import Backend, Capability
 from hwrl.errors import MemoryStateError
+from hwrl.interfaces.backend import Backend, Capability
 from hwrl.memory import Offloader
 from hwrl.testing.contracts.need import need
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hwrl
-from hwrl.backend import Backend
 from hwrl.comm import serve_store, store_address
+from hwrl.interfaces.backend import Backend
 
 
 class StoreAddress:

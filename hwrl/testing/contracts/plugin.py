@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hwrl.backend import Backend, ProbeContext
-from hwrl.loading import Plugin
-from hwrl.registry import Probed, Registry
+from hwrl.discovery.loading import Plugin
+from hwrl.discovery.registry import Probed, Registry
+from hwrl.interfaces.backend import Backend, ProbeContext
 
 MAX_PROBE_MS = 50.0
 
 _PROBE_ALONE = """
 import json, os, sys
-from hwrl.registry import Registry
+from hwrl.discovery.registry import Registry
 before = dict(os.environ)
 Registry(env=os.environ | {"HWRL_BACKEND": sys.argv[1]}).choose()
 print(json.dumps({"torch": "torch" in sys.modules, "env": before == dict(os.environ)}))

@@ -11,10 +11,10 @@ import torch
 import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.interfaces.batch import Batch
+from hwrl.interfaces.train import EngineSettings, TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
-from hwrl.train.batch import Batch
-from hwrl.train.engine import EngineSettings, TrainEngine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss
 

@@ -18,10 +18,10 @@ from torch.testing import assert_close
 
 import hwrl
 from hwrl.checkpoint import CheckpointInfo, CheckpointManager, Pieces, find_checkpoints
-from hwrl.checkpoint.layout import read_tensors
+from hwrl.checkpoint.format.layout import read_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.discovery.registry import bootstrap
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError
-from hwrl.registry import bootstrap
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.losses import PolicyLoss

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hwrl.discovery.registry import get_backend
+from hwrl.interfaces.groups import Response
+from hwrl.interfaces.rollout import GenerationRequest, RolloutEngine, RolloutSettings, Sampling
 from hwrl.lora import LoraSettings, add_adapter, divided
-from hwrl.registry import get_backend
-from hwrl.rollout.engine import GenerationRequest, RolloutEngine, RolloutSettings, Sampling
-from hwrl.rollout.groups import Response
 from hwrl_vllm.engine import VllmEngine
 
 END, BLOCK, LONGEST = 1, 32, 128

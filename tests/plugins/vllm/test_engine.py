@@ -19,8 +19,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwrl.comm import serve_store
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
-from hwrl.registry import get_backend
 from hwrl.run.demo import write_demo
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.sender import Transport

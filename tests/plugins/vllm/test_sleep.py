@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hwrl.discovery.registry import get_backend
 from hwrl.errors import EngineError
-from hwrl.registry import get_backend
 from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_lora_run import LORA, adapter_nbytes, base_nbytes, sent
-from tests.distributed.test_train_run import assert_whole, demo, start  # noqa: F401 - fixtures
+from tests.run.test_lora_run import LORA, adapter_nbytes, base_nbytes, sent
+from tests.run.test_train_run import assert_whole, demo, start  # noqa: F401 - fixtures
 from tests.support.train_run import Run
 
 pytestmark = [

@@ -1,0 +1,266 @@
+"""MANIFEST.json: what a complete checkpoint consists of, and the check that a directory is one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hwrl.checkpoint.directory.durable import FileRecord
+from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
+
+MANIFEST_NAME, LAYOUT_NAME, EXTRA_NAME = "MANIFEST.json", "layout.json", "extra.json"
+SCHEMA = 2
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading JSON raises that was damaged or forged; RecursionError is for a million brackets."""
+_MAX_MANIFEST_NBYTES = 1 << 28
+_STEP_NAME = re.compile(r"global_step_(0|[1-9]\d*)")
+
+
+def step_name(step: int) -> str:
+    """Return the directory name of ``step``.
+
+    >>> step_name(12)
+    'global_step_12'
+    """
+    return f"global_step_{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a directory name stands for, or None if it is no checkpoint's name.
+
+    >>> step_of("global_step_12"), step_of("global_step_012"), step_of(".tmp_global_step_12")
+    (12, None, None)
+    """
+    found = _STEP_NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of MANIFEST.json. ``files`` maps relative POSIX names to size and hash; all but the manifest itself.
+
+    ``save_id`` is unique to one call of save; ``world_size`` is the number of ranks that wrote;
+    ``versions`` are those of the libraries that wrote it. Where nodes have disks of their own, this is the part of
+    ``node``, one of ``nodes``.
+    """
+
+    step: int
+    save_id: str
+    world_size: int
+    weight_version: int
+    saved_unix_s: float
+    versions: Mapping[str, str]
+    files: Mapping[str, FileRecord]
+    node: int = 0
+    nodes: int = 1
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content: sorted JSON that ends in a hash of itself."""
+        body = {"schema": SCHEMA, **asdict(self)}
+        return json.dumps({**body, "manifest_sha256": _hash(body)}, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Parse what :meth:`to_bytes` returned; ValueError, KeyError or TypeError if it is anything else."""
+        body = json.loads(data)
+        if body.pop("manifest_sha256") != _hash(body):
+            raise ValueError("its content does not match its own hash")
+        if body.pop("schema") != SCHEMA:
+            raise ValueError(f"its schema is not {SCHEMA}")
+        files = {name: FileRecord(one["nbytes"], one["sha256"]) for name, one in body["files"].items()}
+        manifest = cls(**{**body, "files": files})
+        manifest._check_types()
+        return manifest
+
+    def _check_types(self) -> None:
+        counts = [self.step, self.world_size, self.weight_version, self.node, self.nodes]
+        counts += [one.nbytes for one in self.files.values()]
+        texts = [self.save_id, *self.versions, *self.versions.values(), *(one.sha256 for one in self.files.values())]
+        if not all(type(one) is int for one in counts) or not all(type(one) is str for one in texts):
+            raise TypeError("a number or a text is neither")
+        datetime.fromtimestamp(self.saved_unix_s, UTC)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One complete checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """The step that it was saved at."""
+        return self.manifest.step
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights in it."""
+        return self.manifest.weight_version
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its files, the manifest not counted."""
+        return sum(record.nbytes for record in self.manifest.files.values())
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A directory that is named like a checkpoint and is not a complete one, and why."""
+
+    path: Path
+    reason: str
+
+
+def inspect_checkpoint(path: Path) -> CheckpointInfo:
+    """Return the checkpoint in ``path`` if its manifest is whole and every file is there with its size.
+
+    Reads the manifest only. Raises :class:`~hwrl.errors.CheckpointCorruptError` for anything else, symbolic links
+    and names that leave the directory included.
+    """
+    try:
+        if path.is_symlink():
+            raise ValueError("it is a symbolic link")
+        manifest_path = path / MANIFEST_NAME
+        _check_regular(path, MANIFEST_NAME)
+        if manifest_path.stat().st_size > _MAX_MANIFEST_NBYTES:
+            raise ValueError(f"{MANIFEST_NAME} has more than {_MAX_MANIFEST_NBYTES:,} bytes")
+        manifest = Manifest.from_bytes(manifest_path.read_bytes())
+        if manifest.step != step_of(path.name):
+            raise ValueError(f"its manifest is of step {manifest.step}")
+        for name in (LAYOUT_NAME, EXTRA_NAME):  # what is read must have been verified
+            if name not in manifest.files:
+                raise ValueError(f"its manifest does not name {name}")
+        for name, record in manifest.files.items():
+            _check_size(path, name, record.nbytes)
+    except (OSError, *MALFORMED) as exc:
+        raise corrupt(path, _reason(exc)) from exc
+    return CheckpointInfo(path, manifest)
+
+
+def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
+    """Read the files ``names`` of a checkpoint and compare their hashes; CheckpointCorruptError if one differs."""
+    for name in names:
+        try:
+            with (info.path / name).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as exc:
+            raise corrupt(info.path, _reason(exc)) from exc
+        if digest != info.manifest.files[name].sha256:
+            raise corrupt(info.path, f"the content of {name} does not match its hash")
+
+
+def read_extra(info: CheckpointInfo) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the state beside the tensors, rank 0's and each rank's own; CheckpointCorruptError if it says nonsense."""
+    try:
+        extra = json.loads((info.path / EXTRA_NAME).read_bytes())
+        shared, ranks = dict(extra["all"]), [dict(one) for one in extra["ranks"]]
+    except (OSError, *MALFORMED) as exc:
+        raise corrupt(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
+    if len(ranks) != info.manifest.world_size:
+        raise corrupt(info.path, f"{EXTRA_NAME} is of {len(ranks)} ranks, the manifest of others")
+    return shared, ranks
+
+
+def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[CheckpointInfo], list[Skipped]]:
+    """Return the complete checkpoints in ``directory``, oldest step first, and what only looks like one.
+
+    Takes no lock and changes nothing; hashes are not read. Safe beside a running trainer. Raises
+    :class:`~hwrl.errors.CheckpointNotFoundError` if ``directory`` cannot be read.
+    """
+    try:
+        paths = list(Path(directory).iterdir())
+    except OSError as exc:
+        raise CheckpointNotFoundError(
+            f"no checkpoint can be found in {directory}",
+            why=f"{exc.strerror}: {exc.filename}",
+            fix="give the directory that holds global_step_N/, of a run its checkpoints/",
+        ) from exc
+    complete, skipped = [], []
+    for path in paths:
+        if step_of(path.name) is None:
+            continue
+        try:
+            complete.append(inspect_checkpoint(path))
+        except CheckpointCorruptError as exc:
+            if os.path.lexists(path):  # else a trainer has removed it meanwhile
+                skipped.append(Skipped(path, exc.why))
+    return sorted(complete, key=lambda info: info.step), sorted(skipped, key=lambda one: one.path)
+
+
+@contextlib.contextmanager
+def in_use(info: CheckpointInfo) -> Iterator[None]:
+    """Keep a trainer from removing the checkpoint meanwhile; raises CheckpointCorruptError if it is gone.
+
+    It is a lock on the manifest that ends with this process.
+    """
+    try:
+        manifest = (info.path / MANIFEST_NAME).open("rb")
+    except OSError as exc:
+        raise corrupt(info.path, _reason(exc)) from exc
+    with manifest:
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        yield
+
+
+def is_in_use(path: Path) -> bool:
+    """Return whether some process is in :func:`in_use` of the checkpoint in ``path``."""
+    with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS locks exclusively only what may be written
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def corrupt(path: Path, reason: str) -> CheckpointCorruptError:
+    """Return the error for a checkpoint that cannot be trusted."""
+    return CheckpointCorruptError(
+        f"{path.name} is not a complete checkpoint",
+        why=reason,
+        fix=f"resume from another step, or restore {path} from a copy",
+    )
+
+
+def _check_size(directory: Path, name: str, nbytes: int) -> None:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or str(PurePosixPath(name)) != name:
+        raise ValueError(f"its manifest names {name!r}, which is no path inside it")
+    for depth in range(1, len(parts)):
+        if (directory / Path(*parts[:depth])).is_symlink():
+            raise ValueError(f"{name} lies behind a symbolic link")
+    actual = _check_regular(directory, name)
+    if actual != nbytes:
+        raise ValueError(f"{name} has {actual:,} bytes and the manifest says {nbytes:,}")
+
+
+def _check_regular(directory: Path, name: str) -> int:
+    try:
+        status = (directory / name).lstat()
+    except FileNotFoundError as exc:
+        raise ValueError(f"{name} is missing") from exc
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{name} is a symbolic link or no regular file")
+    return status.st_size
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, OSError):
+        return f"{exc.strerror}: {exc.filename}"
+    if not isinstance(exc, ValueError) or isinstance(exc, (json.JSONDecodeError, UnicodeDecodeError)):
+        return f"{MANIFEST_NAME} cannot be read: {exc}"
+    return str(exc)

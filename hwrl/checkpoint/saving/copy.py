@@ -1,0 +1,62 @@
+"""Copies of what a checkpoint holds, verified as they are made, and for programs that read torch's own format."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import BinaryIO
+
+from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
+from hwrl.checkpoint.format.archive import require_stored
+from hwrl.checkpoint.format.layout import Json, read_entries, write_torch_metadata
+from hwrl.checkpoint.format.manifest import LAYOUT_NAME, CheckpointInfo, corrupt, in_use, verify_files
+
+
+def copy_files(
+    info: CheckpointInfo, directory: Path, names: Collection[str], *, fs: DurableFS
+) -> dict[str, FileRecord]:
+    """Copy the files ``names`` to ``directory``, and return their records.
+
+    Raises CheckpointCorruptError if what was read is not what the manifest says.
+    """
+    for name in sorted(names):
+        fs.mkdir((directory / name).parent)
+        with (info.path / name).open("rb") as source, fs.create_stream(directory / name, "wb") as target:
+            shutil.copyfileobj(source, target, 16 << 20)
+    copied = fs.take_records(directory)
+    for name, record in copied.items():
+        if record != info.manifest.files[name]:
+            raise corrupt(info.path, f"the content of {name} does not match its hash")
+    return copied
+
+
+def copy_for_torch(info: CheckpointInfo, directory: Path, *, aside: str, fs: DurableFS) -> bytes | None:
+    """Copy the state in ``info`` into the empty ``directory``, with torch's own ``.metadata``, but for one value.
+
+    Returns that one, of the name ``aside``, as ``torch.save`` wrote it, or None if there is no such value. Every file
+    is verified, and what is written is durable, but for the names in ``directory``. Raises
+    :class:`~hwrl.errors.CheckpointCorruptError` if the checkpoint is not whole, and OSError from ``directory``.
+    """
+    with in_use(info):
+        verify_files(info, [LAYOUT_NAME])
+        entries = read_entries(info)
+        rest = [entry for entry in entries if entry["name"] != aside]
+        names = {entry["file"] for entry in rest}
+        verify_files(info, info.manifest.files.keys() - names - {LAYOUT_NAME})
+        copy_files(info, directory, names, fs=fs)
+        write_torch_metadata(fs, directory, rest)
+        for entry in entries:
+            if entry["name"] == aside and entry["kind"] == "BYTE_IO":
+                with (info.path / entry["file"]).open("rb") as file:
+                    _require_stored(info, file, entry)
+                    file.seek(entry["start"])
+                    return bytes(file.read(entry["nbytes"]))
+    return None
+
+
+def _require_stored(info: CheckpointInfo, file: BinaryIO, entry: Json) -> None:
+    try:
+        require_stored(file, start=entry["start"], nbytes=entry["nbytes"])
+    except ValueError as exc:
+        raise corrupt(info.path, f"its data cannot be read: {exc}") from exc

@@ -1,0 +1,1 @@
+"""How backends and plugins are found: hooks, entry points, the registry."""

@@ -1,0 +1,380 @@
+"""Choose one backend for this process.
+
+Backends are entry points of the group ``hwrl.backends``: the name is the backend's, the value its plugin module; an
+alias is one more name for the same value. In this order decide: :func:`set_backend`; the variable ``HWRL_BACKEND``,
+which decides alone; detection, by asking each plugin's probe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from hwrl.discovery.loading import Installed, LoadFailure, Plugin, PluginFault, ask, in_one_line, load_backend
+from hwrl.errors import (
+    BackendAlreadyChosenError,
+    BackendAmbiguousError,
+    BackendLoadError,
+    BackendNotFoundError,
+    BackendUnavailableError,
+    HwrlError,
+)
+from hwrl.interfaces.backend import Backend, ProbeContext, ProbeResult
+
+GROUP = "hwrl.backends"
+"""The entry-point group in which backends are registered."""
+VARIABLE = "HWRL_BACKEND"
+"""The environment variable that names the backend; empty is the same as unset."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One plugin's answer, and how long it took.
+
+    ``faulty``: the probe raised or answered with a wrong type. The ``result`` is then ``unknown``, with that reason.
+    """
+
+    plugin: Plugin
+    result: ProbeResult
+    duration_ms: float
+    faulty: bool = False
+
+    def __str__(self) -> str:
+        evidence = f" (found {', '.join(self.result.evidence)})" if self.result.evidence else ""
+        return f"{self.plugin.info.name} says {self.result.answer}: {self.result.reason}{evidence}"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything that is installed: the loaded plugins with their answers, and what failed to load."""
+
+    probed: tuple[Probed, ...]
+    failures: tuple[LoadFailure, ...]
+
+    def reasons(self) -> str:
+        """Return every answer and every failure in one line."""
+        return "; ".join(str(item) for item in (*self.probed, *self.failures)) or "no backend is installed"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plugin that was chosen, and a sentence that says why."""
+
+    plugin: Plugin
+    why: str
+
+
+class Registry:
+    """The backends of one process: chooses at most once, and is safe to use from several threads.
+
+    ``entry_points``, ``env`` and ``context`` default to what is installed, ``os.environ`` and this machine. The chosen
+    backend's name is written to ``env``, so that child processes choose the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        entry_points: Iterable[EntryPoint] | None = None,
+        env: MutableMapping[str, str] | None = None,
+        context: ProbeContext | None = None,
+    ) -> None:
+        self._env = os.environ if env is None else env
+        self._context = ProbeContext(env=self._env) if context is None else context
+        self._entry_points = entry_points
+        self._installed: Installed[Plugin] | None = None
+        self._backend: Backend | None = None
+        self._bootstrapped: set[str] = set()
+        self._lock = threading.RLock()
+
+    def get_backend(self) -> Backend:
+        """Return this process's backend, choosing and creating it at the first call.
+
+        The backend may see no device (:meth:`~hwrl.Backend.why_no_device` says why). Its devices are not asked
+        for here: a process may still narrow them. Raises a :class:`~hwrl.errors.BackendError` with all reasons if none
+        can be chosen safely; a later call then tries again.
+        """
+        with self._lock:
+            if self._backend is None:
+                return self._adopt(_create(self.choose().plugin))
+            return self._backend
+
+    def set_backend(self, choice: str | Backend) -> None:
+        """Choose the backend by name or as an object, before its first use; ``HWRL_BACKEND`` is then not read.
+
+        The same choice again is fine; another one raises :class:`~hwrl.errors.BackendAlreadyChosenError`. Raises what
+        :meth:`get_backend` raises.
+        """
+        with self._lock:
+            if self._backend is not None:
+                self._check_same(self._backend, choice)
+            elif isinstance(choice, Backend):
+                self._adopt(choice)
+            else:
+                self._adopt(_create(self._choose_named(choice, asked_by="set_backend").plugin))
+
+    def choose(self) -> Choice:
+        """Return what ``HWRL_BACKEND`` or detection chooses; creates no backend and imports no torch."""
+        with self._lock:
+            name = self._env.get(VARIABLE, "").strip()
+            if name:
+                return self._choose_named(name, asked_by=VARIABLE)
+            _refuse_misspelling(self._env)
+            return _detect(self.survey())
+
+    def survey(self) -> Survey:
+        """Load and probe everything that is installed."""
+        with self._lock:
+            loaded = self._plugins().load_all()
+            plugins = [item for item in loaded if isinstance(item, Plugin)]
+            failures = tuple(item for item in loaded if isinstance(item, LoadFailure))
+            return Survey(tuple(_probe(plugin, self._context) for plugin in plugins), failures)
+
+    def process_env(
+        self, role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
+    ) -> dict[str, str]:
+        """Return the variables that the chosen backend wants for a worker of ``role`` and that nobody has set here.
+
+        ``exports_memory`` says that other processes will open the worker's device memory, ``shares_device`` that they
+        use its device, ``devices`` which it gets.
+        Empty if the backend wants none, or was given as an object that no plugin made.
+        """
+        plugin = self._chosen_plugin()
+        if plugin is None:
+            return {}
+        wanted = _ask(
+            plugin,
+            "hwrl_process_env",
+            dict[str, str] | None,
+            role=role,
+            env=dict(self._env),
+            exports_memory=exports_memory,
+            shares_device=shares_device,
+            devices=devices,
+        )
+        return {variable: value for variable, value in (wanted or {}).items() if variable not in self._env}
+
+    def bootstrap(self, framework: str) -> None:
+        """Have the chosen backend's plugin prepare this process for ``framework``, before that is imported.
+
+        ``framework`` is an import name, such as ``megatron``. The first call for it does the work. Raises
+        :class:`~hwrl.errors.BackendUnavailableError` if the framework was imported before and the plugin wanted to
+        prepare it.
+        """
+        with self._lock:
+            plugin = self._chosen_plugin()
+            if plugin is None or framework in self._bootstrapped:
+                return
+            if not plugin.manager.hook.hwrl_bootstrap.get_hookimpls():
+                return
+            if framework in sys.modules:
+                raise BackendUnavailableError(
+                    f"{framework} cannot be prepared for backend {self.get_backend().info.name!r}",
+                    why="it was imported before, and what it imported then cannot be changed any more",
+                    fix=f"call hwrl.discovery.registry.bootstrap({framework!r}) before anything imports {framework}",
+                )
+            _ask(plugin, "hwrl_bootstrap", Any, framework=framework)
+            self._bootstrapped.add(framework)
+
+    def engine_args(self, framework: str) -> dict[str, Any]:
+        """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need on this device."""
+        plugin = self._chosen_plugin()
+        if plugin is None:
+            return {}
+        return _ask(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework) or {}
+
+    def _chosen_plugin(self) -> Plugin | None:
+        """Return the chosen backend's plugin; None if the backend was given as an object that no plugin made."""
+        name = self.get_backend().info.name
+        plugin = self._plugins().load(name) if name in self._plugins().names() else None
+        return plugin if isinstance(plugin, Plugin) else None
+
+    def _plugins(self) -> Installed[Plugin]:
+        if self._installed is None:
+            found = importlib.metadata.entry_points(group=GROUP) if self._entry_points is None else self._entry_points
+            self._installed = Installed(found, load_backend)
+        return self._installed
+
+    def _adopt(self, backend: Backend) -> Backend:
+        self._backend = backend
+        self._env[VARIABLE] = backend.info.name
+        return backend
+
+    def _check_same(self, chosen: Backend, choice: str | Backend) -> None:
+        if choice is chosen or (isinstance(choice, str) and self._canonical(choice) == chosen.info.name):
+            return
+        raise BackendAlreadyChosenError(
+            f"cannot choose backend {choice!r} now",
+            why=f"this process already uses {chosen!r}",
+            fix="call set_backend once, before anything uses the backend",
+        )
+
+    def _canonical(self, name: str) -> str:
+        loaded = self._plugins().load(name) if name in self._plugins().names() else None
+        return loaded.info.name if isinstance(loaded, Plugin) else name
+
+    def _choose_named(self, name: str, *, asked_by: str) -> Choice:
+        if name not in self._plugins().names():
+            raise self._not_found(name, asked_by=asked_by)
+        plugin = self._plugins().load(name)
+        if isinstance(plugin, LoadFailure):
+            raise BackendLoadError(
+                f"backend {name!r} cannot be used",
+                why=str(plugin),
+                fix="fix, upgrade or uninstall that distribution; `hwrl doctor` shows all of them",
+            )
+        probed = _probe(plugin, self._context)
+        if probed.faulty:
+            raise _broken(plugin, probed.result.reason.partition(": ")[2])
+        if probed.result.answer == "no":
+            others = [other for other in self._plugins().names() if other not in plugin.names]
+            raise BackendUnavailableError(
+                f"backend {name!r} cannot run here",
+                why=f"{asked_by} asks for it, but {probed}",
+                fix="fix what the reason names" + (f", or choose another of {', '.join(others)}" if others else ""),
+            )
+        return Choice(plugin, f"{asked_by} asks for {name!r}; {probed}")
+
+    def _not_found(self, name: str, *, asked_by: str) -> BackendNotFoundError:
+        known = self._plugins().names()
+        close = difflib.get_close_matches(name.lower(), known, n=1)
+        suggestion = f"did you mean {close[0]!r}? " if close else ""
+        # Nothing can be chosen any more: the others are imported only to say what is wrong with them.
+        failures = "".join(f"; {failure}" for failure in self.survey().failures)
+        return BackendNotFoundError(
+            f"there is no backend {name!r}",
+            why=f"{asked_by} asks for it, but the installed names are {', '.join(known) or '(none)'}{failures}",
+            fix=f"{suggestion}choose an installed name, or install the package that brings {name!r}",
+        )
+
+
+def _probe(plugin: Plugin, context: ProbeContext) -> Probed:
+    started_s = time.perf_counter()
+    faulty = False
+    try:
+        result = ask(plugin.manager.hook.hwrl_probe, ProbeResult, context=context)
+    except (PluginFault, HwrlError) as fault:
+        result, faulty = ProbeResult("unknown", f"its plugin is broken: {in_one_line(fault)}"), True
+    return Probed(plugin, result, (time.perf_counter() - started_s) * 1000, faulty)
+
+
+def _broken(plugin: Plugin, reason: str) -> BackendLoadError:
+    return BackendLoadError(
+        f"backend {plugin.info.name!r} cannot be used",
+        why=f"the plugin {plugin.value} of {plugin.distribution} is broken: {reason}",
+        fix=f"fix, upgrade or uninstall {plugin.distribution}",
+    )
+
+
+def _ask(plugin: Plugin, hook: str, kind: Any, **arguments: Any) -> Any:
+    """Return the plugin's answer to ``hook``, of type ``kind``; raise BackendLoadError, by its name, for any other."""
+    try:
+        return ask(getattr(plugin.manager.hook, hook), kind, **arguments)
+    except PluginFault as fault:
+        raise _broken(plugin, str(fault)) from fault.__cause__
+
+
+def _create(plugin: Plugin) -> Backend:
+    try:
+        backend: Backend = ask(plugin.manager.hook.hwrl_create_backend, Any)
+    except PluginFault as fault:
+        raise BackendUnavailableError(
+            f"backend {plugin.info.name!r} cannot be created",
+            why=f"{plugin.value}: {fault}",
+            fix="fix what the reason names; `hwrl doctor` shows versions and variables",
+        ) from fault.__cause__
+    if not isinstance(backend, Backend):
+        raise _broken(plugin, f"its hwrl_create_backend returned {backend!r}, not a hwrl.Backend")
+    if getattr(backend, "info", None) != plugin.info:
+        raise _broken(plugin, "its backend has another info than its hwrl_backend_info: pass that to Backend.__init__")
+    return backend
+
+
+def _refuse_misspelling(env: Iterable[str]) -> None:
+    """Raise if a variable is nearly the one that would have decided: what was meant must not be passed over."""
+    others = {name.upper(): name for name in env if name != VARIABLE}
+    for close in difflib.get_close_matches(VARIABLE, others, n=1, cutoff=0.85):
+        name = others[close]
+        raise BackendNotFoundError(
+            f"the environment variable {name} chooses no backend",
+            why=f"hwrl reads {VARIABLE}, which is not set, and {name} looks like it",
+            fix=f"set {VARIABLE} instead, or unset {name}",
+        )
+
+
+def _detect(survey: Survey) -> Choice:
+    able = [probed for probed in survey.probed if probed.result.answer == "yes"]
+    devices = [probed for probed in able if not probed.plugin.info.fallback]
+    if devices:
+        return _highest(devices)
+    if not able:
+        raise BackendUnavailableError(
+            "no backend can run here", why=survey.reasons(), fix="fix one of them, or install a backend that can"
+        )
+    choice = _highest(able)
+    _refuse_unsafe_fallback(choice, survey)
+    return choice
+
+
+def _highest(able: list[Probed]) -> Choice:
+    rank = max(probed.result.rank for probed in able)
+    best = [probed for probed in able if probed.result.rank == rank]
+    if len(best) > 1:
+        names = " or ".join(probed.plugin.info.name for probed in best)
+        raise BackendAmbiguousError(
+            f"cannot choose between {names}",
+            why=f"both can run here with rank {rank}: {'; '.join(map(str, best))}",
+            fix=f"set {VARIABLE} to {names}",
+        )
+    return Choice(best[0].plugin, f"detected; {best[0]}")
+
+
+def _refuse_unsafe_fallback(choice: Choice, survey: Survey) -> None:
+    """Raise if anything hints at a device that could not be used: it must not turn into a slow run unseen."""
+    others = [probed for probed in survey.probed if not probed.plugin.info.fallback]
+    hints = [probed for probed in others if probed.result.answer == "unknown" or probed.result.evidence]
+    doubts = [str(item) for item in (*survey.failures, *hints)]
+    if doubts:
+        name = choice.plugin.info.name
+        raise BackendAmbiguousError(
+            f"will not fall back to {name!r} by itself",
+            why="; ".join(doubts),
+            fix=f"fix what the reasons name; or set {VARIABLE}={name} if {name!r} is meant",
+        )
+
+
+_PROCESS = Registry()
+
+
+def get_backend() -> Backend:
+    """Return this process's backend; see :meth:`Registry.get_backend`."""
+    return _PROCESS.get_backend()
+
+
+def set_backend(choice: str | Backend) -> None:
+    """Choose this process's backend before its first use; see :meth:`Registry.set_backend`."""
+    _PROCESS.set_backend(choice)
+
+
+def process_env(
+    role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
+) -> dict[str, str]:
+    """Return the variables that a worker of ``role`` should start with; see :meth:`Registry.process_env`."""
+    return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device, devices=devices)
+
+
+def bootstrap(framework: str) -> None:
+    """Have the backend prepare this process for ``framework``; see :meth:`Registry.bootstrap`."""
+    _PROCESS.bootstrap(framework)
+
+
+def engine_args(framework: str) -> dict[str, Any]:
+    """Return what engines of ``framework`` need on this device; see :meth:`Registry.engine_args`."""
+    return _PROCESS.engine_args(framework)

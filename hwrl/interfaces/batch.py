@@ -1,0 +1,87 @@
+"""Training batches: prompt groups flattened to padded rows, and rows split into micro-batches of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from hwrl.interfaces.groups import PromptGroup
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of prompt + response, padded on the right.
+
+    ``tokens`` (rows × length, int64), ``mask`` (rows × length, bool: true on response tokens), ``behaviour_logprobs``
+    (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows, float32),
+    ``proximal_logprobs`` (rows × length or None: the policy's at the start of the step, for the decoupled loss).
+    """
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    behaviour_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    proximal_logprobs: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of responses."""
+        return len(self.tokens)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of response tokens."""
+        return int(self.mask.sum())
+
+    def select(self, rows: torch.Tensor) -> Batch:
+        """Return the rows with the indices ``rows`` (int64), cut to the longest of them."""
+        length = int(self.lengths()[rows].max()) if len(rows) else 0
+        chosen = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                value = value[rows] if value.ndim == 1 else value[rows, :length]
+            chosen[field.name] = value
+        return Batch(**chosen)
+
+    def lengths(self) -> torch.Tensor:
+        """Return the length of each row, prompt and response, without the padding."""
+        places = torch.arange(1, self.mask.shape[1] + 1)
+        return (self.mask * places).amax(1)
+
+    def micro_batches(self, *, max_tokens: int) -> Iterator[torch.Tensor]:
+        """Yield row indices, so that each part holds at most ``max_tokens`` padded tokens, or a single row.
+
+        Rows are sorted by length, and no row is less than half as long as its part: at most half of it is padding.
+        """
+        lengths, order = self.lengths().sort(descending=True, stable=True)
+        start = 0
+        while start < len(order):
+            longest = int(lengths[start])
+            similar = int((lengths[start:] * 2 >= longest).sum())
+            rows = max(1, min(similar, max_tokens // longest))
+            yield order[start : start + rows]
+            start += rows
+
+
+def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor) -> Batch:
+    """Return the batch of all responses of ``groups``, in order; ``advantages`` has one number a response."""
+    rows = sum(group.size for group in groups)
+    length = max(len(group.prompt_ids) + int(group.lengths.max()) for group in groups)
+    tokens = np.zeros((rows, length), dtype=np.int64)
+    mask = np.zeros((rows, length), dtype=bool)
+    logprobs = np.zeros((rows, length), dtype=np.float32)
+    row = 0
+    for group in groups:
+        prompt = len(group.prompt_ids)
+        for span in group.responses():
+            end = prompt + span.stop - span.start
+            tokens[row, :prompt] = group.prompt_ids
+            tokens[row, prompt:end] = group.token_ids[span]
+            logprobs[row, prompt:end] = group.logprobs[span]
+            mask[row, prompt:end] = True
+            row += 1
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs), advantages)

@@ -1,0 +1,77 @@
+"""How processes are given devices: :class:`DeviceMap`, a part of :mod:`hwrl.interfaces.backend`'s face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hwrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """How processes are given devices: pure functions of an environment, no device context.
+
+    ``visible_variable`` is the variable that narrows the devices a process sees (None: the device cannot be
+    narrowed). ``ray_resource`` is the device's resource name in Ray (None: it is scheduled by CPU cores).
+    """
+
+    visible_variable: str | None = None
+    ray_resource: str | None = None
+
+    def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
+        """Return the physical ids that ``env`` makes visible, in order, or None if it does not narrow them."""
+        if self.visible_variable is None or self.visible_variable not in env:
+            return None
+        text = env[self.visible_variable].strip()
+        try:
+            ids = tuple(int(part) for part in text.split(",")) if text else ()
+        except ValueError as exc:
+            raise ConfigError(
+                f"{self.visible_variable}={text!r} cannot be read",
+                why="it must be device numbers separated by commas",
+                fix=f"set it like {self.visible_variable}=0,1 or unset it",
+            ) from exc
+        if len(set(ids)) != len(ids) or any(index < 0 for index in ids):
+            raise ConfigError(
+                f"{self.visible_variable}={text!r} is not a set of devices",
+                why="a number is negative or stands there twice",
+                fix=f"give each device once, like {self.visible_variable}=0,1",
+            )
+        return ids
+
+    def to_physical(self, logical: int, env: Mapping[str, str]) -> int:
+        """Return the machine's number of the device that a process under ``env`` calls ``logical``."""
+        ids = self.visible(env)
+        if ids is None:
+            return logical
+        if not 0 <= logical < len(ids):
+            raise ConfigError(
+                f"device {logical} is not visible",
+                why=f"{self.visible_variable} shows {len(ids)} devices",
+                fix="ask for a smaller number or show more devices",
+            )
+        return ids[logical]
+
+    def render(self, physical: Sequence[int]) -> dict[str, str]:
+        """Return the environment that makes exactly the devices ``physical`` visible."""
+        if self.visible_variable is None:
+            return {}
+        return {self.visible_variable: ",".join(str(index) for index in physical)}
+
+    def narrow(self, logical: Sequence[int], env: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment that shows only ``logical``, of the devices that a process under ``env`` sees."""
+        return self.render([self.to_physical(index, env) for index in logical])
+
+    def name(self, logical: int, env: Mapping[str, str]) -> str:
+        """Return the machine's name of the device that a process under ``env`` calls ``logical``: its number there."""
+        return str(self.to_physical(logical, env))
+
+    def ray_options(self, count: float) -> dict[str, Any]:
+        """Return the options with which ``ray.remote`` reserves ``count`` devices, a share of one if below 1, for an
+        actor; and ``ray.init`` takes them for the number of devices that a machine has.
+        """
+        if self.ray_resource is None:
+            return {"num_cpus": count}
+        return {"resources": {self.ray_resource: count}}

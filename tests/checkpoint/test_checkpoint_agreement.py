@@ -1,0 +1,279 @@
+"""Several real ranks agree on a save: over large values, when one of them cannot save, and about names of their own."""
+
+import functools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
+from hwrl.checkpoint.saving.agreement import Agreement
+from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.errors import CheckpointError, ConfigError, HwrlError
+from hwrl.memory import Offloader
+from hwrl.testing.processes import run_processes
+from hwrl_cpu import INFO, CpuBackend
+
+BACKEND = CpuBackend(INFO)
+TIMEOUT_S = 20.0
+
+
+def on_ranks(target: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    """Run ``target(group, *args)`` on each rank."""
+    store = serve_store()
+    return run_processes(_on_rank, size, store_address(store), target, size, *args, timeout_s=150)
+
+
+def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, *args: Any) -> Any:
+    with Comm(BACKEND).init_default(store=connect_store(address), rank=rank, size=size) as group:
+        return target(group, *args)
+
+
+def open_manager(group: Group, directory: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(directory, group=group, **{"backend": BACKEND, "timeout_s": TIMEOUT_S, **options})
+
+
+def noise(seed: int, mib: int) -> str:
+    """Return a text that no compression makes smaller than ``mib``."""
+    return random.Random(seed).randbytes(mib << 20).hex()
+
+
+# -- values of any size -----------------------------------------------------------------------------------------
+
+
+def _decide_on_much(group: Group) -> int:
+    agreement = Agreement(group.store, rank=group.rank, ranks=range(group.size), timeout_s=TIMEOUT_S)
+    keys = []
+    for mib in (0, 9, 0):
+        both = agreement.decide(functools.partial(noise, group.rank, mib), list)
+        assert both == [noise(rank, mib) for rank in range(group.size)]
+        agreement.vote(lambda: None)
+        group.barrier()
+        keys.append([key for key in group.store.list_keys() if key.startswith("round")])
+        group.barrier()
+    assert len(keys[0]) == len(keys[1]) == len(keys[2])
+    return len(keys[0])
+
+
+def test_values_above_8_mib_are_agreed_on_and_nothing_of_them_stays_in_the_store() -> None:
+    assert on_ranks(_decide_on_much, 2) <= [5, 5]  # the last round's: what each said, its beats, and the decision
+
+
+class Spying(DurableFS):
+    """Notes the largest decision in the store while rank 1's tensors are written."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group, self.largest = group, 0
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "create" and path.name == "__1_0.distcp":
+            store = self._group.store
+            sizes = [len(store.get(key)) for key in store.list_keys() if "/chosen" in key]
+            self.largest = max(self.largest, *sizes)
+
+
+def _save_much(group: Group, directory: Path) -> int:
+    fs = Spying(group)
+    extra, rank_extra = {"ledger": noise(9, 9)}, {"mine": noise(group.rank, 9)}
+    state = {f"{number} {noise(number, 1)[:60_000]}": torch.full((2,), float(number)) for number in range(300)}
+    with open_manager(group, directory, fs=fs) as manager:
+        manager.save(1, state, extra=extra, rank_extra=rank_extra)
+        for tensor in state.values():
+            tensor.zero_()
+        resumed = manager.resume(state)
+    assert resumed is not None and resumed.extra == extra
+    assert resumed.rank_extras == [{"mine": noise(rank, 9)} for rank in range(group.size)]
+    assert [tensor[0].item() for tensor in state.values()] == list(range(300))
+    return fs.largest
+
+
+def test_plans_and_extras_above_8_mib_are_saved_and_extras_are_not_sent_to_all_ranks(tmp_path: Path) -> None:
+    assert 0 < on_ranks(_save_much, 2, tmp_path)[1] < 1 << 16
+
+
+# -- a rank that cannot save ------------------------------------------------------------------------------------
+
+
+class Custom:
+    """Something that only a pickle could bring back."""
+
+
+class Stingy(CpuBackend):
+    """Has no host memory to lock, when told so."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self.locks = True
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        if not self.locks:
+            raise RuntimeError("no memory can be locked")
+
+
+def _bad_calls(backend: Stingy) -> list[Callable[[], dict[str, Any]]]:
+    """Return what makes the arguments of calls of ``save`` that fail before the ranks meet."""
+    model = torch.nn.Linear(4, 4)
+    offloader = Offloader(model, backend=BACKEND)
+
+    def no_memory() -> dict[str, Any]:
+        backend.locks = False
+        return {"state": {"weight": torch.ones(99)}}
+
+    def offloaded() -> dict[str, Any]:
+        state = model.state_dict()
+        offloader.offload()
+        return {"state": state}
+
+    return [
+        lambda: {"rank_extra": {"a": object()}},
+        lambda: {"extra": {"a": (1, 2)}},
+        lambda: {"state": {"odd": Custom()}},
+        lambda: {"state": {"a": {"b": 1}, "a.b": 2}},
+        lambda: {"weight_version": None},
+        offloaded,
+        no_memory,
+    ]
+
+
+def _fail_on_one(group: Group, directory: Path, victim: int, async_save: bool) -> list[str]:
+    texts, backend = [], Stingy()
+    with open_manager(group, directory, backend=backend, async_save=async_save) as manager:
+        for number, bad in enumerate(_bad_calls(backend)):
+            step = 2 * number + 1
+            began_s = time.monotonic()
+            call: dict[str, Any] = {"state": {"weight": torch.ones(3)}}
+            failed = None
+            try:
+                manager.save(step, **(call | bad() if group.rank == victim else call))
+                manager.wait()
+            except HwrlError as exc:
+                failed = exc
+            assert time.monotonic() - began_s < TIMEOUT_S / 2, "it did not wait for a rank that is lost"
+            backend.locks = True
+            if failed is not None:
+                texts.append(f"{type(failed).__name__}: {failed.what}")
+            manager.save(step + 1, **call)
+            manager.wait()
+    return texts
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_fails_on_one_rank_before_the_ranks_meet_fails_on_all_and_the_next_save_works(
+    tmp_path: Path, victim: int, async_save: bool
+) -> None:
+    texts = on_ranks(_fail_on_one, 2, tmp_path, victim, async_save)
+    local, told = texts[victim], texts[1 - victim]
+    assert len(local) == len(told) == 7
+    assert [info.step for info in find_checkpoints(tmp_path)[0]] == list(range(2, 15, 2))
+    assert local[5].startswith("MemoryStateError"), "as it is where it happened"
+    assert all(one.startswith("CheckpointSaveError") for one in told)
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises."""
+
+
+class Interrupting(CpuBackend):
+    """Is interrupted when it first locks memory, to stage a state."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self._interrupts = True
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        if self._interrupts:
+            self._interrupts = False
+            raise Interrupted
+
+
+def _save_on_and_on(group: Group, directory: Path, interrupts: bool) -> list[str]:
+    """Save six steps without a ``wait`` between them; rank 1 cannot take part in the first."""
+    said, backend = [], Interrupting() if group.rank == 1 and interrupts else BACKEND
+    with open_manager(group, directory, backend=backend, async_save=True) as manager:
+        for step in range(1, 7):
+            bad = {"odd": Custom()} if (group.rank, step, interrupts) == (1, 1, False) else {}
+            began_s = time.monotonic()
+            try:
+                manager.save(step, {"weight": torch.full((3,), float(step))} | bad)
+                said.append("")
+            except (HwrlError, Interrupted) as exc:
+                said.append(type(exc).__name__)
+            assert time.monotonic() - began_s < TIMEOUT_S / 2, "it waited for a rank that is elsewhere"
+    return said
+
+
+@pytest.mark.parametrize(("interrupts", "at_once"), [(False, "CheckpointSaveError"), (True, "Interrupted")])
+def test_saves_in_the_background_go_on_after_one_that_a_rank_could_not_begin(
+    tmp_path: Path, interrupts: bool, at_once: str
+) -> None:
+    told, local = on_ranks(_save_on_and_on, 2, tmp_path, interrupts)
+    assert local == [at_once, "", "", "", "", ""]
+    assert told == ["", "CheckpointSaveError", "", "", "", ""]
+    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3, 4, 5, 6]
+
+
+def _be_interrupted(group: Group, directory: Path) -> list[str]:
+    texts, backend = [], Interrupting() if group.rank == 1 else BACKEND
+    with open_manager(group, directory, backend=backend, async_save=True, timeout_s=10.0) as manager:
+        for step in (1, 2, 3):
+            try:
+                manager.save(step, {"weight": torch.ones(2)})
+                manager.wait()
+            except (Interrupted, HwrlError) as exc:
+                texts.append(f"step {step}: {exc!r}")
+            group.barrier()
+    return texts
+
+
+def test_an_interrupted_rank_is_with_the_others_in_the_next_save(tmp_path: Path) -> None:
+    here, there = on_ranks(_be_interrupted, 2, tmp_path)
+    assert len(here) == 1 and "interrupted by Interrupted()" in here[0] and there == ["step 1: Interrupted()"]
+    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [2, 3]
+
+
+# -- names of some ranks ----------------------------------------------------------------------------------------
+
+
+def _own_names(group: Group, value: float) -> dict[str, Any]:
+    """Return a stage of a pipeline: what all ranks have, and what this one has."""
+    return {"model": {f"layers.{group.rank}": torch.full((2,), float(value + group.rank))}, "step": int(value)}
+
+
+def _save_and_resume_own_names(group: Group, directory: Path) -> list[str]:
+    with open_manager(group, directory) as manager:
+        manager.save(1, _own_names(group, 5))
+        state = _own_names(group, -9)
+        assert manager.resume(state) is not None
+        assert state["model"][f"layers.{group.rank}"].tolist() == [5.0 + group.rank] * 2 and state["step"] == 5
+        texts = []
+        other: dict[str, Any] = {"model": {"layers.0": torch.full((2,), -9.0)}, "step": -9}
+        wider = _own_names(group, -9) | ({"new": torch.zeros(1)} if group.rank == 0 else {})
+        for template in (other, wider):
+            with pytest.raises(CheckpointError) as caught:
+                manager.resume(template)
+            texts.append(caught.value.why)
+            assert template["model"][min(template["model"])].tolist()[0] < 0, "nothing is loaded on any rank"
+    return texts
+
+
+def test_names_that_only_some_ranks_have_are_resumed_by_them_and_missed_if_no_rank_has_them(tmp_path: Path) -> None:
+    for unknown, missing in on_ranks(_save_and_resume_own_names, 2, tmp_path):
+        assert unknown == "it has 1 more entries, among them 'model.layers.1'"
+        assert missing == "it lacks 1 entries, among them 'new'"
+
+
+def _give_torchs_group(group: Group, directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ProcessGroup.* is not possible"):
+        open_manager(dist.group.WORLD, directory)  # type: ignore[arg-type]  # is refused
+    open_manager(Comm(BACKEND).default_group(), directory).close()
+
+
+def test_torchs_own_group_is_refused_and_the_call_that_is_named_helps(tmp_path: Path) -> None:
+    on_ranks(_give_torchs_group, 2, tmp_path)

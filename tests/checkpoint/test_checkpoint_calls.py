@@ -1,0 +1,207 @@
+"""Calls of CheckpointManager that are interrupted, wrong, too late, or never come."""
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest
+from hwrl.checkpoint.format import split
+from hwrl.checkpoint.saving.save import seal
+from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
+from hwrl_cpu import INFO, CpuBackend
+
+BACKEND = CpuBackend(INFO)
+
+
+class Gated(DurableFS):
+    """Holds step 1 at its first file until the gate is opened; may then fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived, self.gate = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "create" and path.suffix == ".distcp" and "step_1." in str(path):
+            self.arrived.set()
+            assert self.gate.wait(30)
+            if self.error is not None:
+                raise self.error
+
+
+class Preempted(BaseException):
+    """What a signal's handler raises."""
+
+
+@contextmanager
+def interrupted_by(action: Any = lambda: None) -> Iterator[None]:
+    """Have a signal end the block, which blocks, and run ``action`` when it comes."""
+
+    def handle(*_: object) -> None:
+        action()
+        raise Preempted
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with pytest.raises(Preempted):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def small(value: int) -> dict[str, Any]:
+    return {"weight": torch.full((3,), float(value)), "count": value}
+
+
+def manager(directory: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(directory, **{"backend": BACKEND, **options})
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close"])
+def test_a_save_outlives_an_interrupt_of_the_call_that_waits_for_it(tmp_path: Path, call: str) -> None:
+    fs = Gated()
+    opened = manager(tmp_path, async_save=True, fs=fs)
+    opened.save(1, small(1))
+    assert fs.arrived.wait(30)
+    with interrupted_by(fs.gate.set if call == "close" else lambda: None):  # close waits for it all the same
+        opened.save(2, small(2)) if call == "save" else getattr(opened, call)()
+    if call != "close":
+        threading.Timer(0.2, fs.gate.set).start()
+        opened.save(3, small(3))
+        assert fs.gate.is_set(), "it has waited for step 1, whose staging it needs"
+    opened.close()
+    state = small(-1)
+    with manager(tmp_path) as again:
+        assert again.resume(state, step=1) is not None
+    assert state["weight"].tolist() == [1.0] * 3 and state["count"] == 1
+
+
+def test_a_failure_is_raised_though_the_call_before_was_interrupted(tmp_path: Path) -> None:
+    fs = Gated()
+    fs.error = OSError(28, "No space left on device", "somewhere")
+    with manager(tmp_path, async_save=True, fs=fs) as opened:
+        opened.save(1, small(1))
+        with interrupted_by():
+            opened.wait()
+        fs.gate.set()
+        with pytest.raises(CheckpointSaveError, match="step 1 was not saved"):
+            opened.save(2, small(2))
+
+
+def test_an_interrupted_save_in_the_foreground_leaves_no_thread_that_reads_the_state(tmp_path: Path) -> None:
+    fs = Gated()
+    with manager(tmp_path, fs=fs) as opened:
+        with interrupted_by(lambda: threading.Timer(0.2, fs.gate.set).start()):
+            opened.save(1, small(1))
+        assert fs.gate.is_set(), "it has waited for the thread that writes"
+        opened.save(2, small(2))
+        assert [info.step for info in opened.checkpoints()] == [2]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["step", "weight_version"])
+@pytest.mark.parametrize("value", [None, 3.0, True, -1, "5", np.float32(3)])
+def test_numbers_that_no_manifest_holds_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    with manager(tmp_path) as opened:
+        with pytest.raises(CheckpointSaveError, match=f"{name}=.* cannot be saved"):
+            opened.save(**{"step": 1, "weight_version": 1, name: value}, state=small(1))
+        opened.save(1, small(1))
+        assert opened.resume(small(0)) is not None
+
+
+def test_integers_of_other_libraries_are_integers(tmp_path: Path) -> None:
+    with manager(tmp_path) as opened:
+        counts: dict[str, Any] = {"step": np.int64(5), "weight_version": torch.tensor(7)}
+        opened.save(state=small(1), **counts)
+        resumed = opened.resume(small(0))
+    assert resumed is not None and (resumed.step, resumed.info.weight_version) == (5, 7)
+
+
+def test_nothing_is_sealed_that_could_not_be_read(tmp_path: Path) -> None:
+    nothing: Any = None
+    manifest = Manifest(1, "id", 1, weight_version=nothing, saved_unix_s=time.time(), versions={}, files={})
+    with pytest.raises(TypeError):
+        seal(DurableFS(), tmp_path, [], {}, manifest)
+    assert not (tmp_path / "MANIFEST.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, r"two values of one name.*a\.b"),
+        ({"a": torch.eye(3).to_sparse()}, "'a' cannot be saved.*sparse_coo"),
+    ],
+)
+def test_state_that_the_format_cannot_hold_is_refused(tmp_path: Path, state: dict[str, Any], why: str) -> None:
+    with manager(tmp_path) as opened:
+        with pytest.raises(CheckpointSaveError, match=f"(?s){why}"):
+            opened.save(1, state)
+        opened.save(1, {"a": torch.ones(3, 3)})
+        with pytest.raises(CheckpointError):
+            opened.resume(state)
+
+
+def test_another_librarys_group_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)group=.*hwrl.comm.Group.*default_group\(\)"):
+        manager(tmp_path, group=object())
+
+
+def test_the_default_device_is_the_callers_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split, "PIECE_NBYTES", 16)
+    rows = torch.arange(12.0).reshape(4, 3)
+    state: dict[str, Any] = {"rows": rows, "pair": (torch.ones(2), 3)}
+    other: dict[str, Any] = {"rows": torch.zeros(4, 3), "pair": None}
+    with torch.device("meta"), manager(tmp_path, async_save=True) as opened:
+        opened.save(1, state)
+        opened.resume(other)
+    assert torch.equal(other["rows"], rows) and other["pair"][0].tolist() == [1.0, 1.0]
+
+
+# -- closed, or dropped -----------------------------------------------------------------------------------------
+
+
+def test_a_closed_manager_saves_nothing_and_holds_nothing(tmp_path: Path) -> None:
+    opened = manager(tmp_path, async_save=True)
+    opened.close()
+    with pytest.raises(CheckpointSaveError, match="step 1 cannot be saved\n  why: the manager is closed"):
+        opened.save(1, small(1))
+    with pytest.raises(CheckpointError, match="nothing can be loaded"):
+        opened.resume(small(1))
+    assert opened._staging.nbytes == 0
+
+
+def test_a_manager_that_is_dropped_frees_the_directory_when_its_save_is_written(tmp_path: Path) -> None:
+    fs = Gated()
+    opened = manager(tmp_path, async_save=True, fs=fs)
+    opened.save(1, small(1))
+    assert fs.arrived.wait(30)
+    del opened
+    gc.collect()
+    with pytest.raises(CheckpointError, match="a manager of this very process is not closed"):
+        manager(tmp_path)
+    fs.gate.set()
+    deadline_s = time.monotonic() + 30
+    while True:
+        try:
+            again = manager(tmp_path)
+            break
+        except CheckpointError:
+            assert time.monotonic() < deadline_s
+    with again:
+        assert [info.step for info in again.checkpoints()] == [1]

@@ -1,0 +1,85 @@
+"""One process writes to a directory of checkpoints; who else comes is told whose it is, and the dead own nothing."""
+
+import fcntl
+import os
+import signal
+import socket
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from hwrl.checkpoint import CheckpointManager
+from hwrl.checkpoint.directory.lock import LOCK_NAME, DirectoryLock, find_owner
+from hwrl.errors import CheckpointError
+from hwrl.testing.processes import Processes
+from hwrl_cpu import INFO, CpuBackend
+
+
+def _manager(directory: Path) -> CheckpointManager:
+    return CheckpointManager(directory, backend=CpuBackend(INFO))
+
+
+def test_a_second_writer_is_refused_with_the_owner_named(tmp_path: Path) -> None:
+    begin = datetime.now(UTC).replace(microsecond=0)
+    owner = rf"this very process is not closed: process {os.getpid()} on {socket.gethostname()} has it since (\S+)"
+    with _manager(tmp_path):
+        with pytest.raises(CheckpointError, match=f"(?s)already has a writer.*{owner}") as caught:
+            _manager(tmp_path)
+        since = datetime.fromisoformat(caught.value.why.split()[-1])
+        assert begin <= since <= datetime.now(UTC)
+    _manager(tmp_path).close()
+
+
+def _own_until_killed(rank: int, directory: Path) -> None:
+    with _manager(directory):
+        if os.fork() == 0:  # a worker that outlives its parent, as those that load data may
+            (directory.parent / "worker").write_text(str(os.getpid()))
+            signal.pause()
+        signal.pause()
+
+
+def test_the_lock_of_a_dead_owner_is_free_though_its_worker_lives(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with Processes(_own_until_killed, 1, home) as processes:
+        while not (tmp_path / "worker").exists() or not (tmp_path / "worker").read_text():
+            os.sched_yield()
+        with pytest.raises(CheckpointError, match="already has a writer"):
+            _manager(home)
+        processes.kill(0)
+        processes.wait(0)
+        worker = int((tmp_path / "worker").read_text())
+        os.kill(worker, 0)
+        _manager(home).close()
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused_and_what_it_points_to_is_left_alone(tmp_path: Path) -> None:
+    victim, home = tmp_path / "victim", tmp_path / "home"
+    victim.write_text("precious")
+    home.mkdir()
+    (home / LOCK_NAME).symlink_to(victim)
+    with pytest.raises(CheckpointError, match=r"(?s)cannot keep checkpoints.*symbolic links"):
+        _manager(home)
+    assert victim.read_text() == "precious"
+
+
+def test_a_lock_file_that_says_nonsense_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).write_text("{]")
+    lock = DirectoryLock(tmp_path)
+    (tmp_path / LOCK_NAME).write_text("{]")
+    with pytest.raises(CheckpointError, match="has not written its name"):
+        DirectoryLock(tmp_path)
+    (tmp_path / LOCK_NAME).write_bytes(b"\xff")
+    assert find_owner(tmp_path) == "its owner has not written its name"
+    lock.close()
+
+
+def test_who_only_asks_for_the_owner_keeps_nobody_out(tmp_path: Path) -> None:
+    _manager(tmp_path).close()
+    asking = (tmp_path / LOCK_NAME).open()
+    fcntl.flock(asking, fcntl.LOCK_SH)  # as find_owner does, here for longer than it takes
+    threading.Timer(0.2, asking.close).start()
+    _manager(tmp_path).close()
+    assert asking.closed

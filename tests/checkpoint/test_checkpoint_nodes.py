@@ -1,0 +1,368 @@
+"""Nodes with disks of their own: a checkpoint is complete when all nodes have committed it, and never a mix."""
+
+import ctypes
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from hwrl.checkpoint import CheckpointManager, DurableFS, Pieces, find_checkpoints
+from hwrl.checkpoint.directory import nodes
+from hwrl.checkpoint.format.join import join_parts
+from hwrl.cli import main
+from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
+from hwrl.testing.processes import Processes, run_processes
+from hwrl_cpu import INFO, CpuBackend
+
+BACKEND = CpuBackend(INFO)
+TRACKER = "latest_checkpointed_iteration.txt"
+SHORT_S = 5.0  # until a rank that was killed counts as lost
+_NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
+
+
+def disk(home: Path, node: int) -> Path:
+    return home / f"node{node}"
+
+
+def state_of(group: Group, step: int) -> dict[str, Any]:
+    """A tensor divided over the ranks, one that all of them have, and a number: all say ``step``."""
+    row = torch.full((1, 3), float(step)) + group.rank
+    return {
+        "divided": Pieces((group.size, 3), row.dtype, {(group.rank, 0): row}),
+        "same": row[0] - group.rank,
+        "n": step,
+    }
+
+
+def open_manager(group: Group, directory: Path, *, fs: DurableFS | None = None, **options: Any) -> CheckpointManager:
+    return CheckpointManager(directory, group=group, backend=BACKEND, fs=fs, **options)
+
+
+def save(manager: CheckpointManager, group: Group, step: int) -> None:
+    manager.save(step, state_of(group, step), extra={"step": step}, rank_extra={"step": step, "rank": group.rank})
+    manager.wait()
+
+
+def resume(manager: CheckpointManager, group: Group) -> int | None:
+    """Return the step that was resumed, of which all that was loaded is; None if there is none."""
+    state = state_of(group, -9)
+    found = manager.resume(state)
+    if found is None:
+        return None
+    step = found.step
+    assert torch.equal(state["divided"].pieces[(group.rank, 0)], torch.full((1, 3), float(step + group.rank)))
+    assert torch.equal(state["same"], torch.full((3,), float(step))) and state["n"] == step
+    assert found.extra == {"step": step}
+    assert found.rank_extras == [{"step": step, "rank": rank} for rank in range(group.size)]
+    return step
+
+
+def on_ranks(target: Callable[..., Any], size: int, home: Path, *args: Any) -> list[Any]:
+    """Run ``target(group, home, *args)`` on each rank; half of the ranks are on each of two nodes."""
+    store = serve_store()
+    return run_processes(_on_rank, size, store_address(store), target, size, home, *args, timeout_s=100)
+
+
+def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, home: Path, *args: Any) -> Any:
+    nodes._LOOK_S = 0.1  # here a file shows at once, or never
+    return target(_group(rank, address, size), disk(home, rank * 2 // size), *args)
+
+
+def _group(rank: int, address: str, size: int) -> Group:
+    return Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=size, name="all")
+
+
+# -- saving and resuming -------------------------------------------------------------------------------------------
+
+
+def _save_three(group: Group, directory: Path, async_save: bool) -> list[int]:
+    with open_manager(group, directory, async_save=async_save, max_ckpt_to_keep=2) as manager:
+        for step in (1, 2, 3):
+            save(manager, group, step)
+        return [info.step for info in manager.checkpoints()]
+
+
+def _resume(group: Group, directory: Path) -> int | None:
+    with open_manager(group, directory) as manager:
+        return resume(manager, group)
+
+
+def _errors_of(group: Group, directory: Path) -> str:
+    with open_manager(group, directory) as manager, pytest.raises(CheckpointError) as caught:
+        resume(manager, group)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_each_node_holds_its_ranks_part_and_all_resume_the_same_step(tmp_path: Path, async_save: bool) -> None:
+    assert on_ranks(_save_three, 4, tmp_path, async_save) == [[2, 3]] * 4
+    for node, ranks in enumerate(([0, 1], [2, 3])):
+        parts, skipped = find_checkpoints(disk(tmp_path, node))
+        assert [(info.step, info.manifest.node, info.manifest.nodes) for info in parts] == [(2, node, 2), (3, node, 2)]
+        files = set(parts[-1].manifest.files)
+        assert files == {f"__{rank}_0.distcp" for rank in ranks} | {"layout.json", "extra.json"} and not skipped
+        assert (disk(tmp_path, node) / TRACKER).read_text() == "3"
+        assert {path.name for path in disk(tmp_path, node).glob(".*")} == {".hwrl.lock"}
+    assert on_ranks(_resume, 4, tmp_path) == [3] * 4
+
+
+def test_two_ranks_resume_what_four_saved_as_each_finds_its_rows_on_its_node(tmp_path: Path) -> None:
+    on_ranks(_save_rows, 4, tmp_path)
+    assert on_ranks(_load_rows, 2, tmp_path) == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def _rows(first: int, count: int) -> dict[str, Any]:
+    return {"rows": Pieces((4,), torch.float32, {(first,): torch.arange(first, first + count, dtype=torch.float32)})}
+
+
+def _save_rows(group: Group, directory: Path) -> None:
+    with open_manager(group, directory) as manager:
+        manager.save(1, _rows(group.rank, 1))
+
+
+def _load_rows(group: Group, directory: Path) -> list[float]:
+    state = _rows(2 * group.rank, 2)
+    state["rows"].pieces[(2 * group.rank,)].zero_()
+    with open_manager(group, directory) as manager:
+        assert manager.resume(state) is not None
+    found: list[float] = state["rows"].pieces[(2 * group.rank,)].tolist()
+    return found
+
+
+def test_a_rank_whose_part_is_on_another_nodes_disk_is_told_so(tmp_path: Path) -> None:
+    on_ranks(_save_three, 2, tmp_path, False)
+    disk(tmp_path, 0).rename(tmp_path / "moved")
+    disk(tmp_path, 1).rename(disk(tmp_path, 0))
+    (tmp_path / "moved").rename(disk(tmp_path, 1))
+    for rank, text in enumerate(on_ranks(_errors_of, 2, tmp_path)):
+        assert "step 3 cannot be loaded on" in text and "this disk lacks parts of 'divided'" in text
+        assert f"the part that node {1 - rank} of 2 saved" in text and "hwrl checkpoints join" in text
+
+
+def test_one_disk_under_two_paths_is_one_node(tmp_path: Path) -> None:
+    disk(tmp_path, 0).mkdir()
+    disk(tmp_path, 1).symlink_to(disk(tmp_path, 0))
+    assert on_ranks(_save_three, 2, tmp_path, False) == [[2, 3]] * 2
+    assert [info.manifest.nodes for info in find_checkpoints(disk(tmp_path, 0))[0]] == [1, 1]
+
+
+def _save_in_a_mount_of_its_own(group: Group, directory: Path) -> int | None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = directory.parent / "checkpoints"
+    if libc.unshare(_NEW_MOUNTS) or libc.mount(b"none", b"/", None, _RECURSIVE | _PRIVATE, None):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if libc.mount(bytes(directory), bytes(place), None, _BIND, None):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    _save_three(group, place, False)
+    return _resume(group, place)
+
+
+def test_nodes_are_told_apart_where_their_paths_are_the_same(tmp_path: Path) -> None:
+    for path in (disk(tmp_path, 0), disk(tmp_path, 1), tmp_path / "checkpoints"):
+        path.mkdir()
+    try:
+        assert on_ranks(_save_in_a_mount_of_its_own, 2, tmp_path) == [3, 3]
+    except PermissionError as exc:
+        pytest.skip(f"needs the right to mount: {exc}")
+    assert [find_checkpoints(disk(tmp_path, node))[0][-1].manifest.node for node in (0, 1)] == [0, 1]
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def _save_and_load_own_names(group: Group, directory: Path) -> list[float]:
+    def stage(value: float) -> dict[str, torch.Tensor]:
+        return {f"stage{group.rank // 2}.{group.rank}": torch.full((2,), value), "same": torch.full((1,), value)}
+
+    state = stage(-1.0)
+    with open_manager(group, directory) as manager:
+        manager.save(1, stage(5.0), rank_extra={"rank": group.rank})
+        resumed = manager.resume(state)
+    assert resumed is not None and resumed.rank_extras == [{"rank": rank} for rank in range(group.size)]
+    return [float(tensor.sum()) for tensor in state.values()]
+
+
+def test_names_of_some_ranks_are_resumed_where_they_were_saved(tmp_path: Path) -> None:
+    assert on_ranks(_save_and_load_own_names, 4, tmp_path) == [[10.0, 5.0]] * 4
+
+
+# -- one node's directory by itself --------------------------------------------------------------------------------
+
+
+def _checkpoints(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["checkpoints", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_commands_say_that_a_directory_is_one_nodes_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_ranks(_save_three, 2, tmp_path, False)
+    there = disk(tmp_path, 1)
+    for command in ("ls", "verify"):
+        assert _checkpoints(capsys, command, there).count("only the part of node 1 of 2") == 2
+    assert main(["checkpoints", "export", str(there), str(tmp_path / "out"), "--model", "unread"]) != 0
+    assert "hwrl checkpoints join" in capsys.readouterr().err
+    (there / TRACKER).write_text("2")  # as if killed before it announced step 3, which node 0 may lack
+    assert "kept [2, 3]" in _checkpoints(capsys, "prune", there, "--keep", 1)
+    assert (there / TRACKER).read_text() == "2"
+
+
+def test_parts_are_joined_into_a_checkpoint_that_any_ranks_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_ranks(_save_three, 2, tmp_path, False)
+    here, there, whole = disk(tmp_path, 0), disk(tmp_path, 1), tmp_path / "whole"
+    shutil.rmtree(there / "global_step_3")
+    assert "joined step 2" in _checkpoints(capsys, "join", here, there, "--out", whole)
+    assert "is whole" in _checkpoints(capsys, "verify", whole) and "part of" not in _checkpoints(capsys, "ls", whole)
+    rows = torch.zeros(2, 3)
+    state = {"divided": Pieces((2, 3), rows.dtype, {(0, 0): rows}), "same": torch.zeros(3), "n": 0}
+    with CheckpointManager(whole, backend=BACKEND) as manager:
+        found = manager.resume(state)
+        assert found is not None and (found.step, len(found.rank_extras), state["n"]) == (2, 2, 2)
+        assert torch.equal(rows, torch.tensor([[2.0] * 3, [3.0] * 3]))
+        manager.save(3, state)
+    for step in (2, 3):
+        dcp_to_torch_save(whole / f"global_step_{step}", tmp_path / "as_torch_saves")
+        seen = torch.load(tmp_path / "as_torch_saves", weights_only=True)
+        assert torch.equal(seen["divided"], rows) and seen.keys() == state.keys()
+    with pytest.raises(CheckpointNotFoundError, match="step 3 lacks parts"):
+        join_parts([here, there], tmp_path / "other", step=3)
+    with (there / "global_step_2" / "__1_0.distcp").open("r+b") as file:
+        file.write(b"?")
+    with pytest.raises(CheckpointCorruptError, match="does not match its hash"):
+        join_parts([here, there], tmp_path / "other")
+
+
+# -- what goes wrong on one node -----------------------------------------------------------------------------------
+
+
+class Full(DurableFS):
+    """Has no room for what of step 2 is about to be synced under ``name``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "sync" and path.name == self._name and "step_2" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _fill_one_disk(group: Group, directory: Path, name: str) -> str:
+    fs = Full(name) if group.rank == 1 else None
+    with open_manager(group, directory, fs=fs, async_save=True) as manager:
+        save(manager, group, 1)
+        with pytest.raises(CheckpointSaveError) as caught:
+            save(manager, group, 2)
+        assert not list(directory.glob(".tmp*"))
+        save(manager, group, 3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "MANIFEST.json"])
+def test_a_full_disk_of_one_node_fails_the_save_on_all_and_the_next_works(tmp_path: Path, name: str) -> None:
+    texts = on_ranks(_fill_one_disk, 2, tmp_path, name)
+    assert "step 2 was not saved\n  why: rank 1: OSError: [Errno 28]" in texts[0]
+    assert "step 2 was not saved\n  why: OSError: [Errno 28]" in texts[1]
+    assert [[info.step for info in find_checkpoints(disk(tmp_path, node))[0]] for node in (0, 1)] == [[1, 3], [1, 3]]
+
+
+def _resume_and_save(group: Group, directory: Path, step: int) -> int | None:
+    with open_manager(group, directory, max_ckpt_to_keep=2) as manager:
+        found = resume(manager, group)
+        save(manager, group, step)
+    return found
+
+
+def test_what_is_damaged_on_one_node_is_passed_over_and_saved_again_on_all(tmp_path: Path) -> None:
+    on_ranks(_save_three, 2, tmp_path, False)
+    with (disk(tmp_path, 1) / "global_step_3" / "__1_0.distcp").open("r+b") as file:
+        file.seek(-200, os.SEEK_END)
+        file.write(b"?")
+    assert on_ranks(_resume_and_save, 2, tmp_path, 3) == [2, 2]
+    for node in (0, 1):
+        assert len(list(disk(tmp_path, node).glob(".broken_global_step_3.*"))) == 1
+    assert on_ranks(_resume, 2, tmp_path) == [3, 3]
+
+
+def test_a_node_that_lost_its_disk_is_named_and_training_does_not_start_afresh(tmp_path: Path) -> None:
+    on_ranks(_save_three, 2, tmp_path, False)
+    shutil.rmtree(disk(tmp_path, 1))
+    for text in on_ranks(_errors_of, 2, tmp_path):
+        assert text.startswith("CheckpointNotFoundError") and "of 2 nodes only 0 (" in text
+    assert [info.step for info in find_checkpoints(disk(tmp_path, 0))[0]] == [2, 3]
+
+
+# -- killed between the commits of two nodes -----------------------------------------------------------------------
+
+
+class Dying(DurableFS):
+    """Kills its process before the ``number``-th change of the disk, counted from the commit of ``step`` on."""
+
+    def __init__(self, step: int, number: int | None) -> None:
+        super().__init__()
+        self._draft, self._left, self._counts = f".tmp_global_step_{step}.", number, False
+
+    def before(self, operation: str, path: Path) -> None:
+        self._counts |= operation == "rename" and path.name.startswith(self._draft)
+        if self._counts and self._left is not None:
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._left -= 1
+
+
+def _die(group: Group, directory: Path, step: int, numbers: list[int | None]) -> None:
+    fs = Dying(step, numbers[group.rank])
+    with open_manager(group, directory, fs=fs, max_ckpt_to_keep=1, timeout_s=SHORT_S) as manager:
+        for one in range(1, step + 1):
+            save(manager, group, one)
+            (directory.parent / f"acknowledged-{group.rank}").write_text(str(one))
+
+
+def _resume_save_resume(group: Group, directory: Path) -> list[int | None]:
+    return [_resume_and_save(group, directory, 9), _resume(group, directory)]
+
+
+def _resumed_after_deaths(home: Path, step: int, numbers: list[int | None]) -> int | None:
+    """Let the nodes die in ``step``, check what the next life finds, and return which step that is."""
+    store = serve_store()
+    with Processes(_on_rank, 2, store_address(store), _die, 2, home, step, numbers) as processes:
+        processes.outcomes()
+    told = [int(path.read_text()) for path in home.glob("acknowledged-*")]
+    (resumed, last), there = on_ranks(_resume_save_resume, 2, home)
+    assert [resumed, last] == there and last == 9, "the nodes resumed different steps"
+    assert (resumed or 0) >= max(told, default=0), "an acknowledged step is lost"
+    for node in (0, 1):
+        left = {path.name for path in disk(home, node).iterdir() if not path.name.startswith((".broken_", "global_"))}
+        assert left == {TRACKER, ".hwrl.lock"}
+        assert (disk(home, node) / TRACKER).read_text() == "9"
+    found: int | None = resumed
+    return found
+
+
+@pytest.mark.parametrize("here", range(3))  # before the rename, before its sync, when both are done
+@pytest.mark.parametrize("there", range(3))
+def test_killed_anywhere_between_two_commits_both_nodes_resume_the_same_step(
+    tmp_path: Path, here: int, there: int
+) -> None:
+    assert _resumed_after_deaths(tmp_path, 2, [here, there]) == (2 if here and there else 1)
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (2, 0)])
+def test_a_first_step_that_one_node_committed_was_never_there(tmp_path: Path, numbers: tuple[int, int]) -> None:
+    assert _resumed_after_deaths(tmp_path, 1, [*numbers]) is None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("number", [0, 3, 6, 9])
+def test_one_node_killed_at_any_change_after_the_seal_loses_nothing(tmp_path: Path, victim: int, number: int) -> None:
+    numbers = [number if rank == victim else None for rank in (0, 1)]
+    assert _resumed_after_deaths(tmp_path, 2, numbers) == (2 if number else 1)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, Pieces
+from hwrl.checkpoint.saving.save import seal
+from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
+
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+WHOLE = torch.arange(40.0).view(4, 10)
+RUNS: list[Rectangle] = [((0, 0), (1, 7)), ((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 10))]
+QUARTERS: list[Rectangle] = [((row, column), (2, 5)) for row in (0, 2) for column in (0, 5)]
+
+
+def cut(tensor: torch.Tensor, rectangles: list[Rectangle]) -> Pieces:
+    pieces = {
+        offset: tensor[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))].clone()
+        for offset, shape in rectangles
+    }
+    return Pieces(tensor.shape, tensor.dtype, pieces)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_was_saved_in_pieces_comes_back_in_others_and_whole(tmp_path: Path, async_save: bool) -> None:
+    with CheckpointManager(tmp_path, async_save=async_save) as manager:
+        manager.save(1, {"one": cut(WHOLE, RUNS)})
+        others, plain = {"one": cut(torch.zeros(4, 10), QUARTERS)}, {"one": torch.zeros(4, 10)}
+        manager.resume(others)
+        manager.resume(plain)
+        manager.save(2, plain)
+        again = {"one": cut(torch.zeros(4, 10), RUNS)}
+        manager.resume(again)
+    assert torch.equal(plain["one"], WHOLE)
+    for pieces, wanted in ((others["one"], cut(WHOLE, QUARTERS)), (again["one"], cut(WHOLE, RUNS))):
+        assert all(torch.equal(piece, wanted.pieces[offset]) for offset, piece in pieces.pieces.items())
+
+
+def test_pieces_that_overlap_are_not_saved(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointSaveError):
+            manager.save(1, {"one": cut(WHOLE, [*RUNS, ((0, 5), (2, 2))])})
+        assert manager.checkpoints() == []
+
+
+def test_a_nodes_part_is_not_sealed_if_no_load_could_read_it(tmp_path: Path) -> None:
+    """Of a whole checkpoint torch's metadata, which a node's part lacks, finds it."""
+    places = {"file": "__0_0.distcp", "start": 0, "nbytes": 16, "keys": ["w"]}
+    whole = {"name": "w", "kind": "SHARD", "dtype": "float32", "shape": [4], "offsets": [0], "sizes": [4], **places}
+    half = {**whole, "offsets": [2], "sizes": [2]}
+    manifest = Manifest(1, "id", 1, weight_version=0, saved_unix_s=0.0, versions={}, files={}, nodes=2)
+    with pytest.raises(ValueError, match="do not make up the whole"):
+        seal(DurableFS(), tmp_path, [whole, half], {}, manifest)
+    seal(DurableFS(), tmp_path, [half], {}, manifest)
+
+
+def test_pieces_of_another_shape_or_without_memory_are_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"one": WHOLE})
+        with pytest.raises(CheckpointError, match="does not fit"):
+            manager.resume({"one": cut(torch.zeros(4, 12), [((0, 0), (4, 12))])})
+        away = cut(WHOLE, RUNS)
+        next(iter(away.pieces.values())).untyped_storage().resize_(0)
+        with pytest.raises(MemoryStateError):
+            manager.save(2, {"one": away})
+
+
+def test_nothing_can_be_computed_with_pieces() -> None:
+    with pytest.raises(TypeError, match="for checkpoints only"):
+        cut(WHOLE, RUNS).clone()

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import hwrl_cpu
+from hwrl.comm import Comm
+from hwrl.errors import DeviceMemoryError, UnsupportedError
+from hwrl.interfaces.backend import Backend, BackendInfo, Capability, DeviceMap
+
+GENERIC = Backend(BackendInfo(name="xpu", device_type="cpu", description="torch's generic paths"))
+HOST = hwrl_cpu.hwrl_create_backend()
+
+
+@pytest.mark.parametrize("backend", [GENERIC, HOST], ids=repr)
+def test_every_capability_has_an_answer_with_a_reason(backend: Backend) -> None:
+    for capability in Capability:
+        assert backend.supports(capability).reason
+
+
+def test_a_missing_capability_says_who_lacks_it_and_why() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        GENERIC.require(Capability.DEVICE_IPC, needed_for="share a buffer")
+    assert str(caught.value).startswith("cannot share a buffer")
+    assert "'xpu' lacks 'device_ipc': the backend does not implement it" in caught.value.why
+
+
+def test_what_is_not_proven_is_usable_and_says_so() -> None:
+    GENERIC.require(Capability.STREAMS, needed_for="copy on the side")
+    assert GENERIC.supports(Capability.STREAMS).state == "unverified"
+
+
+def test_the_collective_library_comes_from_torch() -> None:
+    assert GENERIC.comm_library() == torch.distributed.get_default_backend_for_device("cpu")
+
+
+def test_a_device_without_a_collective_library_says_so_and_forms_no_group() -> None:
+    lone = Backend(BackendInfo(name="lone", device_type="meta", description="torch knows no library for it"))
+    support = lone.supports(Capability.COLLECTIVES)
+    assert not support.usable and "no collective library for device 'meta'" in support.reason
+    with pytest.raises(UnsupportedError, match="'lone' lacks 'collectives'"):
+        Comm(lone).standalone_group(HashStore(), rank=0, size=1, name="alone")
+    assert GENERIC.supports(Capability.COLLECTIVES).usable
+
+
+def test_what_does_not_fit_is_told_with_the_devices_numbers() -> None:
+    with pytest.raises(DeviceMemoryError) as caught, HOST.allocating("the optimizer's state"):
+        raise torch.OutOfMemoryError("Tried to allocate 80.00 GiB.\nSee the documentation")
+    assert caught.value.what == "the optimizer's state does not fit in the memory of cpu"
+    assert re.search(r"of its [\d.]+ GiB are free; tensors of this process hold [\d.]+ GiB", caught.value.why)
+    assert caught.value.why.endswith("torch said: Tried to allocate 80.00 GiB.")
+    with pytest.raises(ValueError), HOST.allocating("nothing"):
+        raise ValueError
+
+
+_DEVICE = """
+import torch
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from hwrl.interfaces.backend import Backend, BackendInfo
+from hwrl.errors import DeviceMemoryError, UnsupportedError
+
+class Module(_DummyBackendModule):
+    pass
+
+def says(call):
+    try:
+        return call()
+    except UnsupportedError as error:
+        return f"{error.what}: {error.why}"
+
+_setup_privateuseone_for_python_backend("acme", backend_module=Module())
+backend = Backend(BackendInfo("acme", "acme", "a device that torch computes with, and knows little of"))
+for call in (backend.memory_info, backend.synchronize, backend.empty_cache, backend.rng_state):
+    said = says(call)
+    assert "device 'acme' has no" in said, said
+assert "Allocator for acme is not a DeviceAllocator" in says(backend.empty_cache)
+assert "no torch.acme.get_rng_state" in says(backend.rng_state)
+Module.synchronize = lambda self: None
+backend.synchronize()
+torch.accelerator.synchronize = torch.accelerator.empty_cache = lambda: "asked"
+torch.accelerator.memory_stats = lambda: {"allocated_bytes.all.current": 3}
+torch.accelerator.get_memory_info = lambda: (1, 2)
+assert backend.memory_info().allocated_nbytes == 3 and backend.memory_info().free_nbytes == 1
+backend.empty_cache()
+assert "torch has no device 'unheard'" in says(Backend(BackendInfo("unheard", "unheard", "")).device_count)
+del torch.accelerator.get_memory_info
+assert "no torch.accelerator.get_memory_info" in says(backend.memory_info)
+try:
+    with backend.allocating("the model"):
+        raise torch.OutOfMemoryError("full")
+except DeviceMemoryError as error:
+    assert "how much is free is not known" in error.why and "torch said: full" in error.why, error
+"""
+
+
+def test_a_device_of_which_torch_knows_little_is_asked_where_it_answers_or_told_to_lack_it() -> None:
+    ended = subprocess.run([sys.executable, "-c", _DEVICE], text=True, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+class Driverless(hwrl_cpu.CpuBackend):
+    devices = DeviceMap(visible_variable="CARDS")
+
+    def device_count(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ({}, "the driver shows none (nothing hides them)"),
+        ({"CARDS": "7"}, "the driver shows none (CARDS='7')"),
+        ({"CARDS": ""}, "CARDS='' hides every device from this process"),
+    ],
+)
+def test_a_process_without_devices_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, shown: dict[str, str], said: str
+) -> None:
+    for name, value in shown.items():
+        monkeypatch.setenv(name, value)
+    assert said in Driverless(hwrl_cpu.INFO).why_no_device()
+    assert HOST.why_no_device() == ""
+
+
+def test_the_host_has_one_device() -> None:
+    assert HOST.device_count() == 1
+    HOST.set_device(0)
+    with pytest.raises(Exception, match="there is no CPU device 1"):
+        HOST.set_device(1)
+
+
+def test_a_range_shows_in_the_profile() -> None:
+    with torch.profiler.profile() as profile, HOST.range("a named range"):
+        torch.ones(2)
+    assert "a named range" in {event.key for event in profile.key_averages()}

@@ -1,0 +1,243 @@
+"""The embedded engine against transformers' own generation: same tokens, same log-probabilities, at any batching."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hwrl.errors import EngineError
+from hwrl.interfaces.groups import Response
+from hwrl.interfaces.rollout import GenerationRequest, Sampling
+from hwrl.rollout import embedded
+from hwrl.rollout.embedded import EmbeddedEngine
+
+END = 1
+
+
+def tiny_model(seed: int = 0, *, tied: bool = False) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.3,  # far from uniform, so that a wrong position or mask changes the greedy token
+        tie_word_embeddings=tied,
+        eos_token_id=END,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), max_running: int, max_length: int) -> EmbeddedEngine:
+    """Return an engine that serves ``model`` with its own weights as version 0."""
+    engine = EmbeddedEngine(model, eos_ids=eos_ids, max_running=max_running, max_length=max_length)
+    engine.load_weights({name: tensor.clone() for name, tensor in model.state_dict().items()}.items(), version=0)
+    return engine
+
+
+def requests_of(count: int, *, temperature: float, longest: int = 12, seed: int = 0) -> list[GenerationRequest]:
+    rng = np.random.default_rng(seed)
+    return [
+        GenerationRequest(
+            request_id=index,
+            prompt_ids=rng.integers(2, 16, size=int(rng.integers(1, longest))).astype(np.int32),
+            sampling=Sampling(int(rng.integers(1, longest)), temperature),
+        )
+        for index in range(count)
+    ]
+
+
+def generate(engine: EmbeddedEngine, requests: Sequence[GenerationRequest]) -> dict[int, Response]:
+    engine.submit(requests)
+    responses = {}
+    while engine.pending():
+        responses.update({done.request_id: done.response for done in engine.step()})
+    return responses
+
+
+def logprobs_of(model: Any, request: GenerationRequest, response: Response, *, temperature: float) -> np.ndarray:
+    """Return what one forward pass over prompt and response says of the response's tokens."""
+    tokens = torch.from_numpy(np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(request.prompt_ids) - 1 : -1] / temperature
+    chosen: np.ndarray = logits.log_softmax(-1).gather(1, tokens[0, len(request.prompt_ids) :, None])[:, 0].numpy()
+    return chosen
+
+
+def test_greedy_tokens_equal_transformers_generate_whatever_runs_beside() -> None:
+    model = tiny_model()
+    requests = requests_of(60, temperature=0.0)
+    responses = generate(engine_of(model, max_running=7, max_length=24), requests)
+    for request in requests:
+        prompt = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
+        wanted = model.generate(prompt, max_new_tokens=request.sampling.max_new_tokens, do_sample=False)
+        assert responses[request.request_id].token_ids.tolist() == wanted[0, len(request.prompt_ids) :].tolist()
+
+
+def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature() -> None:
+    model = tiny_model()
+    requests = requests_of(30, temperature=0.7)
+    responses = generate(engine_of(model, max_running=8, max_length=24), requests)
+    for request in requests:
+        response = responses[request.request_id]
+        wanted = logprobs_of(model, request, response, temperature=0.7)
+        np.testing.assert_allclose(response.logprobs, wanted, atol=1e-5)
+
+
+def test_sampling_follows_the_distribution() -> None:
+    model = tiny_model()
+    request = GenerationRequest(0, np.array([5, 9], dtype=np.int32), Sampling(1))
+    many = [GenerationRequest(index, request.prompt_ids, request.sampling) for index in range(4000)]
+    responses = generate(engine_of(model, max_running=4000, max_length=4), many)
+    seen = np.bincount([response.token_ids[0] for response in responses.values()], minlength=16) / len(many)
+    with torch.no_grad():
+        wanted = model(torch.tensor([[5, 9]])).logits[0, -1].softmax(-1).numpy()
+    assert np.abs(seen - wanted).sum() < 0.08  # 4000 draws: the expected total deviation is about 0.04
+
+
+def test_what_is_sampled_does_not_depend_on_what_runs_beside() -> None:
+    model = tiny_model()
+    requests = requests_of(40, temperature=1.0)
+    together = generate(engine_of(model, max_running=40, max_length=24), requests)
+    in_turns = generate(engine_of(model, max_running=3, max_length=24), requests[::-1])
+    for request in requests:
+        one, other = together[request.request_id], in_turns[request.request_id]
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert len({tuple(response.token_ids) for response in together.values()}) > 30
+
+
+def test_new_weights_between_two_tokens_are_stamped_and_used() -> None:
+    old, new = tiny_model(0), tiny_model(1)
+    engine = EmbeddedEngine(tiny_model(0), eos_ids=[], max_running=2, max_length=24)
+    engine.load_weights(old.named_parameters(), version=3)
+    request = GenerationRequest(0, np.array([5, 9], dtype=np.int32), Sampling(8, temperature=0.0))
+    engine.submit([request])
+    for _ in range(3):
+        assert engine.step() == []
+    engine.load_weights(new.named_parameters(), version=4)
+    done: list[Any] = []
+    while not done:
+        done = engine.step()
+    response = done[0].response
+    assert response.versions.tolist() == [3] * 3 + [4] * 5
+    assert response.truncated
+    first = logprobs_of(old, request, response, temperature=1.0)[:3]
+    np.testing.assert_allclose(response.logprobs[:3], first, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 100])
+def test_new_prompts_are_taken_in_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    model, requests = tiny_model(), requests_of(20, temperature=0.0)
+    wanted = generate(engine_of(model, max_running=20, max_length=24), requests)
+    monkeypatch.setattr(embedded, "_PREFILL_TOKENS", tokens)
+    shapes: list[tuple[int, ...]] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    engine = engine_of(model, max_running=20, max_length=24)
+    engine.submit(requests)
+    responses = {done.request_id: done.response for done in engine.step()}
+    assert sum(rows for rows, _ in shapes) == 20
+    assert all(rows == 1 or rows * length <= tokens for rows, length in shapes)
+    responses.update(generate(engine, []))
+    for request_id, response in wanted.items():
+        assert responses[request_id].token_ids.tolist() == response.token_ids.tolist()
+
+
+def test_logits_of_a_prompt_are_computed_for_its_last_token_only() -> None:
+    model = tiny_model()
+    places: list[int] = []
+    model.lm_head.register_forward_hook(lambda _, args, logits: places.append(logits[..., 0].numel()))
+    engine = engine_of(model, max_running=5, max_length=24)
+    engine.submit(requests_of(5, temperature=0.0))
+    engine.step()
+    assert places == [5]
+
+
+def test_nothing_is_generated_before_the_first_weights() -> None:
+    model = tiny_model()
+    engine = EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=24)
+    assert engine.version == -1
+    assert engine.step() == []
+    engine.submit(requests_of(3, temperature=0.0))
+    with pytest.raises(EngineError, match=r"3 requests are pending(.|\n)*load_weights"):
+        engine.step()
+    engine.load_weights(tiny_model(1).named_parameters(), version=0)
+    assert len(generate(engine, [])) == 3
+
+
+def test_persistent_buffers_come_with_the_weights() -> None:
+    model, newer = tiny_model(), tiny_model(1)
+    for one, value in ((model, 1.0), (newer, 2.0)):
+        one.register_buffer("scale", torch.tensor([value]))
+    engine = EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=8)
+    with pytest.raises(EngineError, match=r"missing: \['scale'\]"):
+        engine.load_weights(newer.named_parameters(), version=0)
+    engine.load_weights(newer.state_dict().items(), version=0)
+    assert model.scale.item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"sliding_window": 8, "layer_types": None}, "sliding window of 8 tokens"),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, "sliding window of 8 tokens"),
+        ({"sliding_window": None, "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}, None),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "full_attention"]}, None),
+    ],
+)
+def test_a_model_that_does_not_see_everything_is_refused(settings: dict[str, Any], fault: str | None) -> None:
+    model = tiny_model()
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    refusal = pytest.raises(EngineError, match=fault) if fault else contextlib.nullcontext()
+    with refusal:
+        EmbeddedEngine(model, eos_ids=[END], max_running=2, max_length=24)
+
+
+def test_tied_weights_may_come_under_one_of_their_names() -> None:
+    engine = engine_of(tiny_model(tied=True), max_running=2, max_length=8)
+    given = dict(tiny_model(1, tied=True).named_parameters())
+    assert "lm_head.weight" not in given
+    engine.load_weights(given.items(), version=1)
+    assert engine.version == 1
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_serve_on() -> None:
+    model = tiny_model()
+    engine = engine_of(model, max_running=2, max_length=8)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    wrong = dict(tiny_model(1).named_parameters())
+    wrong.pop("model.norm.weight")
+    wrong["model.extra"] = torch.zeros(1)
+    with pytest.raises(EngineError, match=r"model\.norm\.weight(.|\n)*model\.extra"):
+        engine.load_weights(wrong.items(), version=9)
+    assert engine.version == 0
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("prompt", [0, 9])
+def test_a_request_that_can_never_fit_is_refused(prompt: int) -> None:
+    engine = engine_of(tiny_model(), max_running=2, max_length=8)
+    with pytest.raises(EngineError, match=r"does not fit(.|\n)*data.max_prompt_tokens"):
+        engine.submit([GenerationRequest(0, np.full(prompt, 3, dtype=np.int32), Sampling(2))])
+
+
+def test_abort_drops_everything_and_the_engine_goes_on() -> None:
+    engine = engine_of(tiny_model(), eos_ids=[], max_running=2, max_length=8)
+    engine.submit(requests_of(5, temperature=1.0, longest=4))
+    engine.step()
+    assert engine.abort() > 0
+    assert engine.pending() == 0
+    assert engine.capacity() == 2
+    assert len(generate(engine, requests_of(3, temperature=1.0, longest=4))) == 3

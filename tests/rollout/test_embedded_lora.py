@@ -1,0 +1,150 @@
+"""The embedded engine with an adapter, and asleep: tokens are those of transformers and PEFT on the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.errors import ConfigError, EngineError, UnsupportedError
+from hwrl.interfaces.rollout import GenerationRequest
+from hwrl.lora import LoraSettings, adapter_name, add_adapter, base_name, save_adapter
+from hwrl.rollout.embedded import EmbeddedEngine
+from tests.rollout.test_embedded_engine import END, generate, requests_of, tiny_model
+
+LORA = LoraSettings(rank=4, alpha=8.0)
+BASE = 0xBA5E
+
+Weights = dict[str, torch.Tensor]
+
+
+def trained(seed: int, *, tied: bool = False) -> tuple[Weights, Weights]:
+    """Return a base and an adapter that changes what it computes, as a trainer would send them."""
+    model = add_adapter(tiny_model(seed, tied=tied), LORA)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    own = dict(model.named_parameters())
+    adapter = {str(adapter_name(name)): own[name].detach() for name in own if adapter_name(name)}
+    return {base_name(name): own[name].detach() for name in own if not adapter_name(name)}, adapter
+
+
+def engine_with(base: Weights, adapter: Weights, *, tied: bool = False) -> EmbeddedEngine:
+    model = add_adapter(tiny_model(99, tied=tied), LORA)
+    engine = EmbeddedEngine(model, eos_ids=[END], max_running=4, max_length=24)
+    engine.load_base(base.items(), base=BASE)
+    engine.load_adapter(adapter.items(), version=1, base=BASE)
+    return engine
+
+
+def reference(base: Weights, adapter: Weights, directory: Any) -> Any:
+    """Return PEFT's own model of the exported adapter on the base."""
+    from peft import PeftModel
+
+    save_adapter(directory, adapter, config=LORA.peft_config(), model_directory=directory)
+    model = tiny_model(98)
+    model.load_state_dict(base)
+    return PeftModel.from_pretrained(model, str(directory))
+
+
+def expected(model: Any, request: GenerationRequest) -> list[int]:
+    prompt = torch.from_numpy(request.prompt_ids.astype("int64"))[None]
+    tokens = model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=request.sampling.max_new_tokens,
+        do_sample=False,
+        eos_token_id=END,
+    )
+    ids: list[int] = tokens[0, prompt.shape[1] :].tolist()
+    return ids
+
+
+def tokens_of(engine: EmbeddedEngine, requests: list[GenerationRequest]) -> list[list[int]]:
+    responses = generate(engine, requests)
+    return [responses[request.request_id].token_ids.tolist() for request in requests]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers for it
+def test_tokens_are_those_of_peft_on_the_same_weights(tmp_path: Any) -> None:
+    (base, adapter), requests = trained(1), requests_of(20, temperature=0.0)
+    engine, peft = engine_with(base, adapter), reference(base, adapter, tmp_path)
+    assert tokens_of(engine, requests) == [expected(peft, request) for request in requests]
+    with peft.disable_adapter():
+        assert tokens_of(engine, requests) != [expected(peft, request) for request in requests]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_woken_engine_says_what_it_said_before(level: int, tied: bool) -> None:
+    (base, adapter), requests = trained(1, tied=tied), requests_of(10, temperature=0.0)
+    engine = engine_with(base, adapter, tied=tied)
+    before = tokens_of(engine, requests)
+    freed_nbytes = engine.sleep(level=level)
+    kept = 0 if level == 1 else sum(buffer.nbytes for buffer in engine._model.buffers())
+    assert freed_nbytes == _nbytes_of(engine) - kept
+    assert engine.sleep(level=level) == 0, "it sleeps already"
+    if level == 2:
+        assert (engine.version, engine.base) == (-1, None)
+        engine.wake(["weights"])
+        engine.load_base(base.items(), base=BASE)
+        engine.load_adapter(adapter.items(), version=1, base=BASE)
+    assert (engine.version, engine.base) == (1, BASE)
+    engine.wake()
+    engine.wake()
+    assert tokens_of(engine, requests) == before
+
+
+def _nbytes_of(engine: EmbeddedEngine) -> int:
+    """Return the bytes of weights, buffers and attention cache that an engine of the same form holds."""
+    model = add_adapter(tiny_model(tied=engine._model.config.tie_word_embeddings), LORA)
+    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    config = model.config
+    slots = 4 * 24 * config.num_key_value_heads * config.head_dim * 2 * config.num_hidden_layers
+    return int(weights + slots * model.dtype.itemsize)
+
+
+def test_a_sleeping_engine_refuses_to_work() -> None:
+    base, adapter = trained(1)
+    engine = engine_with(base, adapter)
+    engine.submit(requests_of(1, temperature=0.0))
+    with pytest.raises(EngineError, match="1 requests are pending"):
+        engine.sleep(level=1)
+    engine.abort()
+    engine.sleep(level=1)
+    with pytest.raises(EngineError, match="it sleeps: kv_cache, weights"):
+        engine.step()
+    with pytest.raises(EngineError, match="it sleeps: weights"):
+        engine.load_adapter(adapter.items(), version=2, base=BASE)
+
+
+def test_an_adapter_is_served_on_its_own_base_only() -> None:
+    (base, adapter), requests = trained(1), requests_of(4, temperature=0.0)
+    engine = engine_with(base, adapter)
+    before = tokens_of(engine, requests)
+    with pytest.raises(EngineError, match="was trained on base 0x7, and the model holds 0xba5e"):
+        engine.load_adapter(trained(2)[1].items(), version=2, base=7)
+    assert engine.version == 1
+    assert tokens_of(engine, requests) == before
+    engine.load_base(trained(2)[0].items(), base=7)
+    engine.submit(requests)
+    with pytest.raises(EngineError, match="no weights"):
+        engine.step()
+
+
+def test_the_other_kind_of_weights_is_refused() -> None:
+    base, adapter = trained(1)
+    with pytest.raises(EngineError, match="do not belong to this model"):
+        engine_with(base, {name: tensor for name, tensor in adapter.items() if "q_proj" in name})
+    with pytest.raises(UnsupportedError, match="load_base, then load_adapter"):
+        engine_with(base, adapter).load_weights(base.items(), version=1)
+    plain = EmbeddedEngine(tiny_model(), eos_ids=[END], max_running=4, max_length=24)
+    with pytest.raises(UnsupportedError, match="serves no adapter"):
+        plain.load_base(base.items(), base=BASE)
+
+
+def test_a_model_without_such_layers_gets_no_adapter() -> None:
+    with pytest.raises(ConfigError, match=r"correct model\.target_modules"):
+        add_adapter(tiny_model(), LoraSettings(rank=4, alpha=8.0, target_modules=("no_such_layer",)))

@@ -1,0 +1,138 @@
+"""The Ray that a run joins or starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from hwrl.checkpoint.directory.lock import DirectoryLock
+from hwrl.errors import ConfigError
+from hwrl.run.cluster import not_started, ray_cluster
+from hwrl.run.config import load_config
+from hwrl.run.demo import main, write_demo
+from hwrl.run.inputs import is_local
+from hwrl.run.privacy import private_ray
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_does_not_answer_is_an_error_at_once(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{port}")
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16), [])
+    says = rf"(?s)no Ray cluster at {scheme}127.0.0.1:{port}.*unset RAY_ADDRESS"
+    started_s = time.monotonic()
+    with pytest.raises(ConfigError, match=says), ray_cluster(config, say=print):
+        pass
+    assert time.monotonic() - started_s < 10.0, "Ray itself tries for 30 s"
+
+
+@pytest.mark.parametrize(("address", "local"), [("", True), ("local", True), ("elsewhere:6379", False)])
+def test_an_address_decides_if_a_ray_is_started(address: str, local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert is_local() is local
+
+
+def test_the_demo_is_not_written_under_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(sys, "argv", ["demo", str(tmp_path)])
+    lock = DirectoryLock(tmp_path / "run")
+    with pytest.raises(SystemExit, match="a run is going on"):
+        main()
+    lock.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_ray_that_does_not_start_is_told_with_the_limit_that_may_be_the_cause() -> None:
+    error = not_started(RuntimeError("The current node timed out during startup.\nMore."), file_limit=51_200)
+    assert "timed out during startup" in error.why and "51,200 bytes here (ulimit -f)" in error.why
+    assert error.fix == "run `ulimit -f unlimited` first"
+    assert "ulimit -f" not in not_started(RuntimeError(""), file_limit=resource.RLIM_INFINITY).why
+
+
+def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("RAY_TMPDIR", str(base))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
+    killed = "import os, hwrl.run.privacy as p; held = p.private_ray(); held.__enter__(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed], check=False, timeout=60)
+    (left,) = base.iterdir()
+    with private_ray() as directory:
+        (own,) = base.iterdir()
+        assert own == directory.parent != left, "what the killed run left is still there"
+        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (own, token)] == [0o700, 0o600]
+        assert os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" not in os.environ
+        with pytest.raises(ZeroDivisionError), private_ray():
+            raise ZeroDivisionError
+        assert list(base.iterdir()) == [own], "a directory in use was deleted, or one that is not was kept"
+    assert list(base.iterdir()) == [] and os.environ["RAY_AUTH_TOKEN"] == "the user's"
+    base.rmdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * 60)))
+    with pytest.raises(ConfigError, match=r"(?s)107 bytes.*set RAY_TMPDIR"), private_ray():
+        pass
+
+
+def listeners(pids: set[int]) -> set[str]:
+    """Return the addresses, in the kernel's hexadecimal, on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(link))
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+STRANGER = "import sys, hwrl.run.privacy as p; print(p.admits_strangers(sys.argv[1]))"
+OPEN = """
+import ray
+print(ray.init(address="local", include_dashboard=False).address_info["gcs_address"], flush=True)
+input()
+"""
+
+
+def test_a_ray_of_the_runs_own_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16), [])
+    said: list[str] = []
+    with ray_cluster(config, say=said.append):
+        home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
+        children = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and is_below(path)}
+        assert children and listeners({os.getpid(), *children}) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+        address = ray.get_runtime_context().gcs_address
+        ended = subprocess.run([sys.executable, "-c", STRANGER, address], text=True, capture_output=True, timeout=60)
+        assert ended.stdout.strip() == "False", ended.stderr
+    assert said == ["starting Ray on this machine"]
+    assert not home.exists() and "RAY_AUTH_TOKEN_PATH" not in os.environ
+
+
+def is_below(process: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return f"PPid:\t{os.getpid()}\n" in (process / "status").read_text()
+    return False
+
+
+def test_joining_a_cluster_that_lets_anyone_in_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    other = subprocess.Popen([sys.executable, "-c", OPEN], env=env, text=True, stdin=-1, stdout=-1, stderr=-3)
+    assert other.stdout is not None
+    monkeypatch.setenv("RAY_ADDRESS", other.stdout.readline().strip())
+    said: list[str] = []
+    with ray_cluster(load_config(write_demo(tmp_path, seed=1, prompts=16), []), say=said.append):
+        pass
+    assert "has no authentication" in said[-1] and "RAY_AUTH_MODE=token" in said[-1]
+    other.communicate("", timeout=60)

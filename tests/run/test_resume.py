@@ -1,0 +1,92 @@
+"""A trainer goes on with the model and the data that its run began with, wherever they are now, and with no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hwrl.comm import serve_store, store_address
+from hwrl.errors import HwrlError
+from hwrl.run.build import TrainerParts
+from hwrl.run.config import Config, load_config
+from hwrl.run.demo import write_demo
+from hwrl.run.identity import identify_inputs
+from tests.train.test_fsdp_engine import groups_of
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    store = serve_store()
+    yield store_address(store)
+
+
+def config_of(directory: Path) -> Config:
+    words = ["train.batch_groups=4", f"dir={directory / 'run'}", f"model.path={directory / 'model'}"]
+    words += [f"data.train={directory / 'train.jsonl'}", f"data.eval={directory / 'eval.jsonl'}"]
+    return load_config(directory / "config.yaml", words)
+
+
+@pytest.fixture
+def moved(tmp_path: Path, address: str) -> Config:
+    """The configuration of a run that took and saved a step, and then was moved with all that it needs."""
+    write_demo(tmp_path / "here", seed=1, prompts=16)
+    parts = parts_of(config_of(tmp_path / "here"), address)
+    parts.publish()
+    parts.step(groups_of(4, seed=1))
+    assert parts.save({"owed": []})["checkpoint/blocked_s"] > 0
+    parts.close()
+    return config_of((tmp_path / "here").rename(tmp_path / "there"))
+
+
+def parts_of(config: Config, address: str) -> TrainerParts:
+    return TrainerParts(
+        config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
+    )
+
+
+def set_in(config: Config, **settings: object) -> None:
+    """Change the model's configuration."""
+    path = config.model.path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_a_moved_run_goes_on(moved: Config, address: str) -> None:
+    set_in(moved, _name_or_path="/there/model", transformers_version="0")
+    parts = parts_of(moved, address)
+    resumed = parts.resume()
+    assert resumed is not None and resumed["step"] == 1
+    parts.close()
+
+
+def change_the_model(config: Config) -> None:
+    set_in(config, rms_norm_eps=1e-3)
+
+
+def replace_the_model(config: Config) -> None:
+    write_demo(config.model.path.parent, seed=1, prompts=16, hidden=96)
+
+
+def change_the_data(config: Config) -> None:
+    with config.data.train.open("a") as file:
+        file.write('{"prompt": "1>", "answer": "1"}\n')
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace_the_model, "build the same model"),
+        (change_the_model, "not of the model in"),
+        (change_the_data, "does not hold the checkpoint's training data"),
+    ],
+)
+def test_another_model_or_other_data_are_refused(
+    moved: Config, address: str, change: Callable[[Config], None], message: str
+) -> None:
+    change(moved)
+    parts = parts_of(moved, address)
+    with pytest.raises(HwrlError, match=message):
+        parts.resume()
+    parts.close()

@@ -1,0 +1,98 @@
+"""A rollout process is only that: one model and room for what arrives, and no look at the trainer's files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from hwrl.comm import serve_store, store_address
+from hwrl.interfaces.groups import PromptGroup
+from hwrl.models import build_model, load_model
+from hwrl.rollout.inlet import INCARNATION
+from hwrl.rollout.ledger import Lease
+from hwrl.run.config import Config, load_config
+from hwrl.run.demo import write_demo
+from hwrl.testing.processes import Processes
+from hwrl.weights import WeightSender
+
+SLACK_NBYTES = 60 << 20
+"""What generating, connections and the allocator take besides weights."""
+
+
+class OnePrompt:
+    """A ledger that lends one prompt, and keeps what comes back."""
+
+    def __init__(self) -> None:
+        self.groups: list[PromptGroup] = []
+        self._given = False
+
+    def lease(self, count: int) -> Future[list[Lease]]:
+        answer: Future[list[Lease]] = Future()
+        if not self._given:
+            answer.set_result([Lease(0, 0, 2, 0)])
+        self._given = True
+        return answer
+
+    def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
+        self.groups += groups
+
+    def fail(self, lease: Lease, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+def memory_nbytes(name: str) -> int:
+    """Return this process's ``VmRSS`` or ``VmHWM``, its memory now or at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
+    """Receive two versions and generate a group; return the peak of memory above that before, and what was opened."""
+    from hwrl.run.build import build_rollouter, prepare_process
+    from hwrl.run.identity import identify_inputs
+
+    build_model(config.model.path, dtype=torch.float32)  # what is imported for it is no weights
+    prepare_process(threads=1)
+    before_nbytes = memory_nbytes("VmRSS")
+    opened: list[str] = []
+    sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+    ledger = OnePrompt()
+    rollouter = build_rollouter(
+        config, inputs=identify_inputs(config), replica="r0", seed=1, store_address=address, ledger=ledger
+    )
+    while not ledger.groups:
+        rollouter.turn()
+    assert rollouter.engine.version == 2
+    return memory_nbytes("VmHWM") - before_nbytes, opened
+
+
+@pytest.mark.parametrize(("transport", "models"), [("device", 3), ("host", 5)])
+def test_a_rollout_process_holds_one_model_and_its_rooms_and_reads_no_weights(
+    tmp_path: Path, transport: str, models: int
+) -> None:
+    """``models``: the engine's, room for two versions, and the host store's two, which are the trainer's memory."""
+    path = write_demo(tmp_path, seed=1, prompts=16, hidden=512, layers=8)
+    config = load_config(path, ["rollout.max_running=16"])
+    weights = load_model(config.model.path, dtype=torch.float32).state_dict()
+    model_nbytes = sum(tensor.nbytes for tensor in weights.values())
+    (config.model.path / "model.safetensors").unlink()  # whoever reads it cannot be missed
+    (config.dir / "checkpoints").mkdir(parents=True)
+    store = serve_store()
+    with (
+        WeightSender(store, transport=transport) as sender,  # type: ignore[arg-type]  # one of its names
+        Processes(roll_out, 1, config, store_address(store), timeout_s=120.0) as processes,
+    ):
+        sender.wait_for_receivers(1, timeout_s=90.0)
+        for version in (1, 2):
+            sender.publish(version, weights.items(), {INCARNATION: 0})
+        outcome = processes.wait(0)
+    assert outcome.error is None, outcome.error
+    peak_nbytes, opened = outcome.value
+    assert (models - 1) * model_nbytes < peak_nbytes < models * model_nbytes + SLACK_NBYTES
+    assert any("config.json" in name for name in opened)
+    assert not [name for name in opened if name.startswith(str(config.dir))]

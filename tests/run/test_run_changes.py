@@ -1,0 +1,57 @@
+"""``hwrl train`` while somebody changes its files: those that it writes, and those that it reads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.run.test_train_run import demo, start, trained_prompts
+from tests.support.train_run import Run
+
+__all__ = ["demo", "start"]  # fixtures
+
+
+def saved_steps(run: Run) -> list[int]:
+    return [int(path.name.rpartition("_")[2]) for path in (run.directory / "checkpoints").glob("global_step_*")]
+
+
+def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_it(
+    start: Callable[..., Run], demo: Path
+) -> None:
+    words = ["train.steps=2000", "checkpoint.save_every_steps=0", "eval.every_steps=0"]
+    (demo / "rewards.py").write_text("from hwrl.run.demo import sort_reward\n")
+    words.append(f"reward.function={demo / 'rewards.py'}:sort_reward")
+
+    run = start(*words)  # what it writes is deleted
+    run.await_step(2)
+    shutil.rmtree(run.directory / "tensorboard")
+    run.await_output("TensorBoard's events cannot be written any longer")
+    step = int(run.metrics()[-1]["step"])
+    run.await_step(step + 2)
+    (run.directory / "trained_prompts.jsonl").unlink()
+    assert run.wait() == 1, run.output()
+    last = int(run.metrics()[-1]["step"])
+    told = run.output().partition("RunDirectoryError: ")[2]
+    assert told.startswith(f"{run.directory / 'trained_prompts.jsonl'} cannot be written"), run.output()
+    assert f"then a checkpoint of step {last} was saved" in told
+    assert "Traceback" not in run.output() and run.output().count("TensorBoard") == 1
+    assert saved_steps(run) == [last]
+
+    with (demo / "rewards.py").open("a") as file:  # of what it reads, one file may change between two runs
+        file.write("# the same\n")
+    again = start("resume=true", *words)
+    again.await_step(last + 2)
+    assert (
+        f"{run.directory / 'trained_prompts.jsonl'} is not whole: it lacks steps 1-{last} of {last}" in again.output()
+    )
+    assert "reward.function has changed since the checkpoint was saved" in again.output()
+    rows = (demo / "train.jsonl").read_text().splitlines()
+    (demo / "train.jsonl").write_text("\n".join(reversed(rows)))  # and none while it runs
+    assert again.kill("ray::RolloutActor") == 1
+    assert again.wait() == 1, again.output()
+    told = again.output().partition("InputChangedError: ")[2]
+    assert told.startswith(f"{demo / 'train.jsonl'} changed while the run was going on"), again.output()
+    assert again.output().count("a new replica starts") == 1, "another one would be refused as well"
+    assert [line["step"] for line in again.metrics()] == list(range(1, max(saved_steps(run)) + 1))
+    assert sorted(trained_prompts(again)) == list(range(4 * last, 4 * max(saved_steps(run))))

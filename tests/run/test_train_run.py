@@ -1,0 +1,314 @@
+"""``hwrl train`` as a user runs it: real Ray, real processes, killed and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hwrl.run.demo import write_demo
+from tests.support.train_run import Run
+
+SMALL = [
+    "train.steps=24",
+    "train.batch_groups=4",
+    "rollout.n=4",
+    "rollout.max_running=16",
+    "checkpoint.save_every_steps=5",
+    "eval.every_steps=12",
+    "eval.prompts=32",
+    "goals={}",
+]
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    write_demo(tmp_path, seed=1, prompts=600)
+    return tmp_path
+
+
+@pytest.fixture
+def start(demo: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*words: str, **env: str) -> Run:
+        runs.append(Run(demo, *SMALL, *words, **env))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def trained_prompts(run: Run) -> list[int]:
+    lines = (run.directory / "trained_prompts.jsonl").read_text().splitlines()
+    return [number for line in lines for number in json.loads(line)["sequence_numbers"]]
+
+
+def documented_keys() -> set[str]:
+    """Return the keys in the table of docs/training.md; ``/x`` there goes on with the group of the key before it."""
+    table = Path("docs/training.md").read_text(encoding="utf-8").partition("| key | meaning |")[2].partition("\n\n")[0]
+    keys: list[str] = []
+    for row in table.splitlines()[2:]:
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+            keys.append(keys[-1].partition("/")[0] + name if name.startswith("/") else name)
+    return set(keys)
+
+
+OF_OTHER_RUNS = {f"sync/{name}" for name in ("base_sent", "base_nbytes", "adapter_nbytes")} | {  # with an adapter
+    f"rollout/{name}"
+    for name in ("base_loads", "sleeps", "freed_nbytes", "sleep_s")  # the last three: of sleepers
+}
+
+
+def assert_documented(found: set[str]) -> None:
+    """The table has every key of a whole run, and none that no run has."""
+    exact = {key for key in documented_keys() if "<" not in key}
+    open_ended = "|".join(re.sub("<.*?>", "[^/]+", key) for key in documented_keys() - exact)
+    assert sorted(key for key in found - exact if not re.fullmatch(open_ended, key)) == []
+    assert exact - found == OF_OTHER_RUNS
+
+
+def assert_whole(run: Run) -> None:
+    """All steps in order, every prompt exactly once."""
+    assert [line["step"] for line in run.metrics()] == list(range(1, 25))
+    assert sorted(trained_prompts(run)) == list(range(24 * 4))
+
+
+def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callable[..., Run]) -> None:
+    run = start("async_training.staleness_threshold=2", "goals={eval/exact: 1.01, eval/exat: 0.9}")
+    assert run.wait() == 1, run.output()
+    assert "goal missed: eval/exact" in run.output()
+    said = "no figure is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?\n"
+    assert run.output().count("no figure is called") == 1 and said in run.output().partition("step 24/24")[0]
+    assert_whole(run)
+    metrics = run.metrics()
+    keys = {"step", "time_s", "reward/mean", "staleness/mean", "weights/version", "actor/loss", "trainer/idle_ratio"}
+    assert all(keys <= line.keys() for line in metrics)
+    assert [line["weights/version"] for line in metrics] == list(range(1, 25))
+    assert max(line["staleness/max"] for line in metrics) == 2
+    assert all(0 <= line["trainer/idle_ratio"] <= 1 and 0 <= line["rollout/idle_ratio"] <= 1 for line in metrics)
+    assert metrics[-1]["eval/version"] == 24
+    saved = [line["step"] for line in metrics if {"checkpoint/blocked_s", "checkpoint/waited_s"} <= line.keys()]
+    assert saved == [5, 10, 15, 20, 24]
+    assert all((line["timing_s/save"] > 0) == (line["step"] - 1 in saved) for line in metrics[5:])
+    assert_documented(set().union(*metrics))
+    for name in ("config.yaml", "reward.png", "model/config.json", "checkpoints/latest_checkpointed_iteration.txt"):
+        assert (run.directory / name).stat().st_size > 0
+    assert list((run.directory / "tensorboard").iterdir())
+    assert len(list((run.directory / "checkpoints").glob("global_step_*"))) == 2
+
+
+def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offload_work(
+    start: Callable[..., Run],
+) -> None:
+    run = start(
+        "async_training.staleness_threshold=0",
+        "weights.bypass_cpu=false",
+        "train.ranks=2",
+        "train.param_offload=true",
+        "train.optimizer_offload=true",
+        "checkpoint.async_save=true",
+        "rollout.replicas=2",
+        "algorithm.loss=decoupled",
+        "algorithm.mini_batches=2",
+    )
+    assert run.wait() == 0, run.output()
+    assert_whole(run)
+    assert all(line["staleness/max"] == 0 for line in run.metrics())
+    assert run.metrics()[-1]["rollout/replicas"] == 2
+    assert all(min(line["weights/load_s"], line["weights/offload_s"]) > 0 for line in run.metrics())
+
+
+def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(start: Callable[..., Run]) -> None:
+    run = start("resume=true")  # of nothing: it starts at the beginning
+    run.await_step(13)
+    assert run.kill() >= 4
+    run.wait()
+    last = run.metrics()[-1]["step"]
+    assert 13 <= last < 24
+    assert start().wait() == 1, "a directory that holds a run is not overwritten"
+    assert "already holds a run" in run.output()
+    assert start("resume=true", "seed=7").wait() == 1, "the order of the prompts must stay"
+    assert "with another seed" in run.output()
+    again = start("resume=true")
+    assert again.wait() == 0, again.output()
+    assert "resumed after step 10" in again.output() or "resumed after step 15" in again.output()
+    assert_whole(again)
+
+
+def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoint(start: Callable[..., Run]) -> None:
+    run = start()
+    run.await_step(7)
+    assert run.kill("ray::RolloutActor") == 1
+    run.await_output("a new replica starts")
+    run.await_step(12)
+    assert run.kill("ray::TrainActor") == 1
+    run.await_output("a trainer died")
+    assert run.wait() == 0, run.output()
+    assert "resumed after step 10" in run.output()
+    assert_whole(run)
+
+
+def test_a_trainer_that_dies_before_anything_is_saved_begins_again_and_says_so(start: Callable[..., Run]) -> None:
+    run = start("checkpoint.save_every_steps=50")
+    run.await_step(3)
+    assert run.kill("ray::TrainActor") == 1
+    assert run.wait() == 0, run.output()
+    assert "last checkpoint" not in run.output()
+    assert f"no checkpoint in {run.directory} (checkpoint.save_every_steps=50): beginning at step 0" in run.output()
+    assert_whole(run)
+
+
+def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Callable[..., Run]) -> None:
+    run = start("train.ranks=2", "async_training.staleness_threshold=0")
+    run.await_step(6)
+    assert run.kill("ray::TrainActor", at_most=1) == 1
+    run.await_output("a trainer died")
+    run.await_step(12)
+    assert run.kill("ray::RolloutActor") == 1
+    run.await_output("a new replica starts")
+    assert run.wait() == 0, run.output()
+    assert "resumed after step 5" in run.output()
+    assert_whole(run)
+    assert all(line["staleness/max"] == 0 for line in run.metrics())
+    assert run.metrics()[0]["actor/mismatch_kl"] < 1e-6, "the first tokens come from the published weights"
+
+
+def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Callable[..., Run], demo: Path) -> None:
+    (demo / "slow.py").write_text(
+        "import time\n"
+        "running = []\n"
+        "def reward(prompt, response, answer):\n"
+        "    running.append(response)\n"
+        "    at_once = len(running)\n"
+        "    time.sleep(0.2)\n"
+        "    running.pop()\n"
+        "    return {'reward': len(response), 'at_once': at_once}\n"
+    )
+    run = start(
+        f"reward.function={demo / 'slow.py'}:reward",
+        "reward.threads=2",
+        "weights.timeout_s=1",
+        "train.steps=3",
+        "eval.every_steps=0",
+        "eval.prompts=8",
+        "async_training.partial_rollout=false",
+    )
+    assert run.wait() == 0, run.output()
+    last = run.metrics()[-1]
+    assert (last["step"], last["ledger/rejected"], last["sync/quarantined"]) == (3, 0, 0)
+    assert 1 < max(line["reward/at_once"] for line in run.metrics()) <= 2
+
+
+def interrupt(run: Run) -> None:
+    run.process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("end", [interrupt, Run.terminate_group])
+def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run], end: Callable[[Run], None]) -> None:
+    run = start("checkpoint.save_every_steps=0", "train.steps=2000")
+    run.await_step(3)
+    in_its_group = [pid for pid in run.processes("") if os.getpgid(pid) == run.process.pid]
+    assert in_its_group == [run.process.pid], "Ray would end before a slow step does"
+    end(run)
+    assert run.wait() == 130, run.output()
+    assert "interrupted after step" in run.output() and "Traceback" not in run.output()
+    run.await_nothing_left()
+    last = int(run.metrics()[-1]["step"])
+    assert (run.directory / "checkpoints" / f"global_step_{last}" / "MANIFEST.json").exists()
+    if end is not interrupt:
+        again = start("resume=true", f"train.steps={last + 1}", "eval.every_steps=0")
+        assert again.wait() == 0, again.output()
+        assert f"resumed after step {last}" in again.output()
+        again.await_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("moment", "end"),
+    [("starting Ray", interrupt), ("starting Ray", Run.terminate_group), ("building", Run.terminate_group)],
+)
+def test_a_signal_before_the_first_step_ends_the_run_soon_and_in_one_line(
+    start: Callable[..., Run], moment: str, end: Callable[[Run], None]
+) -> None:
+    run = start()
+    run.await_output(moment, timeout_s=240)
+    assert run.output().startswith("starting Ray on this machine\n"), "nothing of Ray's own comes first"
+    end(run)
+    assert run.wait(timeout_s=120) == 130, run.output()
+    told = run.output().splitlines()
+    assert told[-1].startswith("hwrl: interrupted, and nothing more was saved") and len(told) == 3, run.output()
+    run.await_nothing_left()
+
+
+def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[..., Run], demo: Path) -> None:
+    (demo / "bad.py").write_text("def reward(prompt, response, answer):\n    raise ValueError('no such unit')\n")
+    run = start(f"reward.function={demo / 'bad.py'}:reward")
+    assert run.wait() == 1
+    assert "no such unit" in run.output()
+    assert "Traceback" not in run.output()
+
+
+def test_a_model_that_lacks_a_tensor_ends_the_run_on_all_ranks_at_once(start: Callable[..., Run], demo: Path) -> None:
+    path = demo / "model" / "model.safetensors"
+    save_file(
+        {name: one for name, one in load_file(path).items() if name != "model.norm.weight"}, path, {"format": "pt"}
+    )
+    run = start("train.ranks=2")
+    assert run.wait() == 1
+    assert "it lacks model.norm.weight" in run.output()
+    assert "Traceback" not in run.output() and "start again" not in run.output()
+
+
+def test_too_few_devices_are_an_error_and_not_a_silent_wait(start: Callable[..., Run], demo: Path) -> None:
+    (demo / "scarce.py").write_text(
+        "import hwrl_cpu\n"
+        "from hwrl import BackendInfo, hookimpl\n"
+        "from hwrl.interfaces.backend import DeviceMap, ProbeResult\n"
+        "INFO = BackendInfo(name='scarce', device_type='cpu', description='no machine here has it', api=(1, 0))\n"
+        "hwrl_backend_info = hookimpl(specname='hwrl_backend_info')(lambda: INFO)\n"
+        "hwrl_probe = hookimpl(specname='hwrl_probe')(lambda context: ProbeResult('yes', 'it pretends'))\n"
+        "class Scarce(hwrl_cpu.CpuBackend):\n"
+        "    devices = DeviceMap(ray_resource='SCARCE')\n"
+        "hwrl_create_backend = hookimpl(specname='hwrl_create_backend')(lambda: Scarce(INFO))\n"
+    )
+    (demo / "scarce-1.dist-info").mkdir()
+    (demo / "scarce-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: scarce\nVersion: 1\n")
+    (demo / "scarce-1.dist-info" / "entry_points.txt").write_text("[hwrl.backends]\nscarce = scarce\n")
+    run = start("train.ranks=2", HWRL_BACKEND="scarce", PYTHONPATH=str(demo))
+    assert run.wait(timeout_s=60) == 1, run.output()
+    assert "needs 2 devices" in run.output()
+
+
+def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the_run_ends(
+    start: Callable[..., Run],
+) -> None:
+    """In one run, with a heartbeat of four seconds: each wait is told, ends, and loses no prompt."""
+    run = start("timeouts.heartbeat_s=4", "train.steps=40", "checkpoint.save_every_steps=2", "goals={}")
+    run.await_step(3)
+    run.signal("ray::RolloutActor", signal.SIGTERM)
+    run.await_output("rollout replica-0 ended (The actor died")
+    run.await_step(8)
+    run.signal("ray::RolloutActor", signal.SIGSTOP)
+    run.await_output("rollout replica-0 ended (it has not answered for timeouts.heartbeat_s=4 s)")
+    run.await_step(13)
+    run.signal("ray::TrainActor", signal.SIGSTOP)
+    run.await_output("a trainer died (trainer rank 0: it has not answered for timeouts.heartbeat_s=4 s)")
+    run.await_step(20)
+    run.signal("ray::LedgerActor", signal.SIGSTOP)
+    assert run.wait(timeout_s=60.0) == 1
+    output = run.output()
+    assert re.search(r"waiting for trainer rank 0, which has not answered for \d+ s, at most 4 s", output)
+    assert "EngineError: the ledger of prompts died" in output and "Traceback" not in output
+    run.await_nothing_left()
+    done = [line["step"] for line in run.metrics()]
+    assert done == list(range(1, len(done) + 1))
+    numbers = trained_prompts(run)
+    assert sorted(numbers) == sorted(set(numbers)), "a prompt was trained on twice"
+    assert min(line["staleness/mean"] for line in run.metrics()) >= 0

@@ -1,0 +1,57 @@
+"""Whole weights out of a sharded model: on two real ranks, read again, and given up half way."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import hwrl
+from hwrl.comm import Comm, connect_store, serve_store, store_address
+from hwrl.interfaces.train import EngineSettings
+from hwrl.run.demo import write_demo
+from hwrl.testing.processes import run_processes
+from hwrl.train.fsdp import FsdpEngine
+from hwrl.train.gather import SharedWeights
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo(directory, seed=3, prompts=16)
+    return directory / "model"
+
+
+def settings_for(model_directory: Path) -> EngineSettings:
+    return EngineSettings(model_directory=model_directory, learning_rate=1e-3, total_steps=1)
+
+
+def _read(rank: int, model_directory: Path, address: str) -> dict[str, torch.Tensor]:
+    backend = hwrl.get_backend()
+    backend.set_device(rank % backend.device_count())
+    with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2) as group:
+        engine = FsdpEngine(settings_for(model_directory), backend=backend, group=group)
+        with SharedWeights(engine, group) as weights:
+            if rank:
+                weights.follow()
+                return {}
+            everything = weights.model + weights.adapter
+            given_up = iter(everything)
+            assert len(list(itertools.islice(given_up, 3))) == 3
+            given_up.close()  # type: ignore[attr-defined]  # it is a generator
+            first, second = dict(everything), dict(everything)
+            assert first.keys() == second.keys()
+            described = {name: (tensor.shape, tensor.dtype) for name, tensor in everything.metadata()}
+            assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in first.items()}
+            return {name: tensor.cpu() for name, tensor in second.items()}
+
+
+def test_the_first_rank_reads_whole_weights_as_often_as_it_likes(model_directory: Path) -> None:
+    store = serve_store()
+    whole, nothing = run_processes(_read, 2, model_directory, store_address(store))
+    assert nothing == {}
+    backend = hwrl.get_backend()
+    alone = FsdpEngine(settings_for(model_directory), backend=backend, group=None)
+    wanted = {name: tensor.cpu() for name, tensor in alone.named_weights()}
+    assert whole.keys() == wanted.keys()
+    assert all(torch.equal(whole[name], tensor) for name, tensor in wanted.items())

@@ -1,0 +1,289 @@
+"""The trainer on the real FSDP2 engine: versions, publishing, the age limit, and that it learns what is rewarded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hwrl
+from hwrl.errors import EngineError, MemoryStateError
+from hwrl.interfaces.batch import Batch
+from hwrl.interfaces.groups import PromptGroup, Response
+from hwrl.interfaces.train import EngineSettings, TrainEngine
+from hwrl.memory import Moved
+from hwrl.run.demo import write_demo
+from hwrl.train.choices import LossName
+from hwrl.train.fsdp import FsdpEngine
+from hwrl.train.losses import PolicyLoss
+from hwrl.train.trainer import Algorithm, AsyncTrainer
+
+GOOD, BAD = 5, 9
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo")
+    write_demo(directory, seed=3, prompts=16)
+    return directory / "model"
+
+
+class Outlet:
+    """Keeps what was published."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def __call__(self, version: int, engine: TrainEngine) -> Mapping[str, float]:
+        self.versions.append(version)
+        return {"sync/nbytes": float(sum(tensor.nbytes for _, tensor in engine.named_weights()))}
+
+
+def engine_on(model_directory: Path, *, offload: bool = False) -> FsdpEngine:
+    settings = EngineSettings(
+        model_directory=model_directory,
+        learning_rate=3e-3,
+        total_steps=100,
+        param_offload=offload,
+        optimizer_offload=offload,
+    )
+    return FsdpEngine(settings, backend=hwrl.get_backend(), group=None)
+
+
+def trainer_of(model_directory: Path, outlet: Outlet) -> AsyncTrainer:
+    return AsyncTrainer(
+        engine_on(model_directory),
+        algorithm=Algorithm(PolicyLoss()),
+        publish=outlet,
+        max_staleness=1,
+        trigger_parameter_sync_step=2,
+    )
+
+
+def group_of(*, version: int, logprob: float = -2.77, incarnation: int = 0) -> PromptGroup:
+    """One prompt, answered once with GOOD and once with BAD."""
+    responses = [
+        Response(
+            np.array([token], dtype=np.int32),
+            np.array([logprob], dtype=np.float32),
+            np.array([version], dtype=np.int32),
+            truncated=False,
+        )
+        for token in (GOOD, BAD)
+    ]
+    return PromptGroup.join(
+        responses,
+        sequence_number=0,
+        lease_id=0,
+        incarnation=incarnation,
+        prompt_ids=np.array([2, 3, 13], dtype=np.int32),
+        rewards=[1.0, 0.0],
+        metrics={"reward": 0.5, "exact": 0.25},
+    )
+
+
+def test_versions_are_published_every_so_many_steps(model_directory: Path) -> None:
+    outlet = Outlet()
+    trainer = trainer_of(model_directory, outlet)
+    trainer.publish()
+    figures = [trainer.step([group_of(version=trainer.version)]) for _ in range(5)]
+    assert outlet.versions == [0, 1, 2]
+    assert [row["weights/version"] for row in figures] == [0, 1, 1, 2, 2]
+    assert figures[1]["sync/nbytes"] == 4 * 100_800
+    assert figures[0]["reward/exact"] == 0.25
+
+
+def test_a_group_beyond_the_age_limit_is_never_trained_on(model_directory: Path) -> None:
+    trainer = trainer_of(model_directory, Outlet())
+    trainer.load_state_dict({"steps_done": 8})
+    before = {name: tensor.clone() for name, tensor in trainer.engine.named_weights()}
+    trainer_figures = trainer.step([group_of(version=3)])
+    assert trainer_figures["staleness/max"] == 1
+    with pytest.raises(EngineError, match=r"age 2 reached(.|\n)*version 4(.|\n)*staleness_threshold is 1"):
+        trainer.step([group_of(version=2)])
+    assert trainer.steps_done == 9
+    assert any(not torch.equal(before[name], tensor) for name, tensor in trainer.engine.named_weights())
+
+
+@pytest.mark.parametrize(("version", "incarnation"), [(5, 0), (4, 1), (-999_999_733, 2)])
+def test_a_group_of_weights_that_this_trainer_never_published_is_never_trained_on(
+    model_directory: Path, version: int, incarnation: int
+) -> None:
+    trainer = trainer_of(model_directory, Outlet())
+    trainer.load_state_dict({"steps_done": 8})
+    with pytest.raises(EngineError, match=r"never published(.|\n)*trainer is at version 4, incarnation 0"):
+        trainer.step([group_of(version=version, incarnation=incarnation)])
+    assert trainer.steps_done == 8
+
+
+def test_the_seconds_of_a_step_add_up_to_all_the_time_since_the_last(model_directory: Path) -> None:
+    trainer = trainer_of(model_directory, Outlet())
+    trainer.step([group_of(version=0)])
+    figures = trainer.step([group_of(version=0)])
+    assert figures["timing_s/train"] > figures["timing_s/wait"] >= 0
+    assert figures["timing_s/sync"] > 0
+
+
+def test_a_save_between_two_steps_is_no_waiting(model_directory: Path) -> None:
+    trainer = trainer_of(model_directory, Outlet())
+    trainer.step([group_of(version=0)])
+    begin_s = time.perf_counter()
+    with trainer.saving():
+        engine_on(model_directory)
+    saving_s = time.perf_counter() - begin_s
+    figures = trainer.step([group_of(version=0)])
+    assert figures["timing_s/save"] == pytest.approx(saving_s, rel=0.5)
+    assert figures["timing_s/wait"] < saving_s / 2
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("name", ["ppo_clip", "tis", "decoupled"])
+def test_every_loss_teaches_what_was_rewarded(model_directory: Path, name: LossName, offload: bool) -> None:
+    engine = engine_on(model_directory, offload=offload)
+    trainer = AsyncTrainer(
+        engine,
+        algorithm=Algorithm(PolicyLoss(name), ppo_epochs=2, mini_batches=2),
+        publish=Outlet(),
+        max_staleness=0,
+    )
+    for _ in range(6):
+        trainer.step([group_of(version=trainer.version), group_of(version=trainer.version)])
+    with engine.on_device(optimizer=False), torch.no_grad():
+        chances = engine.model(torch.tensor([[2, 3, 13]])).logits[0, -1].softmax(-1)
+    assert chances[GOOD] > 1.2 / 16
+    assert chances[BAD] < 0.95 / 16
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_offloaded_is_there_for_the_step_and_the_transfer_and_seconds_say_what_moved(
+    model_directory: Path, offload: bool
+) -> None:
+    sent: list[dict[str, torch.Tensor]] = []
+
+    def publish(version: int, engine: TrainEngine) -> Mapping[str, float]:
+        if version == 3:
+            raise OSError("the wire is cut")
+        sent.append({name: tensor.clone() for name, tensor in engine.named_weights()})
+        return {}
+
+    engine = engine_on(model_directory, offload=offload)
+    trainer = AsyncTrainer(engine, algorithm=Algorithm(PolicyLoss()), publish=publish, max_staleness=0)
+
+    def is_away() -> bool:
+        try:
+            engine.state_dict()
+        except MemoryStateError:
+            return True
+        return False
+
+    def seconds(figures: Mapping[str, float]) -> list[float]:
+        assert is_away() == offload
+        return [figures["weights/load_s"], figures["weights/offload_s"]]
+
+    load_s, offload_s = seconds(trainer.publish())
+    assert (load_s > 0, offload_s) == (offload, 0.0), "unchanged parameters are not copied to the host again"
+    for _ in range(2):
+        moves = seconds(trainer.step([group_of(version=trainer.version)]))
+        assert min(moves) > 0 if offload else moves == [0.0, 0.0]
+    with engine.on_device(optimizer=True):
+        assert trainer.publish()["weights/load_s"] == 0.0
+        assert all(torch.equal(tensor, sent[-1][name]) for name, tensor in engine.named_weights())
+    assert not torch.equal(*[weights["model.embed_tokens.weight"] for weights in sent[:2]])
+    with pytest.raises(OSError, match="the wire is cut"):
+        trainer.step([group_of(version=trainer.version)])
+    assert is_away() == offload
+
+
+class CountingEngine(TrainEngine):
+    """Trains nothing; keeps the rows of each mini-batch of one share."""
+
+    def __init__(self, *, share: int = 0, shares: int = 1) -> None:
+        self.rows: list[int] = []
+        self._share, self._shares = share, shares
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self._share
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self._shares
+
+    def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
+        return nullcontext(Moved())
+
+    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+        self.rows.append(batch.rows)
+        return {}
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        return batch.behaviour_logprobs
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
+    def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def export(self, directory: Path) -> None:
+        pass
+
+
+def counts_of_ranks(*, groups: int, ranks: int, mini_batches: int) -> list[list[int]]:
+    """Return the rows of each mini-batch, for every rank, when ``groups`` groups of two responses are trained on."""
+    counts = []
+    for rank in range(ranks):
+        engine = CountingEngine(share=rank, shares=ranks)
+        algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
+        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0)
+        trainer.step([group_of(version=0)] * groups)
+        counts.append(engine.rows)
+    return counts
+
+
+def test_every_rank_takes_the_same_number_of_mini_batches() -> None:
+    # torch.chunk would make 3 parts of the first rank's 6 rows, and 4 of the second rank's 4.
+    assert counts_of_ranks(groups=5, ranks=2, mini_batches=4) == [[2, 2, 1, 1], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(("groups", "mini_batches"), [(3, 3), (1, 1)])
+def test_a_rank_with_fewer_rows_than_mini_batches_is_an_error_on_all_ranks(groups: int, mini_batches: int) -> None:
+    for rank in range(2):
+        engine = CountingEngine(share=rank, shares=2)
+        algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
+        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0)
+        with pytest.raises(EngineError, match=r"rank 1 (.|\n)*too few responses(.|\n)*mini-batches"):
+            trainer.step([group_of(version=0)] * groups)
+        assert engine.rows == []
+
+
+def test_a_reward_figure_that_only_some_groups_have_is_averaged_over_these(model_directory: Path) -> None:
+    plain, other = group_of(version=0), replace(group_of(version=0), metrics={"reward": 0.5, "format": 1.0})
+    trainer = AsyncTrainer(CountingEngine(), algorithm=Algorithm(PolicyLoss()), publish=Outlet(), max_staleness=0)
+    figures = trainer.step([plain, other, other])
+    assert figures["reward/format"] == 1.0
+    assert figures["reward/exact"] == 0.25
+
+
+def test_steps_that_are_not_finite_are_neither_applied_nor_published(model_directory: Path) -> None:
+    outlet = Outlet()
+    trainer = trainer_of(model_directory, outlet)
+    before = {name: tensor.clone() for name, tensor in trainer.engine.named_weights()}
+    with pytest.raises(EngineError, match=r"norm of the gradients is nan(.|\n)*loss(.|\n)*learning_rate"):
+        trainer.step([group_of(version=0, logprob=float("nan"))])
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.engine.named_weights())
+    assert outlet.versions == []
+    assert trainer.steps_done == 0

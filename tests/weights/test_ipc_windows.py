@@ -1,0 +1,260 @@
+"""The ipc transport's windows: faults in the middle of them, and how much is held at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import unittest.mock
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import Store
+
+from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.errors import CommError, TransferFailedError
+from hwrl.testing.processes import Processes, run_processes
+from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights.transports.ipc import IpcReceiver
+from tests.weights.test_policy_links import opened_memories
+
+SLAB_NBYTES = 1 << 16
+SLABS = 4
+TENSORS = 120
+SLOW_S = 3.0
+LARGE = SLAB_NBYTES  # elements: 256 KiB, which are read where they lie
+
+
+def model_of(version: int) -> dict[str, torch.Tensor]:
+    """Return tensors of which five share a slab, and some that are divided among four."""
+    elements = [LARGE if number % 10 == 9 else 3001 for number in range(TENSORS)]
+    return {f"t{number}": torch.full((size,), float(version * number)) for number, size in enumerate(elements)}
+
+
+def is_model(received: Any, version: int) -> bool:
+    return all(torch.equal(received[name], tensor) for name, tensor in model_of(version).items())
+
+
+class Dying(IpcReceiver):
+    """Is killed when it has copied some windows."""
+
+    def _copy(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
+        if begin > 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._copy(window, opened, begin, *args)
+
+
+class FailingOnce(IpcReceiver):
+    """Loses the sender's memory in the middle of its first transfer."""
+
+    failed = False
+
+    def _copy(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
+        if begin > 4 and not self.failed:
+            self.failed = True
+            raise CommError("the memory is gone", why="a test", fix="none")
+        return super()._copy(window, opened, begin, *args)
+
+
+@contextlib.contextmanager
+def sender_to(store: Store, receivers: int = 1, *, timeout_s: float = 9.0) -> Iterator[WeightSender]:
+    with WeightSender(store, transport="ipc", slab_nbytes=SLAB_NBYTES, slabs=SLABS, timeout_s=timeout_s) as sender:
+        sender.wait_for_receivers(receivers)
+        yield sender
+
+
+def seconds_to_publish(sender: WeightSender, version: int, weights: Any) -> float:
+    begin = time.monotonic()
+    sender.publish(version, weights)
+    return time.monotonic() - begin
+
+
+def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
+    with sender_to(connect_store(address), receivers, timeout_s=timeout_s) as sender:
+        reports = []
+        for version in (1, 2):
+            begin = time.monotonic()
+            report = sender.publish(version, model_of(version).items())
+            reports.append((report.receivers, dict(report.quarantined), time.monotonic() - begin))
+        return reports
+
+
+def send_or_receive(rank: int, address: str, *kinds: type[IpcReceiver]) -> Any:
+    if rank == 0:
+        return send(address, len(kinds), timeout_s=SLOW_S if Slow in kinds else 9.0)
+    with WeightReceiver(connect_store(address), replica=f"r{rank}") as receiver:
+        receiver._ipc = kinds[rank - 1](backend=receiver._backend)
+        while receiver.version != 2:
+            received = receiver.receive(timeout_s=30.0)
+            assert is_model(received, received.version)
+        return True
+
+
+def test_a_receiver_that_is_killed_between_windows_is_excluded_and_the_other_gets_the_version() -> None:
+    store = serve_store()
+    with Processes(send_or_receive, 3, store_address(store), Dying, IpcReceiver) as processes:
+        first, second = processes.wait(0).value
+        assert processes.wait(2).value, processes.wait(2).error
+        assert "exit code -9" in str(processes.wait(1).error)
+    assert first[0] == 1 and first[1].keys() == {"r1"}, first
+    assert second[:2] == (1, {})
+
+
+def test_a_receiver_that_fails_between_windows_is_heard_at_once_and_gets_the_version_in_another_round() -> None:
+    store = serve_store()
+    reports, *right = run_processes(send_or_receive, 3, store_address(store), FailingOnce, IpcReceiver)
+    assert [report[:2] for report in reports] == [(2, {}), (2, {})] and right == [True, True]
+    assert reports[0][2] < 5.0, "the sender waited for the failed receiver until its time was up"
+
+
+class Slow(IpcReceiver):
+    """Takes longer for all windows than the sender's ``timeout_s``, and less for each."""
+
+    def _copy(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
+        time.sleep(0.7 if begin > 60 else 0.05)
+        return super()._copy(window, opened, begin, *args)
+
+
+def test_a_slow_receiver_is_waited_for_as_long_as_it_takes_window_after_window() -> None:
+    store = serve_store()
+    reports, right = run_processes(send_or_receive, 2, store_address(store), Slow, timeout_s=60.0)
+    assert [report[:2] for report in reports] == [(1, {}), (1, {})] and right
+    assert reports[0][2] > SLOW_S
+
+
+class Hesitant(IpcReceiver):
+    """Has memory open for a while."""
+
+    def _copy(self, *args: Any) -> Any:
+        time.sleep(0.02)
+        return super()._copy(*args)
+
+
+class Tied:
+    """Weights that are read while they are sent, the last of which is the first; ``fails`` before that one."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+        self._large = torch.arange(4 * LARGE, dtype=torch.float32)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embed", self._large
+        for number in range(TENSORS // 4):
+            yield f"t{number}", torch.full((LARGE,), float(number))
+        if self._fails:
+            raise ValueError("no more weights")
+        yield "head", self._large
+
+
+def fail_and_send_again(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 1:
+        store.set("pid", str(os.getpid()))
+        with WeightReceiver(store, replica="r1") as receiver:
+            receiver._ipc = Hesitant(backend=receiver._backend)
+            right = []
+            for version in (1, 3):
+                if version == 3:
+                    with pytest.raises(TransferFailedError, match=r"gave version 2 up[\s\S]*no more weights"):
+                        receiver.receive(timeout_s=30.0)
+                received = receiver.receive(timeout_s=30.0)
+                right.append(received.version == version and torch.equal(received["head"], Tied(fails=False)._large))
+            return all(right)
+    with sender_to(store) as sender:
+        sender.publish(1, Tied(fails=False))
+        keys = store.num_keys()
+        with pytest.raises(ValueError, match="no more weights"):
+            sender.publish(2, Tied(fails=True))
+        assert opened_memories(int(store.get("pid"))) == 0, "a receiver has open what is freed from here on"
+        assert store.num_keys() <= keys + 5, "of two offers only here, go, vote, verdict and offer are left"
+        return seconds_to_publish(sender, 3, Tied(fails=False))
+
+
+def test_a_sender_that_fails_goes_on_when_nobody_reads_and_sends_again_at_once() -> None:
+    store = serve_store()
+    seconds, right = run_processes(fail_and_send_again, 2, store_address(store))
+    assert right and seconds < 8.0
+
+
+def interrupt_the_vote(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 1:
+        with WeightReceiver(store, replica="r1") as receiver:
+            while receiver.version != 2:
+                try:
+                    received = receiver.receive(timeout_s=30.0)
+                except TransferFailedError:
+                    continue
+            return is_model(received, 2)
+    with sender_to(store) as sender:
+        sender.publish(1, model_of(1).items())
+        link: Any = sender._link
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(link, "_await_votes", unittest.mock.Mock(side_effect=[KeyboardInterrupt, []]))
+            with pytest.raises(KeyboardInterrupt):
+                sender.publish(2, model_of(2).items())
+        return seconds_to_publish(sender, 2, model_of(2).items())
+
+
+def test_after_an_interrupted_vote_the_version_is_sent_again_at_once() -> None:
+    store = serve_store()
+    seconds, right = run_processes(interrupt_the_vote, 2, store_address(store))
+    assert right and seconds < 3.0
+
+
+def send_nothing(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 1:
+        with WeightReceiver(store, replica="r1") as receiver:
+            return dict(receiver.receive(timeout_s=30.0))
+    with sender_to(store) as sender:
+        return sender.publish(1, []).receivers
+
+
+def test_no_weights_are_a_version_too() -> None:
+    store = serve_store()
+    assert run_processes(send_nothing, 2, store_address(store)) == [1, {}]
+
+
+class Generated:
+    """Weights that are made while they are read, as gathered ones are; ``most`` bytes of them lived at once."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+
+    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((f"t{number}", torch.empty(LARGE, device="meta")) for number in range(TENSORS))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(TENSORS):
+            tensor = torch.full((LARGE,), float(number))
+            self.alive += tensor.nbytes
+            self.most = max(self.most, self.alive)
+            weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
+            yield f"t{number}", tensor
+
+    def _freed(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+def generate_or_receive(rank: int, address: str) -> Any:
+    if rank == 0:
+        with sender_to(connect_store(address)) as sender:
+            weights = Generated()
+            sender.publish(1, weights)
+            return weights.most
+    with WeightReceiver(connect_store(address), replica="r1") as receiver:
+        received = receiver.receive(timeout_s=30.0)
+        return [tensor.mean().item() for tensor in received.values()]
+
+
+def test_of_generated_weights_only_two_windows_are_held() -> None:
+    store = serve_store()
+    most, means = run_processes(generate_or_receive, 2, store_address(store))
+    assert means == [float(number) for number in range(TENSORS)]
+    one = 4 * LARGE  # a tensor larger than a window is held until its last one is taken
+    assert most <= 2 * (SLABS // 2 * SLAB_NBYTES) + 3 * one < TENSORS * one / 4

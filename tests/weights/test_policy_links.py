@@ -1,0 +1,56 @@
+"""Base and adapter on two links between a trainer and a replica that are two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hwrl.comm import await_keys, connect_store, serve_store, store_address
+from hwrl.testing.processes import run_processes
+from tests.rollout.test_embedded_lora import expected, reference, tokens_of
+from tests.weights.test_sync_plan import REQUESTS, Replica, Trainer
+
+VERSIONS = range(1, 7)
+
+
+def opened_memories(pid: int | str = "self") -> int:
+    """Return how many memories that the CPU backend shares between processes ``pid`` has mapped."""
+    return sum("/torch_" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def _train_and_serve(rank: int, address: str, transport: str, directory: Path) -> Any:
+    store = connect_store(address)
+    if rank == 0:
+        trainer, plans, left = Trainer(store, transport), [], []
+        for version in VERSIONS:
+            assert not await_keys(store, [f"wants {version}"], timeout_s=30.0)
+            left.append((store.num_keys() - version, opened_memories()))
+            plans.append(trainer.publish(version).plan.what)
+        trainer.sender.close()
+        return plans, left
+    replica, trainer = Replica(store), Trainer(serve_store(), transport)
+    opened = []
+    for version in VERSIONS:
+        store.set(f"wants {version}", "")
+        while replica.engine.version != version:
+            replica.catch_up()
+        model = reference(trainer.base, trainer.adapter(version), directory)
+        assert tokens_of(replica.engine, REQUESTS) == [expected(model, request) for request in REQUESTS], version
+        opened.append(opened_memories())
+        if version % 2 == 0:
+            replica.engine.sleep(level=2)
+            replica.inlet.rest()
+            replica.engine.wake()
+    return opened
+
+
+@pytest.mark.parametrize("transport", ["device", "ipc", "host"])
+def test_a_base_and_its_adapters_come_by_two_links_at_once(transport: str, tmp_path: Path) -> None:
+    store = serve_store()
+    (plans, left), opened = run_processes(_train_and_serve, 2, store_address(store), transport, tmp_path)
+    lost = "adapter" if transport == "host" else "base + adapter"  # the host's store has it
+    assert plans == ["base + adapter", "adapter", lost, "adapter", lost, "adapter"]
+    assert left[4:] == left[2:4], "the store, or what the trainer shares, grows"
+    assert opened == [0] * 6, "the trainer cannot free what a replica has open"

@@ -1,0 +1,272 @@
+"""Base and adapter on their links, to a real engine: what travels follows from what the engine holds."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import Store
+
+from hwrl.lora import add_adapter
+from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout.inlet import INCARNATION, AdapterInlet, Link
+from hwrl.weights import PolicySender, Readable, SyncReport, WeightReceiver
+from hwrl_cpu import INFO, CpuBackend
+from tests.rollout.test_embedded_engine import END, requests_of, tiny_model
+from tests.rollout.test_embedded_lora import LORA, Weights, expected, reference, tokens_of, trained
+from tests.support.weight_link import beside, sender_of, store
+
+__all__ = ["store"]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
+
+BASE, OTHER = 0xBA5E, 0x07E4
+REQUESTS = requests_of(6, temperature=0.0)
+
+
+def readable(weights: Weights) -> Readable:
+    return Readable(lambda: iter([(n, t.to("meta")) for n, t in weights.items()]), lambda: iter(weights.items()))
+
+
+def nbytes_of(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+class Replica:
+    """An engine with its inlet; with ``watch`` it takes what comes, in a thread of its own."""
+
+    def __init__(self, store: Store) -> None:
+        def connect(name: str, *, newest: bool = True) -> Link:
+            options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
+            return Link(WeightReceiver(store, name=name, replica="r0", **options), patience_s=10.0)
+
+        model = add_adapter(tiny_model(99), LORA)
+        self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)
+        self.inlet = AdapterInlet(self.engine, connect)
+
+    def during(self, publish: Callable[[], SyncReport]) -> SyncReport:
+        """Publish, taking what comes meanwhile and then what is left."""
+        published = threading.Event()
+
+        def work() -> SyncReport:
+            try:
+                return publish()
+            finally:
+                published.set()
+
+        result = beside(work)
+        while not published.is_set():
+            self.catch_up()
+        self.catch_up()
+        report: SyncReport = result()
+        return report
+
+    def catch_up(self) -> None:
+        """Take what is offered."""
+        while self.inlet.poll():
+            self.inlet.update()
+
+
+class Trainer:
+    """A sender with weights of its own for each version."""
+
+    def __init__(self, store: Store, transport: str, *, base: int = BASE, seed: int = 1, always: bool = False) -> None:
+        self.base, self._seed, self.transport = trained(seed)[0], seed, transport
+        self.sender = PolicySender(
+            lambda name: sender_of(store, name=name, transport=transport),
+            base=base,
+            always_base=always,
+            metadata={INCARNATION: 0},
+        )
+
+    def adapter(self, version: int) -> Weights:
+        return {name: tensor * (1 + version / 4) for name, tensor in trained(self._seed)[1].items()}
+
+    def publish(self, version: int) -> SyncReport:
+        return self.sender.publish(version, model=readable(self.base), adapter=readable(self.adapter(version)))
+
+
+def bring_base(replica: Replica, trainer: Trainer, version: int) -> None:
+    """Let a replica have the base that it asked for: out of the host's store, or with ``version`` sent once more."""
+    if trainer.transport == "host":
+        replica.catch_up()
+        return
+    assert trainer.sender.joiners() == ("r0",)
+    assert replica.during(lambda: trainer.publish(version)).plan.what == "base + adapter"
+
+
+@pytest.fixture(params=["device", "host"])
+def transport(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def trainer(store: Store, transport: str) -> Iterator[Trainer]:
+    trainer = Trainer(store, transport)
+    yield trainer
+    trainer.sender.close()
+
+
+@pytest.fixture
+def assert_serves(tmp_path: Path) -> Callable[..., None]:
+    """Check a replica's version, and its tokens against PEFT's model of that version's weights."""
+
+    def check(replica: Replica, trainer: Trainer, version: int) -> None:
+        assert replica.engine.version == version
+        model = reference(trainer.base, trainer.adapter(version), tmp_path)
+        assert tokens_of(replica.engine, REQUESTS) == [expected(model, request) for request in REQUESTS]
+
+    return check
+
+
+def test_the_base_travels_once_and_then_the_adapter_alone(
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    first = replica.during(lambda: trainer.publish(1))
+    assert first.plan.what == "base + adapter"
+    assert first.base_nbytes == nbytes_of(trainer.base)
+    assert_serves(replica, trainer, 1)
+    for version in (2, 3):
+        report = replica.during(functools.partial(trainer.publish, version))
+        assert report.plan.what == "adapter"
+        assert (report.base_nbytes, report.adapter_nbytes) == (0, nbytes_of(trainer.adapter(1)))
+        assert_serves(replica, trainer, version)
+    everything = nbytes_of(trainer.base) + 3 * nbytes_of(trainer.adapter(1))
+    assert replica.inlet.totals() == {"received_nbytes": everything, "base_loads": 1}
+
+
+def test_a_base_that_was_slept_away_travels_with_the_next_version(
+    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    replica.during(lambda: trainer.publish(1))
+    replica.engine.sleep(level=2)
+    replica.inlet.rest()
+    assert not replica.inlet.poll(), "what is there already is no reason to wake up"
+    assert not trainer.sender.joiners(), "a sleeper has time until the next version"
+    replica.engine.wake()
+    report = replica.during(lambda: trainer.publish(2))
+    if transport == "host":
+        assert report.plan.what == "adapter", "the base is in the store"
+    else:
+        assert (report.plan.what, report.plan.why) == ("base + adapter", "not held by r0")
+    assert_serves(replica, trainer, 2)
+    assert replica.inlet.totals()["base_loads"] == 2
+
+
+def test_a_replica_that_restarts_while_an_adapter_is_sent_asks_for_its_base(
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    Replica(store).during(lambda: trainer.publish(1))  # it is not heard of again
+    base, adapter = readable(trainer.base), trainer.adapter(2)  # made here: so is the replica, of the same generator
+    published = beside(lambda: trainer.sender.publish(2, model=base, adapter=readable(adapter)))
+    again = Replica(store)
+    while again.inlet.totals()["received_nbytes"] < nbytes_of(adapter):
+        again.catch_up()
+    assert published().plan.what == "adapter"
+    bring_base(again, trainer, 2)
+    assert_serves(again, trainer, 2)
+
+
+def test_a_sleeper_keeps_the_base_at_level_1(
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    replica.during(lambda: trainer.publish(1))
+    replica.engine.sleep(level=1)
+    replica.inlet.rest()
+    replica.engine.wake()
+    assert replica.during(lambda: trainer.publish(2)).plan.what == "adapter"
+    assert_serves(replica, trainer, 2)
+
+
+def test_a_restarted_replica_gets_the_base_again(
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    Replica(store).during(lambda: trainer.publish(1))
+    replica = Replica(store)
+    bring_base(replica, trainer, 1)
+    assert_serves(replica, trainer, 1)
+
+
+def test_an_adapter_that_comes_when_its_base_is_just_lost_waits_for_it(
+    store: Store, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    replica.during(lambda: trainer.publish(1))
+    sent = beside(lambda: trainer.publish(2))
+    while not replica.inlet.poll():
+        pass
+    replica.engine.sleep(level=2)  # behind the inlet's back, and after the decision
+    replica.engine.wake()
+    assert not replica.inlet.update() and replica.engine.version == -1
+    assert sent().plan.what == "adapter"
+    replica.inlet.poll()
+    bring_base(replica, trainer, 2)
+    assert_serves(replica, trainer, 2)
+
+
+def test_an_adapter_of_another_base_is_not_served_before_that_base_has_come(
+    store: Store, transport: str, trainer: Trainer, assert_serves: Callable[..., None]
+) -> None:
+    replica = Replica(store)
+    replica.during(lambda: trainer.publish(5))
+    other = Trainer(store, transport, base=OTHER, seed=2)
+    sent = beside(lambda: other.publish(1))
+    while not replica.inlet.poll():
+        pass
+    if transport != "host":
+        assert not replica.inlet.update()
+        assert sent().plan.what == "adapter"
+        assert_serves(replica, trainer, 5)
+        replica.inlet.poll()
+        bring_base(replica, other, 1)
+    else:
+        replica.catch_up()
+        sent()
+    assert replica.engine.base == OTHER
+    assert_serves(replica, other, 1)
+    other.sender.close()
+
+
+def test_the_base_travels_with_every_version_if_that_is_asked_for(
+    store: Store, transport: str, assert_serves: Callable[..., None]
+) -> None:
+    trainer, replica = Trainer(store, transport, always=True), Replica(store)
+    for version in (1, 2):
+        report = replica.during(functools.partial(trainer.publish, version))
+        assert (report.plan.what, report.base_nbytes) == ("base + adapter", nbytes_of(trainer.base))
+        assert report.adapter_nbytes == nbytes_of(trainer.adapter(1))
+        assert_serves(replica, trainer, version)
+    trainer.sender.close()
+
+
+def test_nothing_is_left_of_a_base_that_was_sent(
+    store: Store, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica, keys = Replica(store), []
+    for version in range(50):
+        replica.during(functools.partial(trainer.publish, version))
+        keys.append(store.num_keys())
+        replica.engine.sleep(level=2)
+        replica.inlet.rest()
+        replica.engine.wake()
+        replica.inlet.ask()
+    assert replica.inlet.totals()["base_loads"] == 50
+    assert keys[2:] == [keys[1]] * 48
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_base_in_the_hosts_store_takes_no_device_memory(store: Store) -> None:
+    base = {f"layer {number}": torch.full((1 << 18,), float(number)) for number in range(8)}
+    adapter = {"lora": torch.ones(8)}
+    sender = PolicySender(lambda name: sender_of(store, name=name, transport="host"), base=BASE)
+    before = CpuBackend(INFO).memory_info().allocated_nbytes
+    sender.publish(1, model=readable(base), adapter=readable(adapter))
+    assert CpuBackend(INFO).memory_info().allocated_nbytes - before < 1 << 20, "1 MiB of the 8 that were packed"
+    sender.close()

@@ -1,0 +1,397 @@
+"""The rules of the weight link, with sender and receivers as threads of one process; the groups are real."""
+
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._C._distributed_c10d import Store
+
+from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.errors import (
+    CommTimeoutError,
+    ConfigError,
+    LayoutMismatchError,
+    PeerLostError,
+    QuarantinedError,
+    TransferFailedError,
+)
+from hwrl.weights import WeightReceiver
+from hwrl.weights.board import Offer
+from hwrl_cpu import INFO, CpuBackend
+from tests.support.faulty import CorruptingBackend
+from tests.support.weight_link import beside, exchange, model_of, receiver_of, sender_of, store
+
+__all__ = ["store"]  # the fixture
+
+
+def test_poll_offers_each_version_once_and_never_blocks(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        assert receiver.poll() is None
+        publishing = beside(lambda: sender.publish(5, model_of(5)))
+        while receiver.poll() is None:
+            pass
+        assert receiver.poll() == 5
+        received = receiver.receive()
+        assert publishing().receivers == 1
+        assert (receiver.poll(), receiver.version, received["w"][0].item()) == (None, 5, 5.0)
+
+
+def test_without_receivers_a_version_is_published_to_nobody_and_joiners_are_told(store: Store) -> None:
+    with sender_of(store) as sender:
+        assert sender.publish(1, model_of(1)).receivers == 0
+        assert sender.joiners() == ()
+        with receiver_of(store, "late") as receiver:
+            assert sender.joiners() == ("late",)
+            assert receiver.poll() is None
+            assert exchange(sender, [receiver], 1).receivers == 1
+            assert sender.joiners() == ()
+
+
+def test_the_newest_version_again_reaches_only_joiners(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store, "old") as old:
+        exchange(sender, [old], 1)
+        with receiver_of(store, "new") as new:
+            assert exchange(sender, [new], 1).receivers == 2
+            assert old.poll() is None
+            assert exchange(sender, [old, new], 2).receivers == 2
+
+
+def test_a_receiver_that_left_is_not_waited_for(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store, "stays") as stays:
+        goes = receiver_of(store, "goes")
+        exchange(sender, [stays, goes], 1)
+        goes.close()
+        report = exchange(sender, [stays], 2)
+        assert (report.receivers, dict(report.quarantined)) == (1, {})
+
+
+def test_a_restarted_replica_takes_its_namesakes_place(store: Store) -> None:
+    with sender_of(store) as sender:
+        dead = receiver_of(store, "r0")
+        exchange(sender, [dead], 1)
+        with receiver_of(store, "r0") as restarted:
+            report = exchange(sender, [restarted], 2)
+            assert (report.receivers, dict(report.quarantined)) == (1, {})
+            with pytest.raises(QuarantinedError, match="another receiver joined as replica 'r0'"):
+                dead.poll()
+
+
+@pytest.mark.parametrize("when", ["between two looks", "during a look"])
+def test_a_receiver_that_joins_again_leaves_its_old_number_quietly(
+    store: Store, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        if when == "between two looks":
+            receiver.join()
+        else:
+            look = sender._board.join_counts
+
+            def look_as_it_joins() -> tuple[int, int]:
+                receiver.join()
+                return look()
+
+            monkeypatch.setattr(sender._board, "join_counts", look_as_it_joins)
+        assert sender.joiners() == ("r0",)
+        monkeypatch.undo()
+        assert exchange(sender, [receiver], 1).receivers == 1
+    assert not caplog.records
+
+
+def test_a_receiver_that_restarts_while_the_sender_waits_is_served(store: Store) -> None:
+    with sender_of(store) as sender:
+        dead = receiver_of(store, "r0")
+        publishing = beside(lambda: sender.publish(1, model_of(1)))
+        while dead.poll() is None:
+            pass
+        with receiver_of(store, "r0") as restarted:
+            assert restarted.receive(timeout_s=10.0).version == 1
+            assert publishing().receivers == 1
+
+
+def test_a_receiver_that_does_not_come_is_named_and_may_join_again(store: Store) -> None:
+    with (
+        sender_of(store, timeout_s=0.5) as sender,
+        receiver_of(store, "here") as here,
+        receiver_of(store, "absent") as absent,
+    ):
+        report = exchange(sender, [here], 1)
+        assert report.receivers == 1
+        assert dict(report.quarantined) == {"absent": "it did not come to receive within 0.5 s"}
+        with pytest.raises(QuarantinedError, match=r"did not come to receive[\s\S]*join\(\)"):
+            absent.receive(timeout_s=1.0)
+        absent.join()
+        assert sender.joiners() == ("absent",)
+        assert exchange(sender, [here, absent], 2).receivers == 2
+
+
+def test_a_new_sender_deposes_the_old_and_may_go_back(store: Store) -> None:
+    with sender_of(store) as first, receiver_of(store) as receiver:
+        exchange(first, [receiver], 9)
+        with pytest.raises(TransferFailedError, match="version 8 cannot follow version 9"):
+            first.publish(8, model_of(8))
+        with sender_of(store) as second:
+            exchange(second, [receiver], 3)
+            assert receiver.version == 3
+            with pytest.raises(TransferFailedError, match=r"deposed[\s\S]*sender 2 has taken over"):
+                first.publish(10, model_of(10))
+
+
+def test_other_tensors_need_another_sender(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        with pytest.raises(LayoutMismatchError, match="'b' was planned as"):
+            sender.publish(2, [("w", torch.zeros(700)), ("b", torch.zeros(2))])
+        with sender_of(store) as other:
+            waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+            other.publish(2, [("only", torch.ones(3))])
+            assert list(waiting()) == ["only"]
+
+
+def test_an_error_while_tensors_are_read_reaches_the_caller_and_spoils_nothing(store: Store) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.zeros(700)
+        raise KeyError("the model is broken")
+
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        with pytest.raises(KeyError):
+            sender.publish(1, broken())
+        exchange(sender, [receiver], 1)
+
+
+def _into(store: Store, targets: dict[str, torch.Tensor]) -> WeightReceiver:
+    return WeightReceiver(store, replica="r0", backend=CpuBackend(INFO), into=targets)
+
+
+def test_a_version_is_received_into_the_receivers_own_tensors(store: Store) -> None:
+    targets = {"b": torch.zeros(()), "w": torch.zeros(1400)[::2], "other": torch.ones(3)}
+    places = {name: tensor.data_ptr() for name, tensor in targets.items()}
+    with sender_of(store, slab_nbytes=1024) as sender:
+        targets["w"] = torch.zeros(700)  # larger than a slab, so it must be contiguous
+        places["w"] = targets["w"].data_ptr()
+        with _into(store, targets) as receiver:
+            for version in (1, 2):
+                exchange(sender, [receiver], version)
+                assert targets["w"].eq(version).all() and targets["b"].item() == version
+    assert {name: tensor.data_ptr() for name, tensor in targets.items()} == places
+    assert targets["other"].eq(1).all()
+
+
+def test_tied_tensors_reach_targets_that_are_not_tied(store: Store) -> None:
+    weight = torch.arange(5.0)
+    targets = {"embed": torch.zeros(5), "head": torch.zeros(5)}
+    with sender_of(store) as sender, _into(store, targets) as receiver:
+        waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+        sender.publish(1, [("embed", weight), ("head", weight)])
+        waiting()
+    assert torch.equal(targets["embed"], weight) and torch.equal(targets["head"], weight)
+
+
+def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_them(store: Store) -> None:
+    targets = {"w": torch.zeros(700), "b": torch.zeros(())}
+    backend = CorruptingBackend(at=2)  # a slab and the sums are one version
+    with sender_of(store) as sender, WeightReceiver(store, replica="r0", backend=backend, into=targets) as receiver:
+        exchange(sender, [receiver], 1)
+        waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+        assert "corrupt" in sender.publish(2, model_of(2)).quarantined["r0"]
+        with pytest.raises(QuarantinedError):
+            waiting()
+        assert receiver.version is None
+        receiver.join()
+        exchange(sender, [receiver], 2)
+        assert receiver.version == 2 and targets["w"].eq(2).all()
+
+
+def test_an_offer_that_comes_between_two_looks_is_not_overslept(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hwrl.weights.receiver._WATCH_S", 5.0)
+    with sender_of(store, transport="host", directory=tmp_path) as sender, receiver_of(store) as receiver:
+        look = receiver._board.newest
+
+        def look_and_be_late() -> int:
+            newest = look()
+            if sender.version is None:
+                sender.publish(1, model_of(1))
+            return newest
+
+        monkeypatch.setattr(receiver._board, "newest", look_and_be_late)
+        begin = time.monotonic()
+        assert receiver.receive(timeout_s=10.0).version == 1
+        assert time.monotonic() - begin < 4.0
+
+
+@pytest.mark.parametrize(
+    ("targets", "why"),
+    [
+        ({"w": torch.zeros(700)}, "'b' cannot be received in place[\\s\\S]*no tensor of this name"),
+        ({"w": torch.zeros(70), "b": torch.zeros(())}, r"has it as torch.float32 \[700\], the receiver as"),
+        ({"w": torch.zeros(1400)[::2], "b": torch.zeros(())}, "larger than a slab of 1,024 bytes and not contiguous"),
+    ],
+    ids=["missing", "shape", "strided"],
+)
+def test_targets_that_do_not_fit_are_named_and_hold_nobody_up(
+    store: Store, targets: dict[str, torch.Tensor], why: str
+) -> None:
+    with sender_of(store, slab_nbytes=1024) as sender, _into(store, targets) as receiver:
+        publishing = beside(lambda: sender.publish(1, model_of(1)))
+        with pytest.raises(LayoutMismatchError, match=why):
+            receiver.receive(timeout_s=10.0)
+        assert publishing().receivers == 0
+        assert not any(tensor.any() for tensor in targets.values())
+
+
+class _Made:
+    """Weights that are made while they are read; counts how many are alive at once, and how often it was read."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.alive, self.most, self.read = count, 0, 0, 0
+
+    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"t{number}", torch.empty(2000, device="meta")) for number in range(self.count))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.read += 1
+        for number in range(self.count):
+            tensor = torch.full((2000,), float(number))
+            weakref.finalize(tensor, self._forget)
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+            yield f"t{number}", tensor
+
+    def _forget(self) -> None:
+        self.alive -= 1
+
+
+def test_tensors_that_are_made_while_they_are_read_are_not_all_held(store: Store) -> None:
+    made = _Made(50)
+    with sender_of(store, slab_nbytes=8192, slabs=2) as sender, receiver_of(store) as receiver:
+        waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+        sender.publish(1, made)
+        received = waiting()
+    assert [int(received[f"t{number}"][0]) for number in range(50)] == list(range(50))
+    assert made.read == 1 and made.most <= 6
+
+
+def test_waiting_says_who_came_and_what_was_not_offered(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store, "only") as receiver:
+        with pytest.raises(CommTimeoutError, match=r"1 of 2 receivers joined[\s\S]*\['only'\]"):
+            sender.wait_for_receivers(2, timeout_s=0.05)
+        with pytest.raises(CommTimeoutError, match="no new version of 'policy' was offered to 'only'"):
+            receiver.receive(timeout_s=0.05)
+
+
+def test_two_links_of_one_store_do_not_meet(store: Store) -> None:
+    with sender_of(store) as sender, sender_of(store, name="critic") as critic, receiver_of(store) as receiver:
+        assert critic.publish(4, model_of(4)).receivers == 0
+        exchange(sender, [receiver], 1)
+
+
+def test_the_store_does_not_grow_with_versions(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        for version in range(3):
+            exchange(sender, [receiver], version)
+        before = store.num_keys()
+        for version in range(3, 9):
+            exchange(sender, [receiver], version)
+        assert store.num_keys() == before
+
+
+def test_the_store_does_not_grow_with_exclusions_and_withdrawn_offers(store: Store) -> None:
+    with sender_of(store, timeout_s=0.5) as sender, receiver_of(store) as receiver:
+        keys = []
+        for version in range(3):
+            assert sender.publish(version, model_of(version)).quarantined.keys() == {"r0"}
+            receiver.join()
+            exchange(sender, [receiver], version)
+            keys.append(store.num_keys())
+        assert keys == keys[:1] * 3
+
+
+def test_a_look_at_the_roster_does_not_ask_for_receivers_that_left_long_ago(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    with sender_of(store) as sender:
+        look = sender._board.replica
+
+        def look_and_note(member: int) -> str | None:
+            asked.append(member)
+            return look(member)
+
+        monkeypatch.setattr(sender._board, "replica", look_and_note)
+        for _ in range(5):
+            receiver_of(store).close()
+            assert sender.joiners() == ()
+    assert asked == [1, 2, 3, 4, 5]
+
+
+def test_wrong_options_are_refused(store: Store) -> None:
+    with pytest.raises(ConfigError, match="no transport 'carrier pigeon'"):
+        sender_of(store, transport="carrier pigeon")
+    with pytest.raises(ConfigError, match="slab_nbytes=1000"):
+        sender_of(store, slab_nbytes=1000)
+    with pytest.raises(ConfigError, match="versions=0"):
+        sender_of(store, transport="host", versions=0)
+    with sender_of(store) as sender, pytest.raises(TransferFailedError, match="more than text and numbers"):
+        sender.publish(1, model_of(1), {"config": {"lr": 1}})  # type: ignore[dict-item]  # that is the point
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"number":1}',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"number":1,"epoch":1,"version":"x","transport":"device","layout":""}',
+    ],
+    ids=["empty", "list", "nothing", "cut", "binary", "deep", "type"],
+)
+def test_an_unreadable_offer_is_refused(text: bytes) -> None:
+    with pytest.raises(TransferFailedError, match="an offer cannot be read"):
+        Offer.read(text)
+
+
+def test_a_lost_store_is_named() -> None:
+    served = serve_store()
+    receiver = receiver_of(connect_store(store_address(served)))
+    del served
+    with pytest.raises(PeerLostError, match="the store cannot be reached"):
+        receiver.poll()
+
+
+class _Closing:
+    """Weights whose second tensor is not what was planned; says whether the reader was closed."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, torch.empty(3, device="meta")) for name in ("a", "b"))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield "a", torch.zeros(3)
+            yield "c", torch.zeros(3)
+        finally:
+            self.closed = True
+
+
+@pytest.mark.parametrize("transport", ["device", "ipc", "host"])
+def test_a_reader_of_weights_is_closed_before_the_error_reaches_the_caller(
+    store: Store, tmp_path: Path, transport: str
+) -> None:
+    weights = _Closing()
+    with sender_of(store, transport=transport, directory=tmp_path) as sender, receiver_of(store) as receiver:
+        waiting = beside(lambda: receiver.receive(timeout_s=1.0))
+        with pytest.raises(LayoutMismatchError, match="'b' was planned here and 'c' came") as raised:
+            sender.publish(1, weights)
+        assert weights.closed, raised
+        with pytest.raises((TransferFailedError, CommTimeoutError)):
+            waiting()

@@ -1,0 +1,189 @@
+"""How a transfer ends that does not commit: nobody waits for ever, and everybody who waits learns why."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import Store
+
+from hwrl.errors import CommError, ConfigError, LayoutMismatchError, TransferFailedError
+from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights.transports.ipc import IpcReceiver
+from tests.support.weight_link import beside, exchange, model_of, receiver_of, sender_of, store
+
+__all__ = ["store"]  # the fixture
+
+SOON_S = 4.0  # far below every timeout of these tests, far above what a busy machine takes
+
+
+class Collective:
+    """Weights that other ranks help to make: a read that has begun must reach its end."""
+
+    def __init__(self, *, fault: str = "") -> None:
+        self.begun = self.ended = 0
+        self._fault = fault
+
+    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((f"t{number}", torch.empty(1024, device="meta")) for number in range(9))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.begun += 1
+        for number in range(9):
+            wrong = self._fault == "wrong tensor" and number == 2
+            yield f"t{number}", torch.zeros(3) if wrong else torch.full((1024,), float(number))
+        self.ended += 1
+
+
+class Failing(IpcReceiver):
+    """Loses the sender's memory before anything came."""
+
+    def receive(self, *args: Any) -> Any:
+        raise CommError("the memory is gone", why="a test", fix="none")
+
+
+def _interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("transport", ["device", "host"])
+@pytest.mark.parametrize("fault", ["wrong tensor", "interrupt"])
+def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_comes(
+    store: Store, tmp_path: Path, transport: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = Collective(fault=fault)
+    options = {"transport": transport, "slab_nbytes": 4096, "directory": tmp_path, "timeout_s": 60.0}
+    with sender_of(store, **options) as sender, receiver_of(store) as receiver:
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        if fault == "interrupt":
+            monkeypatch.setattr("hwrl.weights.layout.TensorFeed.finish", _interrupt)
+        begin = time.monotonic()
+        with pytest.raises((LayoutMismatchError, KeyboardInterrupt)):
+            sender.publish(1, weights)
+        assert (weights.begun, weights.ended) == (1, 1)
+        with pytest.raises(TransferFailedError):
+            waiting()
+        assert time.monotonic() - begin < SOON_S
+
+
+def test_attempts_that_fail_are_read_to_their_end_and_the_last_one_is_named_to_the_receivers(store: Store) -> None:
+    weights = Collective()
+    with sender_of(store, transport="ipc", slab_nbytes=4096, timeout_s=60.0) as sender, receiver_of(store) as receiver:
+        receiver._ipc = Failing(backend=receiver._backend)
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        begin = time.monotonic()
+        with pytest.raises(TransferFailedError, match="3 attempts failed"):
+            sender.publish(1, weights)
+        assert (weights.begun, weights.ended) == (3, 3)
+        with pytest.raises(TransferFailedError, match=r"gave version 1 up[\s\S]*TransferFailedError: version 1 could"):
+            waiting()
+        assert time.monotonic() - begin < SOON_S
+        assert receiver.poll() is None
+
+
+def test_an_iterator_is_read_to_its_end_by_a_deposed_sender_too(store: Store) -> None:
+    weights = Collective()
+    with sender_of(store) as deposed, sender_of(store), pytest.raises(TransferFailedError, match="deposed"):
+        deposed.publish(1, iter(weights))
+    assert (weights.begun, weights.ended) == (1, 1)
+
+
+def test_a_source_that_no_receiver_wants_is_not_begun(store: Store) -> None:
+    weights = Collective()
+    with sender_of(store, timeout_s=0.2) as sender, receiver_of(store):
+        assert sender.publish(1, weights).quarantined.keys() == {"r0"}
+    assert weights.begun == 0
+
+
+def test_a_healthy_receiver_waits_as_long_as_the_sender_waits_for_a_hung_one(store: Store) -> None:
+    with sender_of(store, timeout_s=1.5) as sender, receiver_of(store, "healthy") as healthy:
+        receiver_of(store, "hangs")
+        waiting = beside(lambda: healthy.receive(timeout_s=1.0))  # less than the sender has for the hung one
+        report = sender.publish(1, model_of(1))
+        assert (report.receivers, set(report.quarantined)) == (1, {"hangs"})
+        assert waiting().version == 1
+
+
+def test_an_interrupted_wait_for_receivers_ends_those_that_came(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sender_of(store, timeout_s=60.0) as sender, receiver_of(store) as receiver:
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        monkeypatch.setattr("hwrl.weights.rounds.Rounds._absent", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sender.publish(1, model_of(1))
+        with pytest.raises(TransferFailedError, match=r"the sender gave version 1 up[\s\S]*KeyboardInterrupt"):
+            waiting()
+        monkeypatch.undo()
+        exchange(sender, [receiver], 1)
+
+
+@pytest.mark.parametrize("note", ["go", "verdict"])
+def test_a_dead_sender_is_waited_for_no_longer_than_its_own_limits(
+    store: Store, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hwrl.weights.rounds._SLACK_S", 0.1)
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        dead = _last_offer(sender)
+        if note == "verdict":
+            monkeypatch.setattr(WeightReceiver, "_move", lambda *_: "whole")
+            sender._board.say_go(replace(dead, number=dead.number + 1), go=True)
+        sender._board.put_offer(replace(dead, number=dead.number + 1, version=2, timeout_s=0.2))
+        begin = time.monotonic()
+        limit_s = {"go": 0.3, "verdict": 0.5}[note]
+        with pytest.raises(TransferFailedError, match=rf"the sender's '{note}' did not come within {limit_s} s"):
+            receiver.receive(timeout_s=60.0)
+        assert time.monotonic() - begin < SOON_S and receiver.version == 1
+
+
+def _last_offer(sender: WeightSender) -> Any:
+    offer = sender._board.offer(sender._board.newest())
+    assert offer is not None
+    return offer
+
+
+def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
+    with sender_of(store, timeout_s=60.0) as first, receiver_of(store) as receiver:
+        hangs = receiver_of(store, "hangs")
+        publishing = beside(lambda: first.publish(9, model_of(9)))
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
+        while first._board.vote(_last_offer_or_none(first), 1) == "" and receiver._done == 0:
+            pass
+        begin = time.monotonic()
+        with sender_of(store) as second:
+            with pytest.raises(TransferFailedError, match="deposed"):
+                publishing()
+            hangs.close()
+            assert dict(second.publish(3, model_of(3)).quarantined) == {}
+            assert waiting().version == 3
+        assert time.monotonic() - begin < SOON_S
+
+
+def _last_offer_or_none(sender: WeightSender) -> Any:
+    while sender._board.newest() == 0:
+        pass
+    return _last_offer(sender)
+
+
+@pytest.mark.parametrize("name", ["ghost-{}", "ghost"])
+def test_receivers_that_join_and_never_come_cannot_hold_a_version_up(store: Store, name: str) -> None:
+    with sender_of(store, timeout_s=0.5) as sender, receiver_of(store, "healthy") as healthy:
+        receiver_of(store, name.format(0))
+        waiting = beside(lambda: healthy.receive(timeout_s=60.0))
+        publishing = beside(lambda: (sender.publish(1, model_of(1)), time.monotonic()))
+        begin, seen = time.monotonic(), 0
+        while healthy.version is None and time.monotonic() - begin < 8.0:
+            if sender._board.newest() != seen:  # to every round comes one who will not come to the next
+                seen = sender._board.newest()
+                sender._board.join(name.format(seen))
+        assert waiting().version == 1
+        report, ended = publishing()
+        assert report.receivers == 1 and ended - begin < 4 * 0.5 + SOON_S
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_that_cannot_work_is_refused(store: Store, timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="timeout_s="):
+        sender_of(store, timeout_s=timeout_s)

@@ -1,0 +1,280 @@
+"""The rules of the host transport, with sender and receivers as threads of one process."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import Store
+
+from hwrl.errors import (
+    CommTimeoutError,
+    TransferFailedError,
+    UnsupportedError,
+)
+from hwrl.weights import WeightReceiver
+from hwrl.weights.report import StageClock
+from hwrl.weights.transports.places import MemoryFiles
+from hwrl_cpu import INFO, CpuBackend
+from tests.support.faulty import LateBackend
+from tests.support.weight_link import beside, model_of, receiver_of, sender_of, store
+
+__all__ = ["store"]  # the fixture
+
+
+def test_host_versions_wait_for_late_joiners_and_skip_to_the_newest(store: Store, tmp_path: Path) -> None:
+    with sender_of(store, transport="host", directory=tmp_path) as sender:
+        for version in (1, 2, 3):
+            assert sender.publish(version, model_of(version)).receivers == 0
+        with receiver_of(store, "late") as late:
+            assert (late.poll(), sender.joiners()) == (3, ())
+            received = late.receive(timeout_s=1.0)
+            assert (received.version, received["w"][0].item(), late.poll()) == (3, 3.0, None)
+            assert sender.publish(4, model_of(4)).receivers == 1
+            assert received["w"][0].item() == 3.0
+            assert late.receive(timeout_s=1.0)["w"][0].item() == 4.0
+
+
+def test_corrupted_host_bytes_are_refused_and_the_old_version_stays(store: Store, tmp_path: Path) -> None:
+    with sender_of(store, transport="host", directory=tmp_path) as sender, receiver_of(store) as receiver:
+        sender.publish(1, model_of(1))
+        old = receiver.receive(timeout_s=1.0)
+        sender.publish(2, model_of(2))
+        (changed,) = [path for path in tmp_path.glob("*/[0-9]*") if path.read_bytes()[:4] == b"\x00\x00\x00\x40"]
+        with changed.open("r+b") as file:
+            file.write(b"\x01")
+        with pytest.raises(
+            TransferFailedError, match=r"other bytes came than were written \(corrupt: slabs \[0\] of 1"
+        ):
+            receiver.receive(timeout_s=1.0)
+        assert receiver.version == 1 and old["w"][0].item() == 1.0
+        sender.publish(3, model_of(3))
+        assert receiver.receive(timeout_s=1.0).version == 3
+
+
+_SLABS = {"slab_nbytes": 4096, "transport": "host"}
+
+
+def _slabs(value: float) -> list[tuple[str, torch.Tensor]]:
+    """Four slabs of 4096 bytes."""
+    return [("w", torch.full((4, 1024), float(value)))]
+
+
+@pytest.mark.parametrize("there", [0, 2])
+def test_a_receiver_follows_while_the_version_is_written_and_may_time_out_and_come_again(
+    store: Store, tmp_path: Path, there: int
+) -> None:
+    reached, gate = threading.Event(), threading.Event()
+
+    def reach() -> None:
+        reached.set()
+        assert gate.wait(20.0)
+
+    backend = LateBackend(at=1 + there, reach=reach)
+    with sender_of(store, backend=backend, directory=tmp_path, **_SLABS) as sender, receiver_of(store) as receiver:
+        publishing = beside(lambda: sender.publish(1, _slabs(1)))
+        assert reached.wait(20.0)
+        with pytest.raises(CommTimeoutError, match=rf"still being written[\s\S]*{there} of 4 slabs are there"):
+            receiver.receive(timeout_s=0.05)
+        assert receiver.poll() == 1
+        gate.set()
+        received = receiver.receive(timeout_s=10.0)
+        assert publishing().version == received.version == 1
+        assert torch.equal(received["w"], _slabs(1)[0][1])
+
+
+def test_after_a_failure_in_mid_write_the_version_before_is_still_there_for_who_lacks_it(
+    store: Store, tmp_path: Path
+) -> None:
+    def reach() -> None:
+        if failing:
+            raise OSError("the device fell off the bus")
+
+    failing = False
+    backend = LateBackend(at=3, reach=reach)
+    with sender_of(store, backend=backend, directory=tmp_path, **_SLABS) as sender, receiver_of(store, "old") as old:
+        sender.publish(1, _slabs(1))
+        kept = old.receive(timeout_s=1.0)
+        keys = store.num_keys()
+        failing = True
+        with pytest.raises(OSError, match="fell off the bus"):
+            sender.publish(2, _slabs(2))
+        with pytest.raises(TransferFailedError, match=r"version 2 will never be whole[\s\S]*its sender failed"):
+            old.receive(timeout_s=1.0)
+        assert (old.version, old.poll(), kept["w"].sum().item()) == (1, None, 4096.0)
+        with receiver_of(store, "late") as late:
+            received = late.receive(timeout_s=1.0)
+            assert (received.version, late.version, late.poll()) == (1, 1, None)
+            assert torch.equal(received["w"], _slabs(1)[0][1])
+        failing = False
+        sender.publish(3, _slabs(3))
+        assert old.receive(timeout_s=1.0)["w"].sum().item() == 3 * 4096.0
+        assert store.num_keys() == keys
+
+
+def test_as_many_versions_are_kept_as_are_read(store: Store, tmp_path: Path) -> None:
+    options = {"versions": 3, "timeout_s": 0.05, "directory": tmp_path}
+    with sender_of(store, transport="host", **options) as sender, contextlib.ExitStack() as claims:
+        places = []
+        for version in (1, 2):
+            sender.publish(version, model_of(version))
+            reader = claims.enter_context(receiver_of(store, f"reads {version}"))
+            offer = reader._board.offer(reader._board.newest())
+            assert offer is not None
+            places.append(claims.enter_context(reader._host.claim(offer, reader._board.layout(offer), StageClock())))
+        sender.publish(3, model_of(3))
+        assert [place.slabs[0][:4].view(torch.float32).item() for place in places if place] == [1.0, 2.0]
+        with pytest.raises(TransferFailedError, match="receivers have been reading all 2 older"):
+            sender.publish(4, model_of(4))
+
+
+class RegisteringBackend(CpuBackend):
+    """The CPU, which notes what is page-locked; it ``refuses`` as a device without the capability does."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__(INFO)
+        self.refuses, self.registered = refuses, 0
+        self.calls: list[int] = []
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        if self.refuses:
+            raise UnsupportedError("cannot page-lock", why="the test says so", fix="ask the test")
+        self.registered += 1
+        self.calls.append(memory.nbytes)
+
+    def unregister_host_memory(self, memory: torch.Tensor) -> None:
+        self.registered -= 1
+
+
+def test_each_end_page_locks_each_place_once_and_releases_it(store: Store, tmp_path: Path) -> None:
+    mine, theirs = RegisteringBackend(), RegisteringBackend()
+    receiver = WeightReceiver(store, replica="r0", backend=theirs)
+    with sender_of(store, backend=mine, transport="host", directory=tmp_path) as sender:
+        for version in range(6):
+            report = sender.publish(version, model_of(version))
+            assert receiver.receive(timeout_s=1.0).version == version
+            assert {"claim", "register", "copy"} < report.seconds.keys()
+            assert (mine.registered, theirs.registered) == (2, 2)
+        assert mine.registered == theirs.registered == len(mine.calls) == len(theirs.calls) == 2
+        with sender_of(store, backend=mine, transport="host", directory=tmp_path) as other:
+            other.publish(0, model_of(0))
+            receiver.receive(timeout_s=1.0)
+            assert (mine.registered, theirs.registered) == (4, 2)
+    receiver.close()
+    assert mine.registered == theirs.registered == 0
+
+
+def test_without_page_locking_weights_travel_and_a_warning_says_so(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = RegisteringBackend(refuses=True)
+    with (
+        sender_of(store, backend=backend, transport="host", directory=tmp_path) as sender,
+        receiver_of(store) as receiver,
+    ):
+        sender.publish(1, model_of(1))
+        assert receiver.receive(timeout_s=1.0)["b"].item() == 1.0
+    assert "not page-locked" in caplog.text and "the test says so" in caplog.text
+
+
+def test_a_closed_host_sender_is_named(store: Store, tmp_path: Path) -> None:
+    with sender_of(store, transport="host", directory=tmp_path) as sender:
+        sender.publish(1, model_of(1))
+    with receiver_of(store) as receiver, pytest.raises(TransferFailedError, match="its sender has closed it"):
+        receiver.receive(timeout_s=1.0)
+
+
+@pytest.mark.parametrize("fault", ["short", "can be shortened", "another file", "a pipe", "no such place"])
+def test_a_file_that_is_not_what_the_sender_made_is_refused_before_it_is_read(
+    store: Store, tmp_path: Path, fault: str
+) -> None:
+    with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
+        sender.publish(1, model_of(1))
+        offer = receiver._board.offer(receiver._board.newest())
+        assert offer is not None
+        with _file_for(tmp_path, fault) as file:
+            inode = os.fstat(file).st_ino + (fault == "another file")
+            slot = 7 if fault == "no such place" else 0
+            forged = replace(offer, number=offer.number + 1, slot=slot, files=[file], inodes=[inode])
+            receiver._board.put_offer(forged)
+            with pytest.raises(TransferFailedError, match=f"version 1 cannot be read[\\s\\S]*{_WHY[fault]}"):
+                receiver.receive(timeout_s=1.0)
+
+
+_WHY = {
+    "short": r"the file has 4,096 bytes, and this layout takes [\d,]+",
+    "can be shortened": "no memory file whose size is fixed",
+    "another file": "is another file by now",
+    "a pipe": "is another file by now",
+    "no such place": "place 7 of 1 files",
+}
+
+
+@contextlib.contextmanager
+def _file_for(directory: Path, fault: str) -> Iterator[int]:
+    if fault == "a pipe":
+        os.mkfifo(directory / "pipe")
+        file = os.open(directory / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    elif fault == "can be shortened":
+        file = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        file = MemoryFiles().make(0, nbytes=4096)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+class EagerEvents(CpuBackend):
+    """Events whose wait follows the newest record, as those of some devices do; notes records that follow a wait."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self.waited: set[int] = set()
+        self.again = 0
+
+    def event(self, *, timing: bool = False) -> Any:
+        backend, inner = self, super().event(timing=timing)
+
+        class Event:
+            def record(self, *args: Any) -> Any:
+                backend.again += id(self) in backend.waited
+                return inner.record(*args)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(inner, name)
+
+        return Event()
+
+    def stream(self, *args: Any, **options: Any) -> Any:
+        backend, inner = self, super().stream(*args, **options)
+
+        class Stream:
+            def wait_event(self, event: Any) -> Any:
+                backend.waited.add(id(event))
+
+            def __enter__(self) -> Any:
+                return inner.__enter__()
+
+            def __exit__(self, *exc: Any) -> Any:
+                return inner.__exit__(*exc)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(inner, name)
+
+        return Stream()
+
+
+def test_no_event_is_recorded_again_while_a_stream_may_wait_for_it(store: Store) -> None:
+    mine, theirs = EagerEvents(), EagerEvents()
+    receiver = WeightReceiver(store, replica="r0", backend=theirs)
+    with sender_of(store, backend=mine, **_SLABS) as sender, receiver:
+        sender.publish(1, _slabs(1))
+        assert torch.equal(receiver.receive(timeout_s=1.0)["w"], _slabs(1)[0][1])
+    assert len(mine.waited) == len(theirs.waited) == 4
+    assert (mine.again, theirs.again) == (0, 0)

@@ -1,0 +1,301 @@
+"""The promises of the weight link between real processes, some of which die."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hwrl.comm import await_keys, connect_store, raw_bytes, serve_store, store_address
+from hwrl.errors import CommTimeoutError, QuarantinedError, TransferFailedError
+from hwrl.interfaces.backend import Backend
+from hwrl.testing.processes import Processes, run_processes
+from hwrl.weights import Received, WeightReceiver, WeightSender
+from hwrl.weights.report import StageClock
+from hwrl_cpu import INFO, CpuBackend
+from tests.support.faulty import CorruptingBackend, DyingBackend, LateBackend
+
+SLAB_NBYTES = 4096
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def _model(version: int) -> Named:
+    """A hard list: 0-d, odd sizes, mixed dtypes, not contiguous, tied, empty, larger than a slab."""
+    generator = torch.Generator().manual_seed(version)
+    embed = torch.randn(61, 40, generator=generator)
+    return [
+        ("embed", embed),
+        ("scale", torch.tensor(float(version))),
+        ("odd", torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=generator)),
+        ("turned", torch.randn(50, 60, generator=generator).T),
+        ("half", torch.randn(33, 3, generator=generator).to(torch.bfloat16)),
+        ("strided", torch.randn(40, 9, generator=generator)[:, ::2]),
+        ("mask", torch.randn(77, generator=generator) > 0),
+        ("eighth", torch.randn(130, generator=generator).to(torch.float8_e4m3fn)),
+        ("empty", torch.empty(0, 3)),
+        ("step", torch.tensor([version])),
+        ("head", embed),
+    ]
+
+
+def _is_model(received: Received, version: int) -> bool:
+    expected = _model(version)
+    assert list(received) == [name for name, _ in expected]
+    for name, tensor in expected:
+        mine = received[name]
+        assert mine.dtype == tensor.dtype and mine.shape == tensor.shape, name
+        assert torch.equal(raw_bytes(mine.contiguous()), raw_bytes(tensor.contiguous())), name
+    return mine.data_ptr() == received["embed"].data_ptr()
+
+
+def _cpu() -> Backend:
+    return CpuBackend(INFO)
+
+
+# -- every transport carries a hard model --------------------------------------------------------------------------
+
+
+def _send_and_receive(rank: int, address: str, transport: Any, directory: Path) -> Any:
+    store = connect_store(address)
+    if rank == 0:
+        with WeightSender(
+            store, backend=_cpu(), transport=transport, slab_nbytes=SLAB_NBYTES, directory=directory
+        ) as sender:
+            sender.wait_for_receivers(2)
+            reports = []
+            for version in (3, 4, 9):
+                reports.append(sender.publish(version, iter(_model(version)), {"step": version, "note": "x"}))
+                assert not await_keys(store, [f"got {version}/{peer}" for peer in (1, 2)], timeout_s=20.0)
+            return [(report.version, report.receivers, dict(report.quarantined)) for report in reports]
+    with WeightReceiver(store, replica=f"r{rank}", backend=_cpu()) as receiver:
+        kept: list[Received] = []
+        tied = []
+        for version in (3, 4, 9):
+            received = receiver.receive(timeout_s=20.0)
+            assert received.version == receiver.version == version
+            assert received.metadata == {"step": version, "note": "x"}
+            assert receiver.poll() is None
+            tied.append(_is_model(received, version))
+            if kept:
+                _is_model(kept[-1], kept[-1].version)  # the version before is whole until the next receive begins
+            kept.append(received)
+            store.set(f"got {version}/{rank}", "")
+        return all(tied), dist.is_initialized(), sorted(kept[-1].seconds)
+
+
+@pytest.mark.parametrize(
+    ("transport", "stages"),
+    [("device", ["rendezvous", "vote", "wait", "wire"]), ("host", ["copy", "register", "wait"])],
+)
+def test_a_hard_model_arrives_bit_for_bit(transport: str, stages: list[str], tmp_path: Path) -> None:
+    store = serve_store()
+    sent, *received = run_processes(_send_and_receive, 3, store_address(store), transport, tmp_path)
+    assert sent == [(version, 2, {}) for version in (3, 4, 9)]
+    assert received == [(True, False, stages)] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the device transport when something breaks --------------------------------------------------------------------
+
+
+def _send_past_a_death(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 0:
+        with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=20.0) as sender:
+            sender.wait_for_receivers(3)
+            begin = time.monotonic()
+            first = sender.publish(1, _model(1))
+            took_s = time.monotonic() - begin
+            second = sender.publish(2, _model(2))
+            return first.receivers, dict(first.quarantined), took_s, second.receivers, dict(second.quarantined)
+    backend = DyingBackend(at=3) if rank == 2 else _cpu()
+    with WeightReceiver(store, replica=f"r{rank}", backend=backend) as receiver:
+        versions = []
+        for _ in range(2):
+            received = receiver.receive(timeout_s=20.0)
+            _is_model(received, received.version)
+            versions.append(received.version)
+        return versions
+
+
+def test_a_receiver_killed_in_mid_transfer_is_named_and_the_others_get_the_version() -> None:
+    store = serve_store()
+    with Processes(_send_past_a_death, 4, store_address(store)) as processes:
+        receivers, quarantined, took_s, later, later_quarantined = processes.wait(0).value
+        assert (receivers, later, later_quarantined) == (2, 2, {})
+        assert quarantined.keys() == {"r2"} and "was lost in the transfer" in quarantined["r2"]
+        assert took_s < 20.0
+        assert processes.wait(1).value == processes.wait(3).value == [1, 2]
+        assert "exit code -9" in str(processes.wait(2).error)
+
+
+def _send_to_a_corrupter(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 0:
+        with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=20.0) as sender:
+            sender.wait_for_receivers(2)
+            first = sender.publish(1, _model(1))
+            sender.wait_for_receivers(2, timeout_s=20.0)
+            second = sender.publish(2, _model(2))
+            return first.receivers, dict(first.quarantined), second.receivers, dict(second.quarantined)
+    bad = rank == 2
+    backend = CorruptingBackend(at=2) if bad else _cpu()
+    with WeightReceiver(store, replica=f"r{rank}", backend=backend) as receiver:
+        if bad:
+            with pytest.raises(QuarantinedError, match=r"corrupt: slabs \[2\]"):
+                receiver.receive(timeout_s=20.0)
+            with pytest.raises(QuarantinedError):
+                receiver.poll()
+            assert receiver.version is None
+            receiver.join()
+        received = receiver.receive(timeout_s=20.0)
+        while received.version < 2:
+            received = receiver.receive(timeout_s=20.0)
+        return _is_model(received, 2)
+
+
+def test_a_corrupted_slab_excludes_its_receiver_which_may_join_again() -> None:
+    store = serve_store()
+    sent, *received = run_processes(_send_to_a_corrupter, 3, store_address(store))
+    receivers, quarantined, later, later_quarantined = sent
+    assert (receivers, later, later_quarantined) == (1, 2, {})
+    assert quarantined.keys() == {"r2"} and "other bytes than were sent" in quarantined["r2"]
+    assert received == [True, True]
+
+
+def _sender_dies(rank: int, address: str) -> Any:
+    store = connect_store(address)
+    if rank == 0:
+        with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES) as sender:
+            sender.wait_for_receivers(1)
+            sender.publish(7, _model(7))
+        with WeightSender(store, backend=DyingBackend(at=3), slab_nbytes=SLAB_NBYTES) as sender:
+            sender.publish(8, _model(8))
+        return None
+    if rank == 1:
+        with WeightReceiver(store, replica="r1", backend=_cpu()) as receiver:
+            old = receiver.receive(timeout_s=20.0)
+            store.set("has 7", "")
+            received = receiver.receive(timeout_s=60.0)  # waits for the dead sender until it hears of the next
+            assert _is_model(old, 7) and _is_model(received, 2)
+            return receiver.version
+    assert not await_keys(store, ["has 7", "weights/policy/offer/2", "weights/policy/here/2/1"], timeout_s=30.0)
+    with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=20.0) as sender:
+        return sender.publish(2, _model(2)).receivers
+
+
+def test_receivers_keep_the_old_version_when_the_sender_dies_and_follow_a_restarted_one_back() -> None:
+    store = serve_store()
+    with Processes(_sender_dies, 3, store_address(store)) as processes:
+        assert processes.wait(1).value == 2, processes.wait(1).error
+        assert processes.wait(2).value == 1, processes.wait(2).error
+        assert "exit code -9" in str(processes.wait(0).error)
+
+
+# -- the host transport when something breaks ----------------------------------------------------------------------
+
+
+def _hold_a_claim(rank: int, address: str) -> None:
+    store = connect_store(address)
+    receiver = WeightReceiver(store, replica="r0", backend=_cpu())
+    offer = receiver._board.offer(receiver._board.newest())
+    assert offer is not None
+    with receiver._host.claim(offer, receiver._board.layout(offer), StageClock()) as place:
+        assert place is not None
+        store.set("claimed", "")
+        await_keys(store, ["never"], timeout_s=50.0)
+
+
+def test_a_killed_reader_gives_its_claim_back(tmp_path: Path) -> None:
+    store = serve_store()
+    with WeightSender(store, backend=_cpu(), transport="host", versions=2, directory=tmp_path, timeout_s=0.2) as sender:
+        sender.publish(1, _model(1))
+        with Processes(_hold_a_claim, 1, store_address(store)) as processes:
+            assert not await_keys(store, ["claimed"], timeout_s=30.0)
+            sender.publish(2, _model(2))
+            with pytest.raises(TransferFailedError, match="receivers have been reading all 1 older"):
+                sender.publish(3, _model(3))
+            processes.kill(0)
+            processes.wait(0)
+            assert sender.publish(3, _model(3)).version == 3
+
+
+def _publish_and_pause(rank: int, address: str, directory: Path | None) -> None:
+    store = connect_store(address)
+    sender = WeightSender(store, backend=_cpu(), transport="host", directory=directory)
+    sender.publish(1, _model(1))
+    store.set("published", "")
+    await_keys(store, ["never"], timeout_s=50.0)
+
+
+def test_what_a_killed_sender_left_is_served_until_the_next_sender_deletes_it(tmp_path: Path) -> None:
+    store = serve_store()
+    with Processes(_publish_and_pause, 1, store_address(store), tmp_path) as processes:
+        assert not await_keys(store, ["published"], timeout_s=30.0)
+        processes.kill(0)
+        processes.wait(0)
+    (left,) = tmp_path.iterdir()
+    with WeightReceiver(store, replica="late", backend=_cpu()) as receiver:
+        assert _is_model(receiver.receive(timeout_s=5.0), 1)
+        with WeightSender(store, backend=_cpu(), transport="host", directory=tmp_path) as sender:
+            sender.publish(0, _model(0))
+            assert not left.exists()
+            assert receiver.poll() == 0 and _is_model(receiver.receive(timeout_s=5.0), 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_versions_in_memory_vanish_with_a_killed_sender_and_stay_with_the_receivers_that_have_them() -> None:
+    store, before = serve_store(), set(Path("/dev/shm").iterdir())
+    with WeightReceiver(store, replica="r0", backend=_cpu()) as receiver:
+        with Processes(_publish_and_pause, 1, store_address(store), None) as processes:
+            assert not await_keys(store, ["published"], timeout_s=30.0)
+            left = {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("hwrl-weights")}
+            received = receiver.receive(timeout_s=5.0)
+            processes.kill(0)
+            processes.wait(0)
+        assert left == set()
+        assert _is_model(received, 1) and receiver.version == 1
+        with (
+            WeightReceiver(store, replica="late", backend=_cpu()) as late,
+            pytest.raises(TransferFailedError, match=r"version 1 is not on this host[\s\S]*is dead"),
+        ):
+            late.receive(timeout_s=5.0)
+
+
+def _publish_and_stop_in_mid_write(rank: int, address: str, directory: Path) -> None:
+    store = connect_store(address)
+
+    def reach() -> None:
+        if sender.version == 1:
+            store.set("in mid-write", "")
+            await_keys(store, ["never"], timeout_s=50.0)
+
+    backend = LateBackend(at=3, reach=reach)
+    sender = WeightSender(store, backend=backend, transport="host", slab_nbytes=SLAB_NBYTES, directory=directory)
+    for version in (1, 2):
+        sender.publish(version, _model(version))
+
+
+def test_a_version_whose_sender_was_killed_in_mid_write_is_never_taken(tmp_path: Path) -> None:
+    store = serve_store()
+    with (
+        Processes(_publish_and_stop_in_mid_write, 1, store_address(store), tmp_path) as processes,
+        WeightReceiver(store, replica="old", backend=_cpu()) as old,
+        WeightReceiver(store, replica="late", backend=_cpu()) as late,
+    ):
+        kept = old.receive(timeout_s=30.0)
+        assert not await_keys(store, ["in mid-write"], timeout_s=30.0)
+        with pytest.raises(CommTimeoutError, match="version 2 is still being written"):
+            old.receive(timeout_s=0.5)
+        processes.kill(0)
+        processes.wait(0)
+        with pytest.raises(TransferFailedError, match=r"version 2 will never be whole[\s\S]*its sender died"):
+            old.receive(timeout_s=20.0)
+        assert (old.version, old.poll()) == (1, None) and _is_model(kept, 1)
+        assert _is_model(late.receive(timeout_s=20.0), 1) and late.version == 1
+        with WeightSender(store, backend=_cpu(), transport="host", directory=tmp_path) as sender:
+            sender.publish(2, _model(2))
+            assert _is_model(old.receive(timeout_s=5.0), 2) and _is_model(late.receive(timeout_s=5.0), 2)
