@@ -2,7 +2,7 @@
 
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
 from hwrl.checkpoint.format.manifest import CheckpointInfo, Manifest, Skipped, find_checkpoints
-from hwrl.checkpoint.format.pieces import Pieces
+from hwrl.checkpoint.format.shards import LocalShards
 from hwrl.checkpoint.manager import CheckpointManager, Resumed, SaveReport
 from hwrl.checkpoint.saving.copy import copy_for_torch
 
@@ -11,8 +11,8 @@ __all__ = [
     "CheckpointManager",
     "DurableFS",
     "FileRecord",
+    "LocalShards",
     "Manifest",
-    "Pieces",
     "Resumed",
     "SaveReport",
     "Skipped",

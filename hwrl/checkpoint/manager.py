@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # gives the names that the planner uses
 
 from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.directory.home import CheckpointHome, usable
+from hwrl.checkpoint.directory.home import CheckpointDirectory, usable
 from hwrl.checkpoint.directory.nodes import join_node
 from hwrl.checkpoint.format.layout import LayoutReader, StateLoad, distinct_names, require_all_wanted
 from hwrl.checkpoint.format.manifest import (
@@ -35,7 +35,7 @@ from hwrl.checkpoint.format.manifest import (
 )
 from hwrl.checkpoint.format.payload import MAX_FILES
 from hwrl.checkpoint.saving.agreement import Agreement
-from hwrl.checkpoint.saving.items import SaveItems, require_memory
+from hwrl.checkpoint.saving.items import SaveSource, require_memory
 from hwrl.checkpoint.saving.save import SaveJob, Saver
 from hwrl.checkpoint.saving.staging import Staging
 from hwrl.checkpoint.saving.survey import Survey, look, merge
@@ -149,7 +149,7 @@ class CheckpointManager:
 
     def _open_home(self) -> None:
         if self._node.agreement.decides:
-            self._node.home = CheckpointHome(self.directory, self._fs)
+            self._node.home = CheckpointDirectory(self.directory, self._fs)
 
     def _set_tracker(self, newest: int) -> None:
         """Let the tracker name the newest complete checkpoint, if its writer did not come to it.
@@ -183,7 +183,7 @@ class CheckpointManager:
     ) -> SaveReport:
         """Save ``state`` as ``step``, which must be later than every complete step in the directory.
 
-        ``state`` is a nested dict of tensors, DTensors, :class:`Pieces` and plain values, as ``get_state_dict`` of
+        ``state`` is a nested dict of tensors, DTensors, :class:`LocalShards` and plain values, as ``get_state_dict`` of
         ``torch.distributed.checkpoint.state_dict`` returns it. ``extra`` is JSON with string keys, taken from rank 0;
         ``rank_extra`` likewise, kept for each rank. ``export`` is called once, on rank 0, with the path of an empty
         directory ``hf`` inside the checkpoint, to write files for other readers; with ``async_save`` it runs in the
@@ -206,7 +206,7 @@ class CheckpointManager:
         waited_s = time.perf_counter()
         with self._telling(call, step):
             counts = _count("step", step), _count("weight_version", weight_version)
-            items = SaveItems(state, offloader=offloader)
+            items = SaveSource(state, offloader=offloader)
             job = SaveJob(call, *counts, items, _json(extra), _json(rank_extra), export, goes_on=failed is None)
             self._hold(items)
         self._start(job)
@@ -248,7 +248,7 @@ class CheckpointManager:
         self._calls += 1
         return self._calls
 
-    def _hold(self, items: SaveItems) -> None:
+    def _hold(self, items: SaveSource) -> None:
         try:
             items.hold(self._staging, copy=self._async_save)
         except BaseException:

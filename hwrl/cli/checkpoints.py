@@ -248,7 +248,7 @@ def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint import DurableFS
-    from hwrl.checkpoint.directory.home import CheckpointHome
+    from hwrl.checkpoint.directory.home import CheckpointDirectory
     from hwrl.checkpoint.format.manifest import verify_files
 
     if args.keep < 1:
@@ -261,7 +261,7 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
             why=owner,
             fix="give the trainer checkpoint.max_ckpt_to_keep, and it keeps so many itself; or prune when it has ended",
         )
-    home = CheckpointHome(args.dir, DurableFS())
+    home = CheckpointDirectory(args.dir, DurableFS())
     try:
         complete = home.complete()
         before = {info.step: info.nbytes for info in complete}

@@ -11,7 +11,7 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Readable:
+class WeightSource:
     """What :meth:`~hwrl.weights.WeightSender.publish` reads, more than once if it must; ``a + b`` reads both.
 
     ``metadata`` yields names with tensors on the meta device, ``read`` the tensors themselves.
@@ -23,8 +23,8 @@ class Readable:
     def __iter__(self) -> Iterator[NamedTensor]:
         return self.read()
 
-    def __add__(self, other: Readable) -> Readable:
-        return Readable(lambda: _chained(self.metadata, other.metadata), lambda: _chained(self.read, other.read))
+    def __add__(self, other: WeightSource) -> WeightSource:
+        return WeightSource(lambda: _chained(self.metadata, other.metadata), lambda: _chained(self.read, other.read))
 
 
 def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:

@@ -16,10 +16,10 @@ from hwrl.errors import EngineError
 from hwrl.interfaces.groups import PromptGroup, Response
 from hwrl.interfaces.rollout import Completion, GenerationRequest, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.inlet import WeightsInlet
 from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward_workers import RewardWorkers, Scores, unscored
 from hwrl.rollout.sleeper import Sleeper
+from hwrl.rollout.weight_updater import WeightUpdater
 
 _EVALUATION_TRIES = 3
 _ASK_AGAIN_S = 1.0
@@ -104,7 +104,7 @@ class Rollouter:
         rewards: RewardWorkers,
         sampling: Sampling,
         group_size: int,
-        weights: WeightsInlet,
+        weights: WeightUpdater,
         partial_rollout: bool = True,
         sleep_level: int | None = None,
     ) -> None:

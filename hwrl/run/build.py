@@ -23,10 +23,10 @@ from hwrl.models import (
 )
 from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.inlet import INCARNATION, AdapterInlet, Link, ModelInlet, WeightsInlet
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.reward_workers import RewardWorkers
 from hwrl.rollout.rollouter import LedgerClient, Rollouter
+from hwrl.rollout.weight_updater import INCARNATION, AdapterInlet, Link, ModelInlet, WeightUpdater
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
@@ -79,7 +79,7 @@ def build_rollouter(
     )
 
 
-def _build_inlet(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightsInlet:
+def _build_inlet(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
     store = connect_store(store_address)
 
     def connect(name: str, *, newest: bool = True) -> Link:

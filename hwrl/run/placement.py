@@ -32,7 +32,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Seating:
+class DeviceAssignment:
     """A seat for each trainer rank and each replica, in order, on ``devices`` devices."""
 
     devices: int
@@ -59,7 +59,7 @@ class Seating:
         return f"too few devices ({self.devices}), so replicas share {which}"
 
 
-def seat(*, devices: int, ranks: int, replicas: int, width: int, may_share: bool) -> Seating:
+def seat(*, devices: int, ranks: int, replicas: int, width: int, may_share: bool) -> DeviceAssignment:
     """Divide ``devices`` among the processes of a run; a replica takes ``width``.
 
     Each gets devices of its own if there are enough. If not, replicas share the devices that no trainer rank has, or,
@@ -75,7 +75,7 @@ def seat(*, devices: int, ranks: int, replicas: int, width: int, may_share: bool
     places = left or range(devices)
     each = for_replicas // -(-replicas * width // len(places))
     wide = [tuple(places[(index * width + own) % len(places)] for own in range(width)) for index in range(replicas)]
-    return Seating(
+    return DeviceAssignment(
         devices=min(devices, needed),
         ranks=tuple(Seat((rank,), for_rank / _UNITS) for rank in range(ranks)),
         replicas=tuple(Seat(place, each / _UNITS) for place in wide),
@@ -151,7 +151,7 @@ def has_devices(backend: Backend) -> bool:
 class Plan:
     """What was decided before anything starts: the seats, and how weights travel."""
 
-    seating: Seating
+    seating: DeviceAssignment
     transport: Transport
     why_transport: str
 
@@ -216,7 +216,7 @@ def machine_devices(env: Mapping[str, str], devices: DeviceMap, *, count: int) -
     return devices.visible(env) or tuple(range(count))
 
 
-def see_also(others: Sequence[int], env: Mapping[str, str], devices: DeviceMap) -> dict[str, str]:
+def with_visible(others: Sequence[int], env: Mapping[str, str], devices: DeviceMap) -> dict[str, str]:
     """Return what to set so that a process under ``env`` sees the machine's devices ``others`` too, behind its own."""
     own = devices.visible(env) or ()
     return devices.render([*own, *(index for index in others if index not in own)]) if others else {}
@@ -236,7 +236,7 @@ def show_devices(told: Assignment, devices: DeviceMap, env: MutableMapping[str, 
     if not told.opens:
         return own
     numbers = (devices.visible(env) or ())[: told.count]
-    env.update(see_also(told.opens, env, devices))
+    env.update(with_visible(told.opens, env, devices))
     seen = devices.visible(env) or ()
     return tuple(seen.index(number) for number in numbers) or own  # some devices are always seen in ascending order
 

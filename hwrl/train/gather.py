@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hwrl.comm import Group, Pending
 from hwrl.interfaces.train import TrainEngine
 from hwrl.interfaces.weights import NamedTensor
-from hwrl.weights import Readable
+from hwrl.weights import WeightSource
 
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
@@ -117,8 +117,8 @@ class SharedWeights:
     def __init__(self, engine: TrainEngine, group: Group | None) -> None:
         self._group = group
         self._reads = (engine.named_weights, engine.named_adapter)
-        self.model = Readable(engine.weights_metadata, functools.partial(self._read, 0))
-        self.adapter = Readable(engine.adapter_metadata, functools.partial(self._read, 1))
+        self.model = WeightSource(engine.weights_metadata, functools.partial(self._read, 0))
+        self.adapter = WeightSource(engine.adapter_metadata, functools.partial(self._read, 1))
 
     def follow(self) -> None:
         """Take part in what the first rank reads, until it leaves the context. Blocks."""

@@ -1,6 +1,6 @@
 """Weights from a trainer to rollout replicas: planned layouts, the broadcast buffer, transactional versions."""
 
-from hwrl.interfaces.weights import Readable as Readable
+from hwrl.interfaces.weights import WeightSource as WeightSource
 from hwrl.weights.buffer import BroadcastBuffer as BroadcastBuffer
 from hwrl.weights.layout import WeightLayout as WeightLayout
 from hwrl.weights.plan import PolicySender as PolicySender

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch._C._distributed_c10d import HashStore
 
-from hwrl.checkpoint import Pieces
+from hwrl.checkpoint import LocalShards
 from hwrl.comm import Comm
 from hwrl.errors import ConfigError
 from hwrl.interfaces.backend import Backend
@@ -210,7 +210,7 @@ class MegatronEngine(PolicyEngine):
             model["lm_head.weight"] = model["model.embed_tokens.weight"]  # transformers' state has both
         return {"model": model, "optimizer": optimizer, "updates": self.updates}
 
-    def _optimizer_tensors(self, weight: Weight) -> dict[str, Pieces]:
+    def _optimizer_tensors(self, weight: Weight) -> dict[str, LocalShards]:
         """Return ``weight`` in float32 and its moments, as far as this rank has them."""
         flat: dict[str, torch.Tensor] = {}
         start = stop = 0
@@ -220,7 +220,7 @@ class MegatronEngine(PolicyEngine):
             self._require_moments(weight)
             flat = self.optimizer._get_main_param_and_optimizer_states(weight.parameter)
         return {
-            key: Pieces(
+            key: LocalShards(
                 weight.shape,
                 torch.float32,
                 {
@@ -275,7 +275,7 @@ class MegatronEngine(PolicyEngine):
         load_tokenizer(self.settings.model_directory).save_pretrained(directory)
 
 
-def _copy(target: Pieces, source: Pieces) -> None:
+def _copy(target: LocalShards, source: LocalShards) -> None:
     for offset, piece in target.pieces.items():
         piece.copy_(source.pieces[offset])
 

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.utils import (
 )
 from torch.distributed.tensor import DTensor
 
-from hwrl.checkpoint import CheckpointInfo, DurableFS, Pieces, copy_for_torch
+from hwrl.checkpoint import CheckpointInfo, DurableFS, LocalShards, copy_for_torch
 from hwrl.errors import CheckpointError, ConfigError
 
 COMMON = "common.pt"
@@ -85,7 +85,7 @@ class ShardedState:
                 fix="give it a tensor, for example by init_data(device)",
             )
         _require_local(tensor.data)
-        whole = self._add(tensor.key, Pieces(tensor.global_shape, tensor.dtype, {}))
+        whole = self._add(tensor.key, LocalShards(tensor.global_shape, tensor.dtype, {}))
         if not tensor.data.numel():  # where an empty rectangle begins, another may, too
             return
         piece = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
@@ -227,7 +227,7 @@ def _require_local(tensor: torch.Tensor) -> None:
 
 
 def _kind(value: Any) -> Any:
-    return (value.shape, value.dtype) if isinstance(value, Pieces) else type(value)
+    return (value.shape, value.dtype) if isinstance(value, LocalShards) else type(value)
 
 
 def _two_of_one_name(name: str) -> CheckpointError:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, Pieces, find_checkpoints
+from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, find_checkpoints
 from hwrl.checkpoint.directory import nodes
 from hwrl.checkpoint.format.join import join_parts
 from hwrl.cli import main
@@ -36,7 +36,7 @@ def state_of(group: Group, step: int) -> dict[str, Any]:
     """A tensor divided over the ranks, one that all of them have, and a number: all say ``step``."""
     row = torch.full((1, 3), float(step)) + group.rank
     return {
-        "divided": Pieces((group.size, 3), row.dtype, {(group.rank, 0): row}),
+        "divided": LocalShards((group.size, 3), row.dtype, {(group.rank, 0): row}),
         "same": row[0] - group.rank,
         "n": step,
     }
@@ -120,7 +120,9 @@ def test_two_ranks_resume_what_four_saved_as_each_finds_its_rows_on_its_node(tmp
 
 
 def _rows(first: int, count: int) -> dict[str, Any]:
-    return {"rows": Pieces((4,), torch.float32, {(first,): torch.arange(first, first + count, dtype=torch.float32)})}
+    return {
+        "rows": LocalShards((4,), torch.float32, {(first,): torch.arange(first, first + count, dtype=torch.float32)})
+    }
 
 
 def _save_rows(group: Group, directory: Path) -> None:
@@ -223,7 +225,7 @@ def test_parts_are_joined_into_a_checkpoint_that_any_ranks_resume(
     assert "joined step 2" in _checkpoints(capsys, "join", here, there, "--out", whole)
     assert "is whole" in _checkpoints(capsys, "verify", whole) and "part of" not in _checkpoints(capsys, "ls", whole)
     rows = torch.zeros(2, 3)
-    state = {"divided": Pieces((2, 3), rows.dtype, {(0, 0): rows}), "same": torch.zeros(3), "n": 0}
+    state = {"divided": LocalShards((2, 3), rows.dtype, {(0, 0): rows}), "same": torch.zeros(3), "n": 0}
     with CheckpointManager(whole, backend=BACKEND) as manager:
         found = manager.resume(state)
         assert found is not None and (found.step, len(found.rank_extras), state["n"]) == (2, 2, 2)

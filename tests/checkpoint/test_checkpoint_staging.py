@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from hwrl.checkpoint import CheckpointManager, Pieces
+from hwrl.checkpoint import CheckpointManager, LocalShards
 from hwrl.checkpoint.format import payload, split
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, UnsupportedError
 from hwrl.interfaces.backend import Backend, BackendInfo, Capability, MemoryInfo, Support
@@ -35,7 +35,7 @@ def state_of(step: int) -> dict[str, Any]:
         "empty": torch.zeros(0, 3),
         "transposed": torch.randn(40, 30).T,
         "part of a larger one": torch.randn(100, 50)[3:5, 7:],
-        "pieces": Pieces([2, 600], torch.float32, {(0, 0): torch.randn(1, 600), (1, 0): torch.randn(1, 600)}),
+        "pieces": LocalShards([2, 600], torch.float32, {(0, 0): torch.randn(1, 600), (1, 0): torch.randn(1, 600)}),
         "step": step,
     }
 
@@ -44,7 +44,7 @@ def tensors_in(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a state, and the pieces of one."""
     tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
-        if isinstance(value, Pieces):
+        if isinstance(value, LocalShards):
             tensors |= {f"{name} {offset}": piece for offset, piece in value.pieces.items()}
         elif isinstance(value, torch.Tensor):
             tensors[name] = value
@@ -89,11 +89,13 @@ def test_every_kind_of_tensor_comes_back_and_torch_reads_it_too(
         found = state_of(2)
         assert manager.resume(found) is not None
     assert_same(found, state_of(1))
-    plain = {name: value for name, value in state_of(2).items() if not isinstance(value, Pieces)}
+    plain = {name: value for name, value in state_of(2).items() if not isinstance(value, LocalShards)}
     plain["pieces"] = torch.zeros(2, 600)
     load(plain, checkpoint_id=tmp_path / "global_step_1")
     rows = plain["pieces"].split(1)
-    assert_same({**plain, "pieces": Pieces([2, 600], torch.float32, {(0, 0): rows[0], (1, 0): rows[1]})}, state_of(1))
+    assert_same(
+        {**plain, "pieces": LocalShards([2, 600], torch.float32, {(0, 0): rows[0], (1, 0): rows[1]})}, state_of(1)
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 5), (1000,), (7, 100), (3, 5, 70), (2, 1, 3, 999), (2, 2, 1000, 1)])

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
-from hwrl.checkpoint.format.pieces import local_parts
+from hwrl.checkpoint.format.shards import local_parts
 from hwrl.comm import Comm, connect_store
 from hwrl.errors import HwrlError
 from tests.crash.matrix import Session, Subject

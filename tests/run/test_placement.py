@@ -19,8 +19,8 @@ from hwrl.run.placement import (
     held_devices,
     machine_devices,
     seat,
-    see_also,
     show_devices,
+    with_visible,
 )
 from hwrl_npu.settings import DEVICES as ASCENDING
 
@@ -147,8 +147,8 @@ def test_several_ranks_need_collectives() -> None:
 def test_a_process_sees_others_devices_behind_its_own() -> None:
     machine = machine_devices({"VISIBLE": "3,5,7"}, DEVICES, count=3)
     assert machine == (3, 5, 7)
-    assert see_also(machine, {"VISIBLE": "5"}, DEVICES) == {"VISIBLE": "5,3,7"}
-    assert see_also((), {"VISIBLE": "5"}, DEVICES) == {}
+    assert with_visible(machine, {"VISIBLE": "5"}, DEVICES) == {"VISIBLE": "5,3,7"}
+    assert with_visible((), {"VISIBLE": "5"}, DEVICES) == {}
 
 
 def test_a_machine_that_hides_nothing_numbers_its_devices_from_zero() -> None:

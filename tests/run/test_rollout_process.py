@@ -13,8 +13,8 @@ import torch
 from hwrl.comm import serve_store, store_address
 from hwrl.interfaces.groups import PromptGroup
 from hwrl.models import build_model, load_model
-from hwrl.rollout.inlet import INCARNATION
 from hwrl.rollout.ledger import Lease
+from hwrl.rollout.weight_updater import INCARNATION
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import Processes

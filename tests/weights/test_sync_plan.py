@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import Store
 
 from hwrl.lora import add_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.inlet import INCARNATION, AdapterInlet, Link
-from hwrl.weights import PolicySender, Readable, SyncReport, WeightReceiver
+from hwrl.rollout.weight_updater import INCARNATION, AdapterInlet, Link
+from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSource
 from hwrl_cpu import INFO, CpuBackend
 from tests.rollout.test_embedded_engine import END, requests_of, tiny_model
 from tests.rollout.test_embedded_lora import LORA, Weights, expected, reference, tokens_of, trained
@@ -28,8 +28,8 @@ BASE, OTHER = 0xBA5E, 0x07E4
 REQUESTS = requests_of(6, temperature=0.0)
 
 
-def readable(weights: Weights) -> Readable:
-    return Readable(lambda: iter([(n, t.to("meta")) for n, t in weights.items()]), lambda: iter(weights.items()))
+def readable(weights: Weights) -> WeightSource:
+    return WeightSource(lambda: iter([(n, t.to("meta")) for n, t in weights.items()]), lambda: iter(weights.items()))
 
 
 def nbytes_of(weights: Weights) -> int:

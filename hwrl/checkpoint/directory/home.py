@@ -24,7 +24,7 @@ _LEFTOVER = re.compile(  # of what hwrl makes, and nothing else: who opens a wro
 _log = logging.getLogger(__name__)
 
 
-class CheckpointHome:
+class CheckpointDirectory:
     """The one writer of a directory of checkpoints, until :meth:`close`.
 
     Opening it takes a lock that dies with the process, and sweeps what a dead writer left behind. Where nodes have

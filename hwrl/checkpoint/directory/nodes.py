@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.directory.home import DRAFT_PREFIX, CheckpointHome, usable
+from hwrl.checkpoint.directory.home import DRAFT_PREFIX, CheckpointDirectory, usable
 from hwrl.checkpoint.saving.agreement import Agreement
 from hwrl.errors import CheckpointError
 
@@ -30,7 +30,7 @@ class Node:
     count: int
     agreement: Agreement
     firsts: Agreement | None
-    home: CheckpointHome | None = None
+    home: CheckpointDirectory | None = None
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.directory.home import CheckpointHome, draft_path
+from hwrl.checkpoint.directory.home import CheckpointDirectory, draft_path
 from hwrl.checkpoint.format.layout import read_entries
 from hwrl.checkpoint.format.manifest import (
     EXTRA_NAME,
@@ -35,8 +35,8 @@ def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = Non
     ``out`` is replaced or removed, and its tracker never goes back. Raises
     :class:`~hwrl.errors.CheckpointNotFoundError` if ``directories`` do not hold all parts of one save,
     :class:`~hwrl.errors.CheckpointCorruptError` if one of them is damaged, :class:`~hwrl.errors.CheckpointSaveError`
-    if ``out`` is one of them, has that step or a later one, or has no room, and what :class:`CheckpointHome` raises
-    about ``out``, which may be a trainer's new directory.
+    if ``out`` is one of them, has that step or a later one, or has no room, and what
+    :class:`CheckpointDirectory` raises about ``out``, which may be a trainer's new directory.
     """
     parts = _find_parts(directories, step)
     manifest = parts[0].manifest
@@ -46,7 +46,7 @@ def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = Non
         for part in parts:
             stack.enter_context(in_use(part))
         fs = DurableFS()
-        home = CheckpointHome(out, fs)
+        home = CheckpointDirectory(out, fs)
         stack.callback(home.close)
         newest = max((info.step for info in home.complete()), default=-1)
         if newest >= manifest.step:
@@ -80,7 +80,7 @@ def _find_parts(directories: Sequence[Path], step: int | None) -> list[Checkpoin
 
 
 @contextlib.contextmanager
-def _drafting(home: CheckpointHome, step: int) -> Iterator[Path]:
+def _drafting(home: CheckpointDirectory, step: int) -> Iterator[Path]:
     """Yield a new draft in ``home``, which is removed after an error; the disk's own is raised as hwrl's."""
     save_id = os.urandom(8).hex()  # of its own: the parts' comes from a file
     draft = draft_path(home.directory, step, save_id)

@@ -45,7 +45,7 @@ from torch.futures import Future
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.archive import require_stored
 from hwrl.checkpoint.format.manifest import LAYOUT_NAME, MALFORMED, CheckpointInfo, Manifest, corrupt
-from hwrl.checkpoint.format.pieces import local_parts
+from hwrl.checkpoint.format.shards import local_parts
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 
 Json = dict[str, Any]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.layout import Json, encode_entry
-from hwrl.checkpoint.saving.items import SaveItems
+from hwrl.checkpoint.saving.items import SaveSource
 
 MAX_FILES = 4
 """Per rank. A thread writes and hashes each; both leave the interpreter to the trainer."""
@@ -25,7 +25,9 @@ MIN_FILE_NBYTES = 64 << 20
 _Result = TypeVar("_Result")
 
 
-def write_items(fs: DurableFS, directory: Path, rank: int, items: Sequence[WriteItem], source: SaveItems) -> list[Json]:
+def write_items(
+    fs: DurableFS, directory: Path, rank: int, items: Sequence[WriteItem], source: SaveSource
+) -> list[Json]:
     """Write ``items`` into files ``__<rank>_<number>.distcp``, as torch's writer does; return the layout's entries.
 
     All files are durable when this returns. Raises what the first of them failed with when all have ended.
@@ -41,7 +43,7 @@ def write_items(fs: DurableFS, directory: Path, rank: int, items: Sequence[Write
     return [entry for entries in written for entry in entries]
 
 
-def _write_item(stream: Any, name: str, item: WriteItem, source: SaveItems) -> Json:
+def _write_item(stream: Any, name: str, item: WriteItem, source: SaveSource) -> Json:
     start = stream.tell()
     with source.reading(item) as data:
         if isinstance(data, io.BytesIO):

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hwrl.checkpoint.format.pieces import Offset
+from hwrl.checkpoint.format.shards import Offset
 
 PIECE_NBYTES = 32 << 20
 """The most that is read from the device, or into memory by a load, for one item of a plan."""

@@ -1,4 +1,4 @@
-"""What one rank saves, and where it is read while training goes on: :class:`SaveItems`."""
+"""What one rank saves, and where it is read while training goes on: :class:`SaveSource`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from hwrl.checkpoint.format.layout import Keys, SafeSavePlanner, distinct_names
-from hwrl.checkpoint.format.pieces import Offset, Part, Pieces, local_parts
+from hwrl.checkpoint.format.shards import LocalShards, Offset, Part, local_parts
 from hwrl.checkpoint.format.split import divide
 from hwrl.checkpoint.saving.staging import Staging
 from hwrl.errors import CheckpointSaveError, MemoryStateError
@@ -23,7 +23,7 @@ from hwrl.memory import HostCopies, HostCopy, Offloader
 from hwrl.memory.slabs import alone
 
 
-class SaveItems:
+class SaveSource:
     """What there is to save of ``state``, and the plan for it, in which no item is large.
 
     A tensor that ``offloader`` holds on the host is read there. It is lent until it is written, so that an offload
@@ -42,7 +42,7 @@ class SaveItems:
         with distinct_names(CheckpointSaveError):
             self._planner.set_up_planner(dict(state))
         self._offloader = offloader
-        self._in_pieces = {name for name, value in self._planner.state_dict.items() if isinstance(value, Pieces)}
+        self._in_pieces = {name for name, value in self._planner.state_dict.items() if isinstance(value, LocalShards)}
         self._here: dict[Part, torch.Tensor] = {}
         self._away: dict[Part, torch.Tensor] = {}
         for part, tensor in local_parts(self._planner.state_dict):

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 import hwrl
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.directory.home import CheckpointHome, draft_path
+from hwrl.checkpoint.directory.home import CheckpointDirectory, draft_path
 from hwrl.checkpoint.directory.nodes import Node
 from hwrl.checkpoint.format.layout import Json, decode_plan, encode_plan, require_readable, write_torch_metadata
 from hwrl.checkpoint.format.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
 from hwrl.checkpoint.format.payload import write_items
 from hwrl.checkpoint.saving.agreement import Agreement
-from hwrl.checkpoint.saving.items import SaveItems
+from hwrl.checkpoint.saving.items import SaveSource
 from hwrl.checkpoint.saving.survey import Survey, look, merge
 from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
 
@@ -38,7 +38,7 @@ class SaveJob:
     call: int
     step: int
     weight_version: int
-    source: SaveItems
+    source: SaveSource
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
     export: Callable[[Path], object] | None
@@ -215,7 +215,7 @@ class Saver:
                 self.fs.adopt_file(path)
 
     @property
-    def _home(self) -> CheckpointHome:
+    def _home(self) -> CheckpointDirectory:
         assert self.node.home is not None, "the first rank of a node decides for it"
         return self.node.home
 

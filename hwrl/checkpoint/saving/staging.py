@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from hwrl.checkpoint.format import split
-from hwrl.checkpoint.format.pieces import Part
+from hwrl.checkpoint.format.shards import Part
 from hwrl.checkpoint.saving.ring import Ring
 from hwrl.errors import DeviceMemoryError
 from hwrl.interfaces.backend import Backend, Capability, StreamLike

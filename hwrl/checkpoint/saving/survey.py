@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hwrl.checkpoint.directory.home import CheckpointHome
+from hwrl.checkpoint.directory.home import CheckpointDirectory
 from hwrl.checkpoint.format.manifest import find_checkpoints, step_of
 
 
@@ -29,12 +29,12 @@ class Survey:
         """The newest complete step, -1 if there is none."""
         return max(self.complete, default=-1)
 
-    def uncommitted(self, home: CheckpointHome) -> list[Path]:
+    def uncommitted(self, home: CheckpointDirectory) -> list[Path]:
         """Return what ``home`` has complete, and newer than what all nodes have."""
         return [info.path for info in home.complete() if info.step > self.newest]
 
 
-def look(home: CheckpointHome, *, without: Collection[Path] = ()) -> dict[str, Any]:
+def look(home: CheckpointDirectory, *, without: Collection[Path] = ()) -> dict[str, Any]:
     """Return what one node has, as JSON; ``without`` are checkpoints that are not to be trusted."""
     complete, skipped = find_checkpoints(home.directory)
     return {

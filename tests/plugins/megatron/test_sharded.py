@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
 
 import hwrl
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, Pieces, find_checkpoints
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, LocalShards, find_checkpoints
 from hwrl.checkpoint.format.layout import read_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.discovery.registry import bootstrap
@@ -421,7 +421,7 @@ def _half(value: Any, rank: int) -> Any:
     """Return a rank's part of a tensor of two ranks; what is no tensor as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    return Pieces(value.shape, value.dtype, {(2 * rank,): value[2:] if rank else value[:2]})
+    return LocalShards(value.shape, value.dtype, {(2 * rank,): value[2:] if rank else value[:2]})
 
 
 def note(training: Training, directory: Path, group: Group | None) -> None:

@@ -1,4 +1,4 @@
-"""A tensor of which a rank holds arbitrary rectangles: :class:`Pieces`."""
+"""A tensor of which a rank holds arbitrary rectangles: :class:`LocalShards`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Part = tuple[str, Offset | None]
 """A tensor's name, and which of its pieces it is, if it is in pieces."""
 
 
-class Pieces(torch.Tensor):
+class LocalShards(torch.Tensor):
     """This rank's part of a tensor of ``shape``: rectangles by the offset at which they lie in it, none or many.
 
     Goes into a state for :class:`~hwrl.checkpoint.CheckpointManager` where a tensor is divided in a way that no
@@ -26,7 +26,7 @@ class Pieces(torch.Tensor):
 
     pieces: dict[Offset, torch.Tensor]
 
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[Offset, torch.Tensor]) -> Pieces:
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[Offset, torch.Tensor]) -> LocalShards:
         """Make it; nothing is copied."""
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         self.pieces = dict(pieces)
@@ -36,10 +36,10 @@ class Pieces(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, operation: Any, *_: Any) -> NoReturn:
-        raise TypeError(f"{operation} cannot be applied to Pieces: they are for checkpoints only")
+        raise TypeError(f"{operation} cannot be applied to LocalShards: they are for checkpoints only")
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes arguments that nobody gives
-        return f"Pieces({list(self.shape)}, {self.dtype}, {len(self.pieces)} here)"
+        return f"LocalShards({list(self.shape)}, {self.dtype}, {len(self.pieces)} here)"
 
     # -- what torch's checkpoint planners ask for ---------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def local_parts(state: Mapping[str, Any]) -> list[tuple[Part, torch.Tensor]]:
     """Return what this rank has of each tensor of a flat state, detached: its part of it, or each of its pieces."""
     parts: list[tuple[Part, torch.Tensor]] = []
     for name, value in state.items():
-        if isinstance(value, Pieces):
+        if isinstance(value, LocalShards):
             parts += [((name, offset), piece) for offset, piece in value.pieces.items()]
         elif isinstance(value, torch.Tensor):
             parts.append(((name, None), value.to_local() if isinstance(value, DTensor) else value.detach()))

@@ -21,7 +21,7 @@ INCARNATION = "incarnation"
 """The key of a version's metadata that says which incarnation of the trainer published it."""
 
 
-class WeightsInlet(Protocol):
+class WeightUpdater(Protocol):
     """Brings new weights into the engine that it was made for. One thread, the engine's."""
 
     incarnation: int

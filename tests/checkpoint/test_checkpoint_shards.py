@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, Pieces
+from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, Manifest
 from hwrl.checkpoint.saving.save import seal
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
 
@@ -17,12 +17,12 @@ RUNS: list[Rectangle] = [((0, 0), (1, 7)), ((0, 7), (1, 3)), ((1, 0), (2, 10)), 
 QUARTERS: list[Rectangle] = [((row, column), (2, 5)) for row in (0, 2) for column in (0, 5)]
 
 
-def cut(tensor: torch.Tensor, rectangles: list[Rectangle]) -> Pieces:
+def cut(tensor: torch.Tensor, rectangles: list[Rectangle]) -> LocalShards:
     pieces = {
         offset: tensor[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))].clone()
         for offset, shape in rectangles
     }
-    return Pieces(tensor.shape, tensor.dtype, pieces)
+    return LocalShards(tensor.shape, tensor.dtype, pieces)
 
 
 @pytest.mark.parametrize("async_save", [False, True])
