@@ -110,7 +110,7 @@ def _write_model(directory: Path, name: str) -> None:
 def _run(rank: int, address: str, plan: Plan) -> None:
     from hwrl.comm import connect_store
     from hwrl.discovery.registry import get_backend
-    from hwrl.run.placement import machine_devices
+    from hwrl.run import machine_devices
 
     backend = get_backend()
     if plan.apart:  # vLLM takes the first device that the process sees, whichever is the current one

@@ -10,9 +10,7 @@ import pytest
 
 from hwrl.cli import bench_async
 from hwrl.cli.bench_async import SMOOTHED_STEPS, History, _table, compare
-from hwrl.run.config import Config
-from hwrl.run.report import PlainView
-from hwrl.run.summary import Summary
+from hwrl.run import Config, PlainView, Summary
 
 
 def history_of(rewards: list[float], *, step_s: float, eval_reward: float | None = None) -> History:

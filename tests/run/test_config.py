@@ -22,7 +22,7 @@ from hwrl.errors import CheckpointError, ConfigError, DataError, EngineError, Hw
 from hwrl.lora import LoraSettings
 from hwrl.run.config import RUN_HEADER, Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
-from hwrl.run.summary import FIXED_KEYS, claimed_directory
+from hwrl.run.run_directory import FIXED_KEYS, claimed_directory
 
 MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
 
@@ -203,7 +203,7 @@ def test_a_model_with_damaged_files_is_refused_before_anything_starts(
     whole = (tmp_path / "model" / "model.safetensors").read_bytes()
     for name, content in files.items():
         (tmp_path / "model" / name).write_bytes(whole[:-1] if content is None else content)
-    with pytest.raises(DataError, match=f"is not whole(.|\n)*{message}"):
+    with pytest.raises(DataError, match=f"is damaged or incomplete(.|\n)*{message}"):
         check_inputs(load_config(path))
 
 

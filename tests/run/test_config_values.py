@@ -84,7 +84,7 @@ def test_every_key_refuses_what_it_cannot_mean(key: str, schema: dict[str, Any])
         except ConfigError as exc:
             assert exc.why.startswith(key), f"{bad!r} is refused without the key: {exc.why}"
         else:
-            pytest.fail(f"{key} takes {bad!r}: give it a type of hwrl.run.bounds, or its kind a place in bad_values")
+            pytest.fail(f"{key} takes {bad!r}: use a type of config/values.py, or add its kind to bad_values")
 
 
 @pytest.mark.parametrize(

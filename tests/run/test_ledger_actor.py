@@ -8,8 +8,8 @@ import numpy as np
 
 from hwrl.interfaces.groups import PromptGroup, Response
 from hwrl.rollout.ledger import Lease
-from hwrl.run.actors import LedgerActor
 from hwrl.run.config import Config, parse_config
+from hwrl.run.processes.actors import LedgerActor
 
 
 def config_of() -> Config:

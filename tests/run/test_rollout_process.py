@@ -53,8 +53,8 @@ def memory_nbytes(name: str) -> int:
 
 def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
     """Receive two versions and generate a group; return the peak of memory above that before, and what was opened."""
-    from hwrl.run.build import build_rollouter, prepare_process
     from hwrl.run.identity import identify_inputs
+    from hwrl.run.processes.build import build_rollouter, prepare_process
 
     build_model(config.model.path, dtype=torch.float32)  # what is imported for it is no weights
     prepare_process(threads=1)

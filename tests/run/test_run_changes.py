@@ -51,7 +51,7 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     assert again.kill("ray::RolloutActor") == 1
     assert again.wait() == 1, again.output()
     told = again.output().partition("InputChangedError: ")[2]
-    assert told.startswith(f"{demo / 'train.jsonl'} changed while the run was going on"), again.output()
+    assert told.startswith(f"{demo / 'train.jsonl'} changed during the run"), again.output()
     assert again.output().count("a new replica starts") == 1, "another one would be refused as well"
     assert [line["step"] for line in again.metrics()] == list(range(1, max(saved_steps(run)) + 1))
     assert sorted(trained_prompts(again)) == list(range(4 * last, 4 * max(saved_steps(run))))

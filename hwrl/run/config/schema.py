@@ -1,17 +1,14 @@
-"""The configuration of a run: typed, validated, from YAML and ``key=value`` words."""
+"""The keys of a run's configuration, with their types, bounds and defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hwrl.errors import ConfigError, manual
 from hwrl.lora import LoraSettings
-from hwrl.run.bounds import (
+from hwrl.run.config.values import (
     AbsolutePath,
     Decay,
     Finite,
@@ -30,19 +27,12 @@ from hwrl.run.bounds import (
     Temperature,
     Threads,
 )
-from hwrl.run.mistakes import describe, keys_in
-from hwrl.run.yaml_text import parse_yaml, read_file
 from hwrl.train.choices import AdvantageName, LossName
 
 FSDP = "fsdp"
 """The train engine that needs no plugin."""
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
-
-RUN_CONFIG = "config.yaml"
-"""In a run directory: the run's configuration, which begins with RUN_HEADER."""
-RUN_HEADER = b"# The configuration of the run in this directory; hwrl train writes it anew.\n"
-"""How the file begins, and no file that hwrl did not write."""
 
 
 class Section(BaseModel):
@@ -374,80 +364,3 @@ class Config(Section):
     def groups_per_version(self) -> int:
         """Prompts trained on under one weight version."""
         return self.train.batch_groups * self.async_training.trigger_parameter_sync_step
-
-
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read ``path`` (YAML), apply ``key.subkey=value`` words in order, validate; ConfigError names what is wrong.
-
-    Values are read as YAML. Relative paths in the file and in the words are relative to the working directory. The
-    configuration that a run directory holds has no ``dir``: it means the directory that it lies in.
-    """
-    try:
-        content = read_file(path)
-        tree = parse_yaml(content.decode("utf-8"))
-    except OSError as exc:
-        raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path} is not text in UTF-8", why=str(exc), fix="save it as UTF-8") from exc
-    except ValueError as exc:
-        raise ConfigError(f"{path} is not YAML that can be used", why=str(exc), fix="correct the file") from exc
-    tree = {} if tree is None else tree
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} holds no sections",
-            why=f"it is a {type(tree).__name__}",
-            fix="write 'dir: …', 'model: {path: …}', …",
-        )
-    if path.name == RUN_CONFIG and content.startswith(RUN_HEADER):
-        tree.setdefault("dir", str(path.parent))
-    for word in overrides:
-        _override(tree, word)
-    return parse_config(tree)
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Validate ``tree``; ConfigError lists every mistake, with a suggestion for each unknown key."""
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as exc:
-        mistakes = [describe(error, root=Config) for error in exc.errors(include_url=False)]
-        raise ConfigError(
-            f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
-            why="\n       ".join(mistakes),
-            fix=f"correct each; {manual('configuration.md')} lists every key with its default",
-        ) from exc
-
-
-def dump_config(config: Config) -> str:
-    """Return ``config`` as YAML, every key included, such that :func:`load_config` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def dump_run_config(config: Config) -> bytes:
-    """Return what a run directory's ``config.yaml`` holds: all but ``dir``, since it may be moved, and ``resume``."""
-    return (
-        RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir", "resume"}), sort_keys=False).encode()
-    )
-
-
-def _override(tree: dict[str, Any], word: str) -> None:
-    key, separator, text = word.partition("=")
-    parts = key.split(".")
-    if not separator or not all(parts):
-        raise ConfigError(f"{word!r} is not an override", why="it must be key=value", fix="for example train.steps=100")
-    try:
-        value = parse_yaml(text)
-    except ValueError as exc:
-        raise ConfigError(f"the value of {word!r} cannot be read", why=str(exc), fix="quote it") from exc
-    for depth, part in enumerate(parts[:-1], start=1):
-        child = tree.setdefault(part, {})
-        if not isinstance(child, dict):
-            raise _not_a_section(word, place=".".join(parts[:depth]), value=child)
-        tree = child
-    tree[parts[-1]] = value
-
-
-def _not_a_section(word: str, *, place: str, value: object) -> ConfigError:
-    keys = keys_in(place, root=Config)
-    likely = f"give {place} in the file as a section with keys like {keys[0]}" if keys else f"set {place}=… itself"
-    return ConfigError(f"{word!r} does not fit", why=f"{place} is the value {value!r}, not a section", fix=likely)

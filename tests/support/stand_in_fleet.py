@@ -1,0 +1,82 @@
+"""A stand-in for the processes of a run: the real loop over the steps runs on it, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any, cast
+
+from hwrl.checkpoint import DurableFS
+from hwrl.errors import CheckpointSaveError
+from hwrl.run.config import Config
+from hwrl.run.fleet.fleet import Fleet
+from hwrl.run.interrupts import Interrupts
+from hwrl.run.pipeline import Pipeline
+from hwrl.run.processes.actors import BatchInfo
+from hwrl.run.report import PlainView
+
+CHECKPOINT = "checkpoint"
+METRICS_OF_A_STEP = {
+    **dict.fromkeys(["reward/mean", "staleness/mean", "staleness/max", "weights/version"], 1.0),
+    **dict.fromkeys(["response/tokens", "timing_s/wait"], 1.0),
+}
+
+
+class StandInFleet:
+    """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
+
+    size, refused, incarnation = "nothing", False, 0
+
+    def __init__(self, home: Path, fs: DurableFS) -> None:
+        self._home, self._fs, self._step = home, fs, 0
+        self.trainers = self.replicas = self.ledger = self
+
+    def do_nothing(self, *arguments: Any, **keywords: Any) -> None:
+        """Take the place of a call without an effect here."""
+
+    launch = wait_for_replicas = send_weights_to_joined = do_nothing
+    send_weights = export_model = load_state_dict = abandon_take = close = do_nothing
+
+    def describe(self) -> str:
+        return self.size
+
+    def waiting_for(self, subject: str) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
+        return [], "info"
+
+    def watch(self, answers: list[Any]) -> list[Any]:
+        return answers
+
+    def value_of(self, info: str) -> BatchInfo | None:
+        return BatchInfo([self._step + 1], {}, {})
+
+    def step(self, groups: list[Any]) -> dict[str, float]:
+        self._step += 1
+        return METRICS_OF_A_STEP
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, ledger: dict[str, Any]) -> dict[str, float]:
+        try:
+            self._fs.replace_file(self._home / CHECKPOINT, str(self._step).encode())
+        except OSError as exc:
+            raise CheckpointSaveError(f"step {self._step} was not saved", why=str(exc)) from exc
+        return {"checkpoint/blocked_s": 0.5}
+
+
+def train(home: Path, fleet: StandInFleet, interrupts: Interrupts) -> None:
+    """Run the loop of ``hwrl train`` in ``home``, without processes."""
+    view = PlainView(2, stream=io.StringIO())
+    words = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
+    config = Config.model_validate({"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}, **words})
+    run = Pipeline(config, view, interrupts, fleet=cast(Fleet, fleet))
+    try:
+        run.run()
+    except BaseException as error:
+        run.close(after=error)
+        raise
+    run.close()
