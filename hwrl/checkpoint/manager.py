@@ -49,7 +49,7 @@ from hwrl.errors import (
     ConfigError,
 )
 from hwrl.interfaces.backend import Backend
-from hwrl.memory import Offloader
+from hwrl.interfaces.memory import OffloadedState
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         rank_extra: Mapping[str, Any] | None = None,
         export: Callable[[Path], object] | None = None,
-        offloader: Offloader | None = None,
+        offloader: OffloadedState | None = None,
     ) -> SaveReport:
         """Save ``state`` as ``step``, which must be later than every complete step in the directory.
 

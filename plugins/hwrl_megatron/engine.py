@@ -25,11 +25,10 @@ from hwrl.comm import Comm
 from hwrl.errors import ConfigError
 from hwrl.interfaces.backend import Backend
 from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces.train import EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
 from hwrl.train.gather import gathered
-from hwrl.train.losses import PolicyLoss
 from hwrl.train.policy import PolicyEngine, recompute
 from hwrl_megatron.model import build_gpt
 from hwrl_megatron.options import Options
@@ -120,7 +119,7 @@ class MegatronEngine(PolicyEngine):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+    def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         for (
             buffer
         ) in self.model.buffers:  # torch's name, Megatron's list: each is flat, parameters' gradients its views

@@ -18,13 +18,14 @@ import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces.batch import Batch, collate
+from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.groups import PromptGroup, Response
 from hwrl.interfaces.train import EngineSettings
 from hwrl.models import build_model, load_model
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train import fsdp, policy
+from hwrl.train.collate import collate
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss, group_advantages
 
