@@ -25,8 +25,8 @@ from hwrl.interfaces.train import EngineSettings
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
 from hwrl.models import build_model, load_model, load_tokenizer, logits_at, model_identity
-from hwrl.train.gather import gathered
 from hwrl.train.policy import PolicyEngine, recompute
+from hwrl.weights import gather_weights
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -102,7 +102,7 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gathered(self._base_parameters(), self._group, dtype=self._dtype)
+        yield from gather_weights(self._base_parameters(), self._group, dtype=self._dtype)
         if self._group is None or self._group.rank == 0:
             yield from self._buffers()
 
@@ -113,7 +113,7 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gathered(self._adapter_parameters(), self._group, dtype=self._dtype)
+        yield from gather_weights(self._adapter_parameters(), self._group, dtype=self._dtype)
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._described(self._adapter_parameters())

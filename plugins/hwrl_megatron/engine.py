@@ -28,8 +28,8 @@ from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.train import EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train.gather import gathered
 from hwrl.train.policy import PolicyEngine, recompute
+from hwrl.weights import gather_weights
 from hwrl_megatron.model import build_gpt
 from hwrl_megatron.options import Options
 from hwrl_megatron.weights import Weight, load_weights, map_weights
@@ -193,7 +193,7 @@ class MegatronEngine(PolicyEngine):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.data_parallel_rank == 0:
             parts = ((weight.name, weight.part()) for weight in self._weights)
-            yield from gathered(parts, self._group, dtype=self.settings.dtype)
+            yield from gather_weights(parts, self._group, dtype=self.settings.dtype)
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         for weight in self._weights:
