@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from hwrl.checkpoint.directory.lock import find_owner
+from hwrl.checkpoint import find_owner
 
 ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
 """16 tokens: a small vocabulary, so that random answers are sometimes partly right."""
