@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
 
+    from hwrl.comm import Store
     from hwrl_cpu.gloo import AbortableGroups
 
 INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo collectives", api=(1, 0), fallback=True)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+
+    from hwrl.comm import Store
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives", api=(1, 0))
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -25,7 +25,9 @@ from hwrl_npu import settings
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+
+    from hwrl.comm import Store
 
 INFO = BackendInfo(
     name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)", api=(1, 0)

@@ -164,7 +164,8 @@ class _Peer(Way):
 
     def __init__(self, training: Training, plan: Plan, directory: Path) -> None:
         import torch.distributed as dist
-        from torch._C._distributed_c10d import HashStore
+
+        from hwrl.comm import HashStore
 
         super().__init__(training, plan, directory)
         devices = dict.fromkeys(["cpu", training.backend.info.device_type])  # torch's own writers talk over the CPU's

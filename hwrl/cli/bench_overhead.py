@@ -103,9 +103,8 @@ class _NoLibrary:
 
 def _group_calls(backend: Backend) -> list[Call]:
     import torch
-    from torch._C._distributed_c10d import HashStore
 
-    from hwrl.comm import TorchGroup
+    from hwrl.comm import HashStore, TorchGroup
 
     raw: Any = _NoLibrary()
     group, await_work = TorchGroup(backend, raw, name="overhead", store=HashStore()), backend.await_work

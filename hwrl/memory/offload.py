@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery.registry import backend_or_default
 from hwrl.errors import HwrlError, MemoryStateError
 from hwrl.interfaces.backend import Backend
 from hwrl.interfaces.memory import Moved, Transfer
@@ -63,7 +63,7 @@ class Offloader:
     """
 
     def __init__(self, model: nn.Module, optimizer: object = None, *, backend: Backend | None = None) -> None:
-        self._backend = backend or get_backend()
+        self._backend = backend_or_default(backend)
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
         self._lending = threading.Event()

@@ -7,7 +7,7 @@ import mmap
 
 import torch
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery.registry import backend_or_default
 from hwrl.errors import UnsupportedError
 from hwrl.interfaces.backend import Backend
 from hwrl.memory.pagelock import PageLocked
@@ -26,7 +26,7 @@ class PinnedPool:
     """
 
     def __init__(self, backend: Backend | None = None) -> None:
-        self._backend = backend or get_backend()
+        self._backend = backend_or_default(backend)
         self._slabs: dict[str, torch.Tensor] = {}
         self._locks: dict[str, PageLocked] = {}
 

@@ -18,10 +18,9 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from torch._C._distributed_c10d import HashStore
 
 from hwrl.checkpoint import LocalShards
-from hwrl.comm import Comm
+from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError
 from hwrl.interfaces.backend import Backend
 from hwrl.interfaces.batch import Batch

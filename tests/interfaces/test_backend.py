@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 import hwrl_cpu
-from hwrl.comm import Comm
+from hwrl.comm import Comm, HashStore
 from hwrl.errors import DeviceMemoryError, UnsupportedError
 from hwrl.interfaces.backend import Backend, BackendInfo, Capability, DeviceMap
 
