@@ -13,8 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 import hwrl
-from hwrl.interfaces.backend import Backend, BackendInfo, Capability, MemoryInfo, ProbeContext, ProbeResult, Support
-from hwrl.interfaces.handles import Handle
+from hwrl.interfaces import Backend, BackendInfo, Capability, Handle, MemoryInfo, ProbeContext, ProbeResult, Support
 from hwrl_cpu import heap
 from hwrl_cpu.inline import InlineEvent, InlineStream
 

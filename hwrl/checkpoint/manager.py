@@ -39,7 +39,7 @@ from hwrl.checkpoint.saving.staging import Staging
 from hwrl.checkpoint.saving.state import SaveSource, require_memory
 from hwrl.checkpoint.saving.tensor_files import MAX_FILES
 from hwrl.comm import Group, PrefixStore
-from hwrl.discovery.registry import backend_or_default
+from hwrl.discovery import backend_or_default
 from hwrl.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -47,8 +47,7 @@ from hwrl.errors import (
     CheckpointSaveError,
     ConfigError,
 )
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.memory import OffloadedState
+from hwrl.interfaces import Backend, OffloadedState
 
 _log = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ class Training:
         import torch
 
         from hwrl.cli.bench_offload import language_model
-        from hwrl.discovery.registry import get_backend
+        from hwrl.discovery import get_backend
         from hwrl.memory import Offloader, PinnedPool
 
         self.backend = get_backend()

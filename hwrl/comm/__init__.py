@@ -14,7 +14,7 @@ from hwrl.comm.store import (
     store_failures,
 )
 from hwrl.comm.tensors import raw_bytes
-from hwrl.interfaces.comm import Group, Pending, ReduceOp
+from hwrl.interfaces import Group, Pending, ReduceOp
 
 __all__ = [
     "Comm",

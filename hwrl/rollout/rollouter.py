@@ -13,8 +13,7 @@ import numpy as np
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.rollout import Completion, GenerationRequest, RolloutEngine, Sampling
+from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import Lease
 from hwrl.rollout.reward_workers import RewardWorkers, Scores, unscored

@@ -10,10 +10,9 @@ from safetensors import SafetensorError
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
-from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings, Sampling
-from hwrl.interfaces.train import EngineSettings, TrainEngine
+from hwrl.interfaces import EngineSettings, RolloutEngine, RolloutSettings, Sampling, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,

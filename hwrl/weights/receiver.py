@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from hwrl.comm import Store
-from hwrl.discovery.registry import backend_or_default
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError, CommTimeoutError, LayoutMismatchError, ReceiverExcludedError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import InPlace, Place, Staging
 from hwrl.weights.checksum import Checksums

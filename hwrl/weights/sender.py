@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from hwrl.comm import Store
-from hwrl.discovery.registry import backend_or_default
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.weights.board import Board, Metadata, Offer, checked_metadata
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.report import StageClock, TransferReport

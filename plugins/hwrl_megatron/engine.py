@@ -22,9 +22,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from hwrl.checkpoint import LocalShards
 from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings, TokenLoss
+from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
 from hwrl.train.policy import PolicyEngine, recompute

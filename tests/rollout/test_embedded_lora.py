@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
-from hwrl.interfaces.lora import LoraSettings
-from hwrl.interfaces.rollout import GenerationRequest
+from hwrl.interfaces import GenerationRequest, LoraSettings
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
 from tests.rollout.test_embedded_engine import END, generate, requests_of, tiny_model

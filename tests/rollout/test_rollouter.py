@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, Sampling
+from hwrl.interfaces import MEMORY_TAGS, Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
 from hwrl.rollout import sleeper
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import Lease

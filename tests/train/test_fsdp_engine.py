@@ -18,9 +18,7 @@ import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response
 from hwrl.models import build_model, load_model
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes

@@ -10,7 +10,7 @@ import torch
 
 from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 
 _MANY = 1 << 20
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hwrl.comm import PrefixStore, Store, connect_store, raw_bytes
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import run_processes

@@ -11,7 +11,7 @@ import torch
 
 from hwrl.comm import Comm, Group, Pending, Store
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import Lease, Place
 from hwrl.weights.checksum import Checksums

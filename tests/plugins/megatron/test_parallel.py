@@ -11,8 +11,7 @@ import torch
 import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings, TrainEngine
+from hwrl.interfaces import Batch, EngineSettings, TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.fsdp import FsdpEngine

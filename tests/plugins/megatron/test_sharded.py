@@ -19,7 +19,7 @@ from torch.testing import assert_close
 import hwrl
 from hwrl.checkpoint import CheckpointInfo, CheckpointManager, LocalShards, find_checkpoints, read_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.discovery.registry import bootstrap
+from hwrl.discovery import bootstrap
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
