@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hwrl.errors import EngineError
 from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.rollout.ledger import Lease, PromptLedger
+from hwrl.rollout.ledger import PromptLease, PromptLedger
 
 
-def finished(lease: Lease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:
+def finished(lease: PromptLease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:
     tokens = np.array(versions or [lease.version], dtype=np.int32)
     response = Response(tokens, tokens.astype(np.float32), tokens, truncated=False)
     return PromptGroup.join(
@@ -186,7 +186,7 @@ def test_under_any_order_of_events_each_prompt_is_trained_once_and_within_the_bo
     per_version = batch * steps_per_version
     steps = steps * steps_per_version
     ledger = ledger_of(batch=per_version, staleness=staleness, total=steps * batch)
-    running: list[Lease] = []
+    running: list[PromptLease] = []
     trained: list[list[int]] = []
     saved = (0, ledger.state_dict())
     for turn in range(100_000):

@@ -41,7 +41,7 @@ def _train_and_serve(rank: int, address: str, transport: str, directory: Path) -
         opened.append(opened_memories())
         if version % 2 == 0:
             replica.engine.sleep(level=2)
-            replica.inlet.rest()
+            replica.updater.release()
             replica.engine.wake()
     return opened
 
