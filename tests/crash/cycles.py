@@ -19,7 +19,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.rollout.ledger import PromptLease, PromptLedger
 from hwrl_cpu import INFO, CpuBackend
 from tests.crash.disk import KINDS, Fault, WatchedDisk
-from tests.rollout.test_ledger import finished
+from tests.support.finished_groups import finished
 
 BATCH, STALENESS, SAVE_EVERY = 4, 2, 2
 STEPS_PER_CYCLE = 20  # more than a life lasts, so that every one of them is cut short

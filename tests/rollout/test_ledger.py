@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import PromptGroup, Response
 from hwrl.rollout.ledger import PromptLease, PromptLedger
-
-
-def finished(lease: PromptLease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:
-    tokens = np.array(versions or [lease.version], dtype=np.int32)
-    response = Response(tokens, tokens.astype(np.float32), tokens, truncated=False)
-    return PromptGroup.join(
-        [response],
-        sequence_number=lease.sequence_number,
-        lease_id=lease.lease_id,
-        incarnation=lease.incarnation if incarnation is None else incarnation,
-        prompt_ids=np.array([1], dtype=np.int32),
-        rewards=[0.0],
-        metrics={},
-    )
+from tests.support.finished_groups import finished
 
 
 def ledger_of(*, batch: int = 4, staleness: int = 1, total: int = 1000, timeout_s: float = 10.0) -> PromptLedger:

@@ -11,7 +11,7 @@ import pytest
 from hwrl.errors import DataError
 from hwrl.interfaces.groups import Response
 from hwrl.rollout.reward_workers import RewardWorkers
-from tests.rollout.test_rollouter import Desk, Lengths, rollouter_of, step_until
+from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 
 
 def test_a_reward_that_hangs_fails_its_prompt_and_holds_up_no_other() -> None:

@@ -17,8 +17,8 @@ from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, RetryingReceiver
 from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSource
 from hwrl_cpu import INFO, CpuBackend
-from tests.rollout.test_embedded_engine import END, requests_of, tiny_model
-from tests.rollout.test_embedded_lora import LORA, Weights, expected, reference, tokens_of, trained
+from tests.support.adapters import LORA, Weights, expected, reference, tokens_of, trained
+from tests.support.tiny_model import END, requests_of, tiny_model
 from tests.support.weight_link import beside, sender_of, store
 
 __all__ = ["store"]
