@@ -15,7 +15,7 @@ from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
 from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.ledger import Lease
+from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward_workers import RewardWorkers, Scores, unscored
 from hwrl.rollout.sleeper import Sleeper
 from hwrl.rollout.weight_updater import WeightUpdater
@@ -28,7 +28,7 @@ _ASK_AGAIN_S = 1.0
 class LedgerClient(Protocol):
     """What a rollouter needs of the ledger, wherever that lives. Calls do not block; ``lease`` answers later."""
 
-    def lease(self, count: int) -> Future[list[Lease]]:
+    def lease(self, count: int) -> Future[list[PromptLease]]:
         """Ask for up to ``count`` prompts; the answer comes when there is at least one, or is empty after a while."""
         ...
 
@@ -36,7 +36,7 @@ class LedgerClient(Protocol):
         """Hand in finished groups, with the rollouter's running totals."""
         ...
 
-    def fail(self, lease: Lease, reason: str) -> None:
+    def fail(self, lease: PromptLease, reason: str) -> None:
         """Report that a prompt could not be served."""
         ...
 
@@ -49,21 +49,21 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: mean figures over the prompts.
+    """The result of an evaluation: mean metrics over the prompts.
 
     ``version`` is the oldest of any token's, and ``incarnation`` the trainer's that published the weights.
     """
 
     version: int
     incarnation: int
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 @dataclass(eq=False)
 class _Work:
     prompt: Prompt
     responses: list[Response | None]
-    lease: Lease | None = None  # None: it is part of the evaluation
+    lease: PromptLease | None = None  # None: it is part of the evaluation
     scores: Future[Scores] | None = None
     tries: int = 1
 
@@ -81,7 +81,7 @@ class _Examination:
 
 
 class Rollouter:
-    """Drives one engine: one call of :meth:`turn` is one step of it; :meth:`run` turns until told to stop.
+    """Drives one engine: one call of :meth:`step` is one step of it; :meth:`run` turns until told to stop.
 
     ``group_size`` responses are generated for each prompt. With ``partial_rollout`` new weights are taken at once,
     between two tokens, and unfinished responses go on with them; without it, no prompt is begun while an update
@@ -91,7 +91,7 @@ class Rollouter:
     the rollouter closes it. With ``sleep_level`` the engine sleeps while it has nothing to do, and wakes when weights
     or prompts come.
 
-    One thread calls ``turn``, ``run`` and ``stats``; ``evaluate`` and ``turn_s`` may be called from others.
+    One thread calls ``step``, ``run`` and ``stats``; ``evaluate`` and ``step_s`` may be called from others.
     """
 
     def __init__(
@@ -118,15 +118,15 @@ class Rollouter:
         self._totals = {"tokens": 0.0, "groups": 0.0, "updates": 0.0, "reward_errors": 0.0}
         self._work: dict[int, _Work] = {}
         self._judged: list[_Work] = []
-        self._held: list[Lease] = []
+        self._held: list[PromptLease] = []
         self._next_work = 0
-        self._asked: Future[list[Lease]] | None = None
+        self._asked: Future[list[PromptLease]] | None = None
         self._evaluation: tuple[list[Prompt], Future[Evaluation]] | None = None
         self._examination: _Examination | None = None
         self._done: list[PromptGroup] = []
         self._ended = False
         self._incarnation = weights.incarnation  # of the trainer that published the engine's weights
-        self._turn_began_s: float | None = None  # None: run has not begun, or is over
+        self._step_began_s: float | None = None  # None: run has not begun, or is over
         self._guard = threading.Lock()
 
     # -- what others may call -----------------------------------------------------------------------------------
@@ -153,20 +153,20 @@ class Rollouter:
         totals = {**self._totals, **self._weights.totals(), **self._sleeper.totals()}
         return {**totals, **seconds, "version": float(self.engine.version)}
 
-    def turn_s(self) -> float:
+    def step_s(self) -> float:
         """Return for how many seconds the present turn of :meth:`run` has lasted; 0.0 outside of it. Does not block."""
-        began_s = self._turn_began_s
+        began_s = self._step_began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
     def run(self, stop: threading.Event) -> None:
         """Turn until ``stop`` is set; then drop what is unfinished, whose leases the ledger gives to others."""
         try:
             while not stop.is_set():
-                self._turn_began_s = time.monotonic()
-                if not self.turn():
+                self._step_began_s = time.monotonic()
+                if not self.step():
                     stop.wait(0.002)
         finally:
-            self._turn_began_s = None
+            self._step_began_s = None
             self._refuse_evaluations()
             self._rewards.close()
             self.engine.abort()
@@ -174,7 +174,7 @@ class Rollouter:
 
     # -- one turn -----------------------------------------------------------------------------------------------
 
-    def turn(self) -> bool:
+    def step(self) -> bool:
         """Take weights if they wait, begin prompts if there is room, generate a token; False if nothing was there."""
         update_waits = self._weights.poll()
         if update_waits and (self._partial_rollout or not self.engine.pending()):
@@ -233,7 +233,7 @@ class Rollouter:
         if self._sleeper.is_due(idle=idle):
             with self._clock.during("sleep"):
                 self._sleeper.sleep()
-                self._weights.rest()
+                self._weights.release()
 
     def _begin_work(self) -> None:
         """Begin what waits, as far as the engine has the weights for it; wake it, and ask for those, if it has not."""
@@ -246,7 +246,7 @@ class Rollouter:
                 with self._clock.during("sleep"):
                     self._sleeper.wake()
             if self.engine.version < 0 and self._ask_from_s is not None and time.monotonic() >= self._ask_from_s:
-                self._weights.ask()
+                self._weights.request()
                 self._ask_from_s = None
         if self.engine.version >= 0:
             self._begin_evaluation()
@@ -266,10 +266,10 @@ class Rollouter:
         for lease in begun:
             self._begin(self._prompts[lease.sequence_number], self._sampling, size=self._group_size, lease=lease)
 
-    def _has_weights_for(self, lease: Lease) -> bool:
+    def _has_weights_for(self, lease: PromptLease) -> bool:
         return lease.incarnation == self._incarnation and lease.version <= self.engine.version
 
-    def _begin(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: Lease | None = None) -> _Work:
+    def _begin(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: PromptLease | None = None) -> _Work:
         work, self._next_work = self._next_work, self._next_work + 1
         begun = self._work[work] = _Work(prompt, [None] * size, lease)
         first = work * self._group_size
@@ -369,7 +369,7 @@ def _scores(work: _Work) -> Scores:
     return work.scores.result()
 
 
-def _group(work: _Work, lease: Lease, scores: Scores) -> PromptGroup:
+def _group(work: _Work, lease: PromptLease, scores: Scores) -> PromptGroup:
     return PromptGroup.join(
         work.whole(),
         sequence_number=lease.sequence_number,

@@ -228,7 +228,7 @@ class Pipeline:
         if evaluation.incarnation != self._fleet.incarnation:
             self._view.say("an evaluation of weights that were lost with a trainer does not count")
             return None
-        figures = {f"eval/{name}": value for name, value in evaluation.figures.items()}
+        figures = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         return self._figures.amend({**figures, "eval/version": float(evaluation.version)})
 
     # -- end ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveE
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.losses import PolicyLoss
-from tests.plugins.megatron.test_parallel import batch_of, settings_in
+from tests.support.megatron_batches import batch_of, settings_in
 
 FORMATS = ("dp_reshardable", "fully_reshardable")
 
