@@ -33,7 +33,7 @@ from hwrl.train.losses import PolicyLoss
 from hwrl.train.policy import PolicyEngine, recompute
 from hwrl_megatron.model import build_gpt
 from hwrl_megatron.options import MegatronOptions
-from hwrl_megatron.weights import WeightShard, load_weights, map_weights
+from hwrl_megatron.weights import MappedWeight, load_weights, map_weights
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -81,7 +81,7 @@ class MegatronEngine(PolicyEngine):
         self._offloader = Offloader(model, self.optimizer.optimizer, backend=backend)
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
 
-    def _load(self, directory: Path) -> list[WeightShard]:
+    def _load(self, directory: Path) -> list[MappedWeight]:
         whole = load_model(directory, dtype=torch.float32)
         place = {"rank": self._tensor_group.rank(), "ranks": self._tensor_group.size()}
         weights = map_weights(self.model.module, whole.config, **place)
@@ -212,7 +212,7 @@ class MegatronEngine(PolicyEngine):
             model["lm_head.weight"] = model["model.embed_tokens.weight"]  # transformers' state has both
         return {"model": model, "optimizer": optimizer, "updates": self.updates}
 
-    def _optimizer_tensors(self, weight: WeightShard) -> dict[str, LocalShards]:
+    def _optimizer_tensors(self, weight: MappedWeight) -> dict[str, LocalShards]:
         """Return ``weight`` in float32 and its moments, as far as this rank has them."""
         flat: dict[str, torch.Tensor] = {}
         start = stop = 0
@@ -233,7 +233,7 @@ class MegatronEngine(PolicyEngine):
             for key in ("param", *_MOMENTS)
         }
 
-    def _require_moments(self, weight: WeightShard) -> None:
+    def _require_moments(self, weight: MappedWeight) -> None:
         """Give the optimizer its moments, which it makes in its first step."""
         main = self.optimizer._get_main_param_and_optimizer_states(weight.parameter)["param"]
         state = self.optimizer.optimizer.state[main]
