@@ -18,7 +18,7 @@ PROMPTS = [Lengths()[0], Lengths()[2]]
 
 
 class Examination:
-    """An evaluator, its reward workers, and an engine at ``version``. Each call of the reward takes one of ``scores``."""
+    """An evaluator, its reward workers, and an engine at ``version``. A call of the reward takes one of ``scores``."""
 
     def __init__(self, scores: list[float | None], *, version: int = 0) -> None:
         self._script: Iterator[float | None] = iter(scores)
