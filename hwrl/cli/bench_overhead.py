@@ -105,10 +105,10 @@ def _group_calls(backend: Backend) -> list[Call]:
     import torch
     from torch._C._distributed_c10d import HashStore
 
-    from hwrl.comm import Group
+    from hwrl.comm import TorchGroup
 
     raw: Any = _NoLibrary()
-    group, await_work = Group(backend, raw, name="overhead", store=HashStore()), backend.await_work
+    group, await_work = TorchGroup(backend, raw, name="overhead", store=HashStore()), backend.await_work
     tensor = torch.zeros(2, 2, device=backend.device())
     flat, whole = tensor.view(-1), tensor.view(-1).clone()
     return [

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from hwrl.comm import Group
-    from hwrl.weights import WeightReceiver, WeightSender
-    from hwrl.weights.sender import Transport
+    from hwrl.weights import TransportName, WeightReceiver, WeightSender
 
     Described = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -261,7 +260,7 @@ class _Ways:
         if "copy on the device" not in plan.ways:
             self.group = comm.standalone_group(self.store, rank=rank, size=size, name="raw", timeout_s=300.0)
         ipc = self.backend.supports(Capability.DEVICE_IPC).usable
-        self.smallest: Transport = "device" if self.group is not None else "ipc" if ipc else "host"
+        self.smallest: TransportName = "device" if self.group is not None else "ipc" if ipc else "host"
         self._meetings = 0
         self.named = _make(plan, self.device)
         self.layout = WeightLayout.plan(self.named, flat=True)

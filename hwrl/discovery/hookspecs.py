@@ -13,8 +13,8 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hwrl.comm import Group
     from hwrl.interfaces.backend import Backend, BackendInfo, Finding, ProbeContext, ProbeResult
+    from hwrl.interfaces.comm import Group
     from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings
     from hwrl.interfaces.train import EngineSettings, TrainEngine
 

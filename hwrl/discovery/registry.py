@@ -358,6 +358,11 @@ def get_backend() -> Backend:
     return _PROCESS.get_backend()
 
 
+def backend_or_default(backend: Backend | None) -> Backend:
+    """Return ``backend``, or this process's backend if it is None."""
+    return get_backend() if backend is None else backend
+
+
 def set_backend(choice: str | Backend) -> None:
     """Choose this process's backend before its first use; see :meth:`Registry.set_backend`."""
     _PROCESS.set_backend(choice)

@@ -28,7 +28,9 @@ from hwrl.interfaces.probing import ProbeResult as ProbeResult
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+
+    from hwrl.interfaces.comm import Store
 
 API_VERSION = (1, 0)
 """(major, minor) of the plugin interface. A plugin of another major version, or of a newer minor one, is refused."""

@@ -15,12 +15,11 @@ from hwrl.discovery.registry import get_backend
 from hwrl.errors import EngineError
 from hwrl.interfaces.backend import Backend
 from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import (
-    MEMORY_TAGS,
-    Completion,
-    GenerationRequest,
-    RolloutEngine,
-    RolloutSettings,
+from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, RolloutSettings
+from hwrl.lora import add_adapter, divided
+from hwrl.memory import Offloader
+from hwrl.models import build_model, logits_at
+from hwrl.rollout.checks import (
     require_adapter,
     require_awake,
     require_base,
@@ -30,9 +29,6 @@ from hwrl.interfaces.rollout import (
     require_same_model,
     require_weights,
 )
-from hwrl.lora import add_adapter, divided
-from hwrl.memory import Offloader
-from hwrl.models import build_model, logits_at
 from hwrl.rollout.slots import SlotCache
 
 _StateDict = Mapping[str, torch.Tensor]

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import torch
 
-from hwrl.errors import CommError, QuarantinedError, TransferFailedError
+from hwrl.errors import CommError, ReceiverExcludedError, TransferFailedError
 from hwrl.interfaces.rollout import RolloutEngine
 from hwrl.lora import is_adapters
-from hwrl.weights import Received, WeightReceiver
-from hwrl.weights.plan import POLICY, POLICY_BASE
+from hwrl.weights import POLICY, POLICY_BASE, Received, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ class RetryingReceiver:
         """Return whether a version is offered that was not received."""
         try:
             return self.receiver.poll() is not None
-        except QuarantinedError as exc:
+        except ReceiverExcludedError as exc:
             self._join_again(exc)
             return False
 
@@ -76,13 +75,13 @@ class RetryingReceiver:
             received = self.receiver.receive(timeout_s=self._timeout_s)
             self.nbytes += received.nbytes
             return received
-        except QuarantinedError as exc:
+        except ReceiverExcludedError as exc:
             self._join_again(exc)
         except (TransferFailedError, CommError) as exc:
             _log.warning("keeping version %s: %s", self.receiver.version, exc)
         return None
 
-    def _join_again(self, exc: QuarantinedError) -> None:
+    def _join_again(self, exc: ReceiverExcludedError) -> None:
         _log.warning("joining again: %s", exc)
         self.receiver.join()
 

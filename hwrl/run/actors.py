@@ -26,7 +26,7 @@ from hwrl.run.placement import Assignment, Holding, check_devices, has_devices, 
 
 if TYPE_CHECKING:
     from hwrl.rollout.rollouter import Rollouter
-    from hwrl.weights.sender import Transport
+    from hwrl.weights import TransportName
 
 LEASE_WAIT_S = 1.0
 """How long the ledger keeps a rollouter's question for prompts open before it answers with none."""
@@ -281,7 +281,7 @@ class TrainActor:
         rank: int,
         store_address: str,
         incarnation: int,
-        transport: Transport,
+        transport: TransportName,
     ) -> Holding | None:
         """Build this rank and return the device that it holds; on several ranks, all are set up at the same time."""
         devices = _take_devices(backend, told, threads=config.train.threads)

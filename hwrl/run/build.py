@@ -33,13 +33,19 @@ from hwrl.run.identity import EVAL, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.summary import MODEL, SENT
 from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.gather import SharedWeights
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.rng import rng_state, set_rng_state
 from hwrl.train.trainer import Algorithm, AsyncTrainer
-from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSender
-from hwrl.weights.plan import POLICY, POLICY_BASE
-from hwrl.weights.sender import Transport
+from hwrl.weights import (
+    POLICY,
+    POLICY_BASE,
+    PolicySender,
+    SharedWeights,
+    SyncReport,
+    TransportName,
+    WeightReceiver,
+    WeightSender,
+)
 
 
 def prepare_process(*, threads: int, device: int = 0) -> None:
@@ -155,7 +161,7 @@ class TrainerParts:
         rank: int,
         store_address: str,
         incarnation: int,
-        transport: Transport,
+        transport: TransportName,
     ) -> None:
         self._config, self._inputs, self._rank = config, inputs, rank
         backend = get_backend()
@@ -285,7 +291,7 @@ class TrainerParts:
             if self._sender is None:
                 weights.follow()
                 return {}
-            report = self._sender.publish(version, model=weights.model, adapter=weights.adapter)
+            report = self._sender.send(version, model=weights.model, adapter=weights.adapter)
         return _sync_figures(report)
 
 
@@ -296,7 +302,7 @@ def _sync_figures(report: SyncReport) -> dict[str, float]:
     figures = {
         "sync/nbytes": float(sum(part.nbytes for part in parts)),
         "sync/receivers": float(report.policy.receivers),
-        "sync/quarantined": float(sum(len(part.quarantined) for part in parts)),
+        "sync/quarantined": float(sum(len(part.excluded) for part in parts)),
         **{f"sync/{stage}_s": sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
     }
     if report.plan.what == "full":
@@ -328,7 +334,7 @@ def _build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
 
 
 def _build_sender(
-    config: Config, store: Any, transport: Transport, *, base: int | None, incarnation: int
+    config: Config, store: Any, transport: TransportName, *, base: int | None, incarnation: int
 ) -> PolicySender:
     slab_mib = config.weights.update_weights_bucket_megabytes
 

@@ -23,7 +23,7 @@ from hwrl.weights.transports.device import DeviceSender
 from hwrl.weights.transports.host import HostSender
 from hwrl.weights.transports.ipc import IpcSender
 
-Transport = Literal["device", "host", "ipc"]
+TransportName = Literal["device", "host", "ipc"]
 
 
 class WeightSender:
@@ -45,7 +45,7 @@ class WeightSender:
         *,
         name: str = "policy",
         backend: Backend | None = None,
-        transport: Transport = "device",
+        transport: TransportName = "device",
         slab_nbytes: int | None = None,
         slabs: int = 4,
         versions: int = 3,
@@ -195,8 +195,8 @@ def _check_timeout(timeout_s: float) -> None:
 
 
 def _check_options(*, transport: str, slab_nbytes: int | None, slabs: int, versions: int) -> None:
-    if transport not in get_args(Transport):
-        known = ", ".join(get_args(Transport))
+    if transport not in get_args(TransportName):
+        known = ", ".join(get_args(TransportName))
         raise ConfigError(f"there is no transport {transport!r}", why=f"known are {known}", fix="choose one of them")
     if slab_nbytes is not None and (slab_nbytes <= 0 or slab_nbytes % ALIGNMENT_NBYTES):
         raise ConfigError(

@@ -25,12 +25,11 @@ from hwrl.comm import Comm
 from hwrl.errors import ConfigError
 from hwrl.interfaces.backend import Backend
 from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces.train import EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train.gather import gathered
-from hwrl.train.losses import PolicyLoss
 from hwrl.train.policy import PolicyEngine, recompute
+from hwrl.weights import gather_weights
 from hwrl_megatron.model import build_gpt
 from hwrl_megatron.options import MegatronOptions
 from hwrl_megatron.weights import MappedWeight, load_weights, map_weights
@@ -122,7 +121,7 @@ class MegatronEngine(PolicyEngine):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+    def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         for (
             buffer
         ) in self.model.buffers:  # torch's name, Megatron's list: each is flat, parameters' gradients its views
@@ -196,7 +195,7 @@ class MegatronEngine(PolicyEngine):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.data_parallel_rank == 0:
             parts = ((weight.name, weight.part()) for weight in self._weights)
-            yield from gathered(parts, self._group, dtype=self.settings.dtype)
+            yield from gather_weights(parts, self._group, dtype=self.settings.dtype)
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         for weight in self._weights:

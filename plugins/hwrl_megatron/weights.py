@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hwrl.train.gather import Part
+from hwrl.weights import WeightShard
 
 _ROWS, _COLUMNS = 0, 1
 _PLAIN = {
@@ -43,10 +43,10 @@ class MappedWeight:
     rank: int
     ranks: int
 
-    def part(self) -> torch.Tensor | Part:
+    def part(self) -> torch.Tensor | WeightShard:
         """Return this rank's part; ``view`` itself where it is dense."""
         mine = self.view.reshape(self._local_shape())
-        return mine if self.dim is None or self.ranks == 1 else Part(mine, self.shape, self.dim, self.ranks)
+        return mine if self.dim is None or self.ranks == 1 else WeightShard(mine, self.shape, self.dim, self.ranks)
 
     def load(self, whole: torch.Tensor) -> None:
         """Copy this rank's part of ``whole`` into the parameter."""

@@ -15,13 +15,10 @@ from hwrl.discovery.registry import engine_args
 from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
 from hwrl.interfaces.backend import Backend, Capability
 from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import (
-    MEMORY_TAGS,
-    Completion,
-    GenerationRequest,
-    RolloutEngine,
-    RolloutSettings,
-    Sampling,
+from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, RolloutSettings, Sampling
+from hwrl.lora import add_adapter, divided
+from hwrl.models import build_model
+from hwrl.rollout.checks import (
     require_adapter,
     require_awake,
     require_base,
@@ -31,8 +28,6 @@ from hwrl.interfaces.rollout import (
     require_same_model,
     require_weights,
 )
-from hwrl.lora import add_adapter, divided
-from hwrl.models import build_model
 from hwrl_vllm.lora import request_lora, require_dtype, require_places
 from hwrl_vllm.options import engine_arguments, places_of
 from hwrl_vllm.worker import Lent

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.comm import group as comm
-from hwrl.interfaces import backend
+from hwrl.interfaces import backend, comm
 from hwrl.interfaces import rollout as rollout_engine
 from hwrl.interfaces import train as train_engine
 from hwrl.run.config import load_config

@@ -112,16 +112,9 @@ def unit_of(path: Path) -> str:
 
 @cache
 def arrows() -> set[tuple[str, str]]:
-    """Return every pair (part of hwrl, part that it imports), apart from the package's own table of names.
-
-    Interfaces and hooks name, for the type checker, what later layers give to plugins.
-    """
+    """Return every pair (part of hwrl, part that it imports), except for the package's own table of names."""
     pairs = {(unit_of(path), name.split(".")[1]) for path in CORE for name in imports(path) if name.startswith("hwrl.")}
-    return {
-        (unit, other)
-        for unit, other in pairs
-        if unit not in (other, "__init__", "interfaces", "discovery") and other in LAYER_OF
-    }
+    return {(unit, other) for unit, other in pairs if unit not in (other, "__init__") and other in LAYER_OF}
 
 
 def test_every_part_has_its_layer() -> None:
@@ -140,6 +133,10 @@ def test_arrows_point_down() -> None:
 
 def test_no_two_parts_import_each_other() -> None:
     assert not [(unit, other) for unit, other in arrows() if (other, unit) in arrows()]
+
+
+def test_interfaces_import_only_errors() -> None:
+    assert {other for unit, other in arrows() if unit == "interfaces"} == {"errors"}
 
 
 def test_the_core_imports_no_backend_and_no_plugin() -> None:

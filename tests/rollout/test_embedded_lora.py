@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
-from hwrl.lora import LoraSettings, add_adapter
+from hwrl.interfaces.lora import LoraSettings
+from hwrl.lora import add_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
 from tests.support.adapters import LORA, Weights, expected, reference, tokens_of, trained
 from tests.support.tiny_model import END, requests_of, tiny_model

@@ -11,10 +11,11 @@ import pytest
 
 import hwrl
 from hwrl.comm import Comm, Group, connect_store
-from hwrl.interfaces.batch import Batch, collate
+from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.groups import PromptGroup, Response
 from hwrl.interfaces.train import EngineSettings
 from hwrl.run.demo import write_demo
+from hwrl.train.collate import collate
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss, group_advantages
 

@@ -79,7 +79,7 @@ def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
         for version in (1, 2):
             begin = time.monotonic()
             report = sender.publish(version, model_of(version).items())
-            reports.append((report.receivers, dict(report.quarantined), time.monotonic() - begin))
+            reports.append((report.receivers, dict(report.excluded), time.monotonic() - begin))
         return reports
 
 

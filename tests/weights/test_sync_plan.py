@@ -87,7 +87,7 @@ class Trainer:
         return {name: tensor * (1 + version / 4) for name, tensor in trained(self._seed)[1].items()}
 
     def publish(self, version: int) -> SyncReport:
-        return self.sender.publish(version, model=readable(self.base), adapter=readable(self.adapter(version)))
+        return self.sender.send(version, model=readable(self.base), adapter=readable(self.adapter(version)))
 
 
 def bring_base(replica: Replica, trainer: Trainer, version: int) -> None:
@@ -164,7 +164,7 @@ def test_a_replica_that_restarts_while_an_adapter_is_sent_asks_for_its_base(
 ) -> None:
     Replica(store).during(lambda: trainer.publish(1))  # it is not heard of again
     base, adapter = readable(trainer.base), trainer.adapter(2)  # made here: so is the replica, of the same generator
-    published = beside(lambda: trainer.sender.publish(2, model=base, adapter=readable(adapter)))
+    published = beside(lambda: trainer.sender.send(2, model=base, adapter=readable(adapter)))
     again = Replica(store)
     while again.updater.totals()["received_nbytes"] < nbytes_of(adapter):
         again.catch_up()
@@ -267,6 +267,6 @@ def test_a_base_in_the_hosts_store_takes_no_device_memory(store: Store) -> None:
     adapter = {"lora": torch.ones(8)}
     sender = PolicySender(lambda name: sender_of(store, name=name, transport="host"), base=BASE)
     before = CpuBackend(INFO).memory_info().allocated_nbytes
-    sender.publish(1, model=readable(base), adapter=readable(adapter))
+    sender.send(1, model=readable(base), adapter=readable(adapter))
     assert CpuBackend(INFO).memory_info().allocated_nbytes - before < 1 << 20, "1 MiB of the 8 that were packed"
     sender.close()

@@ -17,8 +17,8 @@ import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.errors import ConfigError, MemoryStateError, UnsupportedError
 from hwrl.interfaces.batch import Batch
+from hwrl.interfaces.lora import LoraSettings
 from hwrl.interfaces.train import EngineSettings, TrainEngine
-from hwrl.lora import LoraSettings
 from hwrl.run.demo import write_demo
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss

@@ -17,8 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
 
 import hwrl
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, LocalShards, find_checkpoints
-from hwrl.checkpoint.format.layout import read_tensors
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, LocalShards, find_checkpoints, read_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.discovery.registry import bootstrap
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError

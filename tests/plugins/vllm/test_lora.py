@@ -14,8 +14,8 @@ import torch
 
 from hwrl.discovery.registry import get_backend
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
+from hwrl.interfaces.lora import LoraSettings
 from hwrl.interfaces.rollout import RolloutSettings
-from hwrl.lora import LoraSettings
 from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import (

@@ -12,7 +12,7 @@ from hwrl.interfaces.train import EngineSettings
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.gather import SharedWeights
+from hwrl.weights import SharedWeights
 
 
 @pytest.fixture(scope="module")
