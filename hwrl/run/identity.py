@@ -9,9 +9,9 @@ machine may have its own copy.
 - Model directory: all files count but hidden ones and ``.md``, because transformers chooses among the files it finds.
   In ``config.json``, the author's tool and path do not count.
 - Weights: the whole file is hashed; a sample would miss a change of a few tensors. The driver always does this, with a
-  thread per file and about 2 GB/s per thread. The trainer then finds the file in the page cache. Another process trusts a
-  large file with the driver's inode, size and change times. Each write changes them, and only a clock that is set back
-  could restore them. If they differ, it hashes the file itself.
+  thread per file and about 2 GB/s per thread. The trainer then finds the file in the page cache. Another process trusts
+  a large file with the driver's inode, size and change times. Each write changes them, and only a clock that is set
+  back could restore them. If they differ, the process hashes the file itself.
 - Reward function: its file counts, and the modules imported by this file do not.
 
 The configuration itself needs no comparison: the driver passes it to every process by value.

@@ -10,9 +10,9 @@ import time
 
 from ray.exceptions import RayError
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
-from hwrl.rollout.rollouter import Evaluation
+from hwrl.rollout.evaluator import Evaluation
 from hwrl.run.cluster.ray_session import ray_cluster
 from hwrl.run.config import Config
 from hwrl.run.fleet.fleet import Fleet
@@ -240,7 +240,7 @@ class Pipeline:
         if evaluation.incarnation != self._fleet.trainers.incarnation:
             self._view.log("an evaluation does not count: its weights were lost with a trainer")
             return None
-        metrics = {f"eval/{name}": value for name, value in evaluation.figures.items()}
+        metrics = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         return self._report.amend({**metrics, "eval/version": float(evaluation.version)})
 
     # -- end ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hwrl.run.report import RunReport
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Fault, WatchedDisk, read_trace, why_unavailable
 from tests.crash.power import Power, survivals
-from tests.support.stand_in_fleet import CHECKPOINT, StandInFleet, train
+from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 

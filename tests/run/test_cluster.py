@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from hwrl.checkpoint.directory.lock import DirectoryLock
+from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError
 from hwrl.run.cluster.ray_security import private_ray
 from hwrl.run.cluster.ray_session import not_started, ray_cluster

@@ -6,33 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from hwrl.models import load_model
-from tests.run.test_train_run import assert_whole, demo, start
-from tests.support.train_run import Run
+from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, base_nbytes, sent
 
-__all__ = ["demo", "start"]
 pytestmark = pytest.mark.timeout(600)  # up to three runs, on a busy machine
 
 PATIENCE_S = 240.0
-
-ADAPTER = "model/adapter_model.safetensors"
-LORA = ("model.lora_rank=4", "optimizer.learning_rate=1e-2")
-
-
-def base_nbytes(demo: Path) -> int:
-    return sum(tensor.nbytes for tensor in load_model(demo / "model", dtype=torch.float32).state_dict().values())
-
-
-def adapter_nbytes(run: Run) -> int:
-    return sum(tensor.nbytes for tensor in load_file(run.directory / ADAPTER).values())
-
-
-def sent(run: Run, name: str) -> list[float]:
-    """Return ``sync/<name>`` of each step."""
-    return [line[f"sync/{name}"] for line in run.metrics()]
 
 
 def sleepy_reward(demo: Path) -> str:
@@ -88,11 +67,11 @@ def test_a_dead_replica_gets_the_base_again_and_a_dead_run_goes_on_with_its_adap
     start: Callable[..., Run],
 ) -> None:
     run = start(*LORA, "train.steps=1000")
-    run.await_step(6, timeout_s=PATIENCE_S)
+    run.wait_for_step(6, timeout_s=PATIENCE_S)
     assert run.kill("ray::RolloutActor", at_most=1) == 1
-    run.await_output("a new replica starts", timeout_s=PATIENCE_S)
+    run.wait_for_output("a new replica starts", timeout_s=PATIENCE_S)
     before = run.metrics()[-1]["step"]
-    run.await_step(int(before) + 8, timeout_s=PATIENCE_S)
+    run.wait_for_step(int(before) + 8, timeout_s=PATIENCE_S)
     assert sum(sent(run, "base_sent")) == 2
     run.kill()
     run.process.wait(10)

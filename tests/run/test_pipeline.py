@@ -11,7 +11,7 @@ from hwrl.checkpoint import DurableFS
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import BatchInfo
 from hwrl.run.report import read_metrics
-from tests.support.stand_in_fleet import CHECKPOINT, StandInFleet, train
+from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
 
 class BatchInTheLastMoment(StandInFleet):

@@ -6,10 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.run.test_train_run import demo, start, trained_prompts
-from tests.support.train_run import Run
-
-__all__ = ["demo", "start"]  # fixtures
+from tests.support.train_run import Run, trained_prompts
 
 
 def saved_steps(run: Run) -> list[int]:
@@ -24,11 +21,11 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     words.append(f"reward.function={demo / 'rewards.py'}:sort_reward")
 
     run = start(*words)  # what it writes is deleted
-    run.await_step(2)
+    run.wait_for_step(2)
     shutil.rmtree(run.directory / "tensorboard")
-    run.await_output("TensorBoard's events cannot be written any longer")
+    run.wait_for_output("TensorBoard's events cannot be written any longer")
     step = int(run.metrics()[-1]["step"])
-    run.await_step(step + 2)
+    run.wait_for_step(step + 2)
     (run.directory / "trained_prompts.jsonl").unlink()
     assert run.wait() == 1, run.output()
     last = int(run.metrics()[-1]["step"])
@@ -41,7 +38,7 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     with (demo / "rewards.py").open("a") as file:  # of what it reads, one file may change between two runs
         file.write("# the same\n")
     again = start("resume=true", *words)
-    again.await_step(last + 2)
+    again.wait_for_step(last + 2)
     assert (
         f"{run.directory / 'trained_prompts.jsonl'} is not whole: it lacks steps 1-{last} of {last}" in again.output()
     )

@@ -15,10 +15,7 @@ import torch
 
 import hwrl
 from hwrl.errors import EngineError, MemoryStateError
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.train import EngineSettings, TrainEngine
-from hwrl.memory import Moved
+from hwrl.interfaces import Batch, EngineSettings, Moved, PromptGroup, Response, TokenLoss, TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.train.choices import LossName
 from hwrl.train.fsdp import FsdpEngine
@@ -236,7 +233,7 @@ class CountingEngine(TrainEngine):
     def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
         return nullcontext(Moved())
 
-    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+    def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         self.rows.append(batch.rows)
         return {}
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwrl.errors import ConfigError, PlacementError
-from hwrl.interfaces.backend import Backend, Capability, DeviceMap, Support
+from hwrl.interfaces import Backend, Capability, DeviceMap, Support
 from hwrl.run.config import Config
 
 if TYPE_CHECKING:
-    from hwrl.weights.sender import Transport
+    from hwrl.weights import TransportName
 
 _UNITS = 10_000
 """The parts of a device in which Ray counts shares."""
@@ -105,7 +105,7 @@ def _too_few(devices: int, *, ranks: int, replicas: int, width: int, may_share: 
 
 def choose_transport(
     *, bypass_cpu: bool, shared: bool, one_machine: bool, supports: Callable[[Capability], Support]
-) -> tuple[Transport, str]:
+) -> tuple[TransportName, str]:
     """Return the transport for weights, and the reason. ``shared``: processes of the run share a device.
 
     Raises ConfigError if no transport of these devices reaches all machines of the run.
@@ -162,7 +162,7 @@ class PlacementPlan:
     """The decisions before any process starts: devices for each process, and the transport for weights."""
 
     assignment: DeviceAssignment
-    transport: Transport
+    transport: TransportName
     why_transport: str
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, attempt_all
 from hwrl.run.cluster.placement import has_devices, plan_placement
 from hwrl.run.cluster.ray_security import admits_without_token, has_token, private_ray

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hwrl.lora import LoraSettings
+from hwrl.interfaces import LoraSettings
 from hwrl.run.config.values import (
     AbsolutePath,
     Decay,

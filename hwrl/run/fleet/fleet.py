@@ -12,9 +12,9 @@ import ray
 
 from hwrl.checkpoint import find_checkpoints
 from hwrl.comm import serve_store, store_address
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import attempt_all
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.config import Config
 from hwrl.run.fleet.monitor import ProcessMonitor

@@ -20,7 +20,7 @@ from hwrl.run.processes.answers import DEATHS, Answer, first_line, is_ready, val
 from hwrl.run.processes.handles import ReplicaHandle
 
 if TYPE_CHECKING:
-    from hwrl.rollout.rollouter import Evaluation
+    from hwrl.rollout.evaluator import Evaluation
 
 _TRANSFERS_IN_A_TURN = 4
 """One turn of a rollouter's loop may wait for so many transfers."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ray.exceptions import RayTaskError
 
 from hwrl.errors import EngineError, HwrlError
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.devices import RunDevices
 from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config

@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from hwrl.discovery.registry import get_backend, set_backend
+from hwrl.discovery import get_backend, set_backend
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import PromptGroup
-from hwrl.rollout.ledger import Lease, PromptLedger
+from hwrl.interfaces import PromptGroup
+from hwrl.rollout.ledger import PromptLease, PromptLedger
 from hwrl.run.cluster.placement import (
     HeldDevices,
     ProcessDevices,
@@ -33,10 +33,11 @@ from hwrl.run.identity import RunInputs
 from hwrl.run.report.records import Metrics
 
 if TYPE_CHECKING:
-    from hwrl.rollout.rollouter import Evaluation, Rollouter
+    from hwrl.rollout.evaluator import Evaluation
+    from hwrl.rollout.rollouter import Rollouter
     from hwrl.run.processes.handles import LedgerHandle
     from hwrl.run.processes.trainer_rank import TrainerRank
-    from hwrl.weights.sender import Transport
+    from hwrl.weights import TransportName
 
 LEASE_WAIT_S = 1.0
 """How long the ledger waits for free prompts before it answers a request with none."""
@@ -111,7 +112,7 @@ class LedgerActor:
         """Answer a heartbeat."""
         return 0.0
 
-    async def lease(self, count: int, replica: str) -> list[Lease]:
+    async def lease(self, count: int, replica: str) -> list[PromptLease]:
         """Lend up to ``count`` prompts to ``replica``. Waits up to ``LEASE_WAIT_S`` for the first one."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
@@ -131,7 +132,7 @@ class LedgerActor:
                     self._ledger.complete(group)
             self._changed.notify_all()
 
-    async def fail(self, lease: Lease, reason: str) -> None:
+    async def fail(self, lease: PromptLease, reason: str) -> None:
         """Put a prompt back. After too many failures of one prompt the next ``take`` raises."""
         async with self._changed:
             with self._fatal_errors():
@@ -206,7 +207,7 @@ class RemoteLedger:
     def __init__(self, ledger: LedgerHandle, *, replica: str) -> None:
         self._ledger, self._replica = ledger, replica
 
-    def lease(self, count: int) -> Future[list[Lease]]:
+    def lease(self, count: int) -> Future[list[PromptLease]]:
         """Request prompts."""
         return self._ledger.lease(count, self._replica).future()
 
@@ -214,7 +215,7 @@ class RemoteLedger:
         """Hand in finished groups."""
         self._ledger.complete(groups, self._replica, stats)
 
-    def fail(self, lease: Lease, reason: str) -> None:
+    def fail(self, lease: PromptLease, reason: str) -> None:
         """Report a failed prompt."""
         self._ledger.fail(lease, reason)
 
@@ -249,8 +250,8 @@ class RolloutActor:
         self._rollouter: Rollouter | None = None
 
     def alive(self) -> float:
-        """Answer a heartbeat: return for how many seconds the present turn of the rollouter's loop has lasted."""
-        return 0.0 if self._rollouter is None else self._rollouter.turn_s()
+        """Answer a heartbeat: return for how many seconds the present step of the rollouter's loop has lasted."""
+        return 0.0 if self._rollouter is None else self._rollouter.step_s()
 
     def set_up(
         self, setup: ProcessSetup, *, replica: str, incarnation: str, seed: int, ledger: LedgerHandle
@@ -304,7 +305,9 @@ class TrainActor:
         """Answer a heartbeat. It does not measure calls: ``timeouts.trainer_s`` limits them."""
         return 0.0
 
-    def set_up(self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: Transport) -> HeldDevices | None:
+    def set_up(
+        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName
+    ) -> HeldDevices | None:
         """Build this rank and return its device. The ranks wait for each other."""
         devices = _use_devices(setup, threads=setup.config.train.threads)
         from hwrl.run.processes.trainer_rank import TrainerRank

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.comm import Comm, Group, connect_store
-from hwrl.discovery.registry import get_backend
+from hwrl.comm import Comm, Group, PrefixStore, connect_store
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings, Sampling
-from hwrl.interfaces.train import EngineSettings, TrainEngine
+from hwrl.interfaces import EngineSettings, RolloutEngine, RolloutSettings, Sampling, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
@@ -22,19 +20,18 @@ from hwrl.models import (
 )
 from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout.leases import LedgerClient
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.reward_workers import RewardWorkers
-from hwrl.rollout.rollouter import LedgerClient, Rollouter
-from hwrl.rollout.weight_updater import INCARNATION, AdapterInlet, Link, ModelInlet, WeightUpdater
+from hwrl.rollout.rollouter import LoopSettings, Rollouter
+from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, ModelUpdater, RetryingReceiver, WeightUpdater
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss
 from hwrl.train.trainer import Algorithm, AsyncTrainer
-from hwrl.weights import PolicySender, WeightReceiver, WeightSender
-from hwrl.weights.plan import POLICY, POLICY_BASE
-from hwrl.weights.sender import Transport
+from hwrl.weights import POLICY, POLICY_BASE, PolicySender, TransportName, WeightReceiver, WeightSender
 
 
 def prepare_process(*, threads: int, device: int = 0) -> None:
@@ -63,11 +60,13 @@ def build_rollouter(
             threads=config.reward.threads,
             timeout_s=config.reward.timeout_s,
         ),
-        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
-        group_size=config.rollout.n,
         weights=_build_updater(config, engine, store_address=store_address, replica=replica),
-        partial_rollout=config.async_training.partial_rollout,
-        sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        settings=LoopSettings(
+            sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+            group_size=config.rollout.n,
+            partial_rollout=config.async_training.partial_rollout,
+            sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        ),
     )
 
 
@@ -81,11 +80,11 @@ def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
 def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
     store = connect_store(store_address)
 
-    def connect(name: str, *, newest: bool = True) -> Link:
+    def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
         receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
-        return Link(receiver, patience_s=_transfer_timeout_s(config))
+        return RetryingReceiver(receiver, timeout_s=_transfer_timeout_s(config))
 
-    return ModelInlet(engine, connect(POLICY)) if config.model.lora is None else AdapterInlet(engine, connect)
+    return ModelUpdater(engine, connect(POLICY)) if config.model.lora is None else AdapterUpdater(engine, connect)
 
 
 def _transfer_timeout_s(config: Config) -> float:
@@ -193,7 +192,7 @@ def build_trainer(config: Config, engine: TrainEngine, *, incarnation: int) -> A
 
 
 def build_sender(
-    config: Config, store: Any, transport: Transport, *, base: int | None, incarnation: int
+    config: Config, store: Any, transport: TransportName, *, base: int | None, incarnation: int
 ) -> PolicySender:
     """Return the sender of weights. ``base`` is the hash of an adapter's base model."""
     slab_mib = config.weights.update_weights_bucket_megabytes

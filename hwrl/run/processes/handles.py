@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from hwrl.interfaces.groups import PromptGroup
-from hwrl.rollout.ledger import Lease
+from hwrl.interfaces import PromptGroup
+from hwrl.rollout.ledger import PromptLease
 from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
 from hwrl.run.processes.actors import BatchInfo, LedgerActor, ProcessSetup, RestoredRun, RolloutActor, TrainActor
@@ -20,8 +20,8 @@ from hwrl.run.processes.answers import Answer
 from hwrl.run.report.records import Metrics
 
 if TYPE_CHECKING:
-    from hwrl.rollout.rollouter import Evaluation
-    from hwrl.weights.sender import Transport
+    from hwrl.rollout.evaluator import Evaluation
+    from hwrl.weights import TransportName
 
 _HEARTBEAT_GROUP = "heartbeat"
 """A concurrency group of Ray with its own thread: ``alive`` answers while another call runs."""
@@ -35,7 +35,7 @@ class ActorHandle:
         self._actor: Any = remote_class.options(**options).remote(*arguments)
 
     def alive(self) -> Answer[float]:
-        """Send a heartbeat; the answer says for how many seconds the actor's loop has been in its present turn."""
+        """Send a heartbeat; the answer says for how many seconds the actor's loop has been in its present step."""
         return _send(self._actor.alive.options(concurrency_group=_HEARTBEAT_GROUP))
 
     def kill(self) -> None:
@@ -50,7 +50,7 @@ class TrainerHandle(ActorHandle):
         super().__init__(TrainActor, **options)
 
     def set_up(
-        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: Transport
+        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName
     ) -> Answer[HeldDevices | None]:
         """Build the rank; the answer names its device."""
         return _send(self._actor.set_up, setup, rank=rank, incarnation=incarnation, transport=transport)
@@ -115,7 +115,7 @@ class LedgerHandle(ActorHandle):
     def __init__(self, config: Config) -> None:
         super().__init__(LedgerActor, config, num_cpus=0)
 
-    def lease(self, count: int, replica: str) -> Answer[list[Lease]]:
+    def lease(self, count: int, replica: str) -> Answer[list[PromptLease]]:
         """Request prompts for a replica."""
         return _send(self._actor.lease, count, replica)
 
@@ -123,7 +123,7 @@ class LedgerHandle(ActorHandle):
         """Hand in a replica's finished groups and its running totals."""
         return _send(self._actor.complete, groups, replica, stats)
 
-    def fail(self, lease: Lease, reason: str) -> Answer[None]:
+    def fail(self, lease: PromptLease, reason: str) -> Answer[None]:
         """Report a failed prompt."""
         return _send(self._actor.fail, lease, reason)
 

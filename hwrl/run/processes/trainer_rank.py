@@ -8,9 +8,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from hwrl.comm import connect_store
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.processes.actors import RestoredRun
@@ -18,11 +18,9 @@ from hwrl.run.processes.build import build_checkpoints, build_sender, build_trai
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.summary import SENT
 from hwrl.run.run_directory import MODEL_DIRECTORY
-from hwrl.train.gather import SharedWeights
 from hwrl.train.rng import rng_state, set_rng_state
 from hwrl.train.trainer import move_metrics
-from hwrl.weights import SyncReport
-from hwrl.weights.sender import Transport
+from hwrl.weights import SharedWeights, SyncReport, TransportName
 
 
 class TrainerRank:
@@ -39,7 +37,7 @@ class TrainerRank:
         rank: int,
         store_address: str,
         incarnation: int,
-        transport: Transport,
+        transport: TransportName,
     ) -> None:
         self._config, self._inputs, self._rank = config, inputs, rank
         store = connect_store(store_address)
@@ -82,7 +80,7 @@ class TrainerRank:
             if self._sender is None:
                 weights.follow()
                 return {}
-            report = self._sender.publish(self._trainer.version, model=weights.model, adapter=weights.adapter)
+            report = self._sender.send(self._trainer.version, model=weights.model, adapter=weights.adapter)
         return _sync_metrics(report)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -170,7 +168,7 @@ def _sync_metrics(report: SyncReport) -> Metrics:
     metrics = {
         "sync/nbytes": float(sum(part.nbytes for part in parts)),
         "sync/receivers": float(report.policy.receivers),
-        "sync/quarantined": float(sum(len(part.quarantined) for part in parts)),
+        "sync/quarantined": float(sum(len(part.excluded) for part in parts)),
         **{f"sync/{stage}_s": sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
     }
     if report.plan.what == "full":
