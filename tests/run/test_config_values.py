@@ -128,7 +128,7 @@ _DOUBLING = "a0: &a0 {k: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{
 def test_a_file_that_says_no_one_thing_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=f"^{path} is not YAML(.|\n)*{message}"):
+    with pytest.raises(ConfigError, match=f"^{path} is not usable YAML(.|\n)*{message}"):
         load_config(path)
 
 
