@@ -28,7 +28,7 @@ FIXED_KEYS = (
     "train.batch_groups",
     "async_training.trigger_parameter_sync_step",
 )
-"""Keys that a resumed run may not change: the ledger's counts of prompts and versions depend on them.
+"""Keys with a fixed value in a resumed run: the ledger's counts of prompts and versions depend on them.
 
 The model and the training data may not change either. A checkpoint identifies them by content, so their paths may.
 """

@@ -1,4 +1,4 @@
-"""The Ray that a run joins or starts."""
+"""Ray for a run: joined or started."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
 
 
 def listeners(pids: set[int]) -> set[str]:
-    """Return the addresses, in the kernel's hexadecimal, on which these processes listen."""
+    """Return the listening addresses of these processes, in the kernel's hexadecimal format."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():

@@ -317,7 +317,7 @@ def test_nothing_that_hwrl_did_not_write_is_overwritten(
 
 
 def begun_run(tmp_path: Path) -> Path:
-    """Return the directory of a run that did a step."""
+    """Return the directory of a run after one step."""
     with claimed_directory(load_config(write(tmp_path, MINIMAL), [f"dir={tmp_path / 'first'}"])):
         (tmp_path / "first" / "metrics.jsonl").write_text('{"step": 1}\n')
     return tmp_path / "first"
@@ -390,7 +390,7 @@ def test_the_page_says_what_a_resume_may_not_change() -> None:
 
 
 def row_of(name: str, field: FieldInfo) -> str:
-    """Return the line of docs/configuration.md that describes a key."""
+    """Return the line of docs/configuration.md about a key."""
     default = "required" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
     return f"| `{name}` | {default} | {(field.description or '').replace('``', '`')} |"
 

@@ -1,4 +1,4 @@
-"""A process of a run reads what the driver read, or refuses; a deliberate resume may change what does no harm."""
+"""A process of a run refuses changed files. A resume accepts harmless changes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def edit_the_model(config: Config) -> None:
 
 
 def spoil_the_weights(config: Config) -> None:
-    """Change one byte, and leave size and modification time as they were."""
+    """Change one byte, and restore size and modification time."""
     path = config.model.path / "model.safetensors"
     before = path.stat()
     with path.open("r+b") as file:
@@ -87,12 +87,12 @@ def setup_of(config: Config, inputs: RunInputs) -> ProcessSetup:
 
 
 def set_up_trainer(config: Config, inputs: RunInputs) -> None:
-    """Set up a trainer, which has no store to connect to."""
+    """Set up a trainer without a store to connect to."""
     TrainActor().set_up(setup_of(config, inputs), rank=0, incarnation=1, transport="host")
 
 
 def set_up_replica(config: Config, inputs: RunInputs) -> None:
-    """Set up a replica, which has no store to connect to."""
+    """Set up a replica without a store to connect to."""
     ledger = cast(LedgerHandle, None)  # it is not called
     RolloutActor().set_up(
         setup_of(config, inputs), replica="replica-0", incarnation="replica-0#1", seed=1, ledger=ledger

@@ -1,4 +1,4 @@
-"""``hwrl train`` of an adapter as a user runs it: what travels, what is saved, what dead and sleeping replicas get."""
+"""``hwrl train`` with an adapter: its transfers and checkpoints, with dead and sleeping replicas."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, bas
 
 pytestmark = pytest.mark.timeout(600)  # up to three runs, on a busy machine
 
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 
 
 def sleepy_reward(demo: Path) -> str:
-    """Return a reward that takes so long that the trainer's batch, and with it new prompts, are long in coming."""
+    """Return a slow reward function: batches, and with them new prompts, come late, and replicas fall asleep."""
     module = demo / "sleepy.py"
     module.write_text(
         "import time\n"
@@ -32,7 +32,7 @@ def test_the_base_travels_once_and_each_version_is_an_adapter(
     start: Callable[..., Run], demo: Path, bypass_cpu: str
 ) -> None:
     run = start(*LORA, f"weights.bypass_cpu={bypass_cpu}", "train.ranks=2", "rollout.replicas=2")
-    assert run.wait(timeout_s=PATIENCE_S) == 0, run.output()
+    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
     assert_whole(run)
     assert sum(sent(run, "base_sent")) == 1
     assert sum(sent(run, "base_nbytes")) == base_nbytes(demo)
@@ -45,7 +45,7 @@ def test_the_base_travels_once_and_each_version_is_an_adapter(
 def test_what_a_sleeper_has_dropped_is_sent_again(start: Callable[..., Run], demo: Path, bypass_cpu: str) -> None:
     sleep = ("rollout.free_cache_engine=true", "rollout.sleep_level=2", "async_training.staleness_threshold=0")
     run = start(*LORA, *sleep, sleepy_reward(demo), f"weights.bypass_cpu={bypass_cpu}", "train.steps=6")
-    assert run.wait(timeout_s=PATIENCE_S) == 0, run.output()
+    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
     totals = {name: sum(line[f"rollout/{name}"] for line in run.metrics()) for name in ("sleeps", "base_loads")}
     assert totals["sleeps"] >= 1
     assert totals["base_loads"] >= 2
@@ -58,7 +58,7 @@ def test_what_a_sleeper_has_dropped_is_sent_again(start: Callable[..., Run], dem
 def test_a_sleeper_keeps_whole_models_or_gets_them_again(start: Callable[..., Run], demo: Path) -> None:
     sleep = ("rollout.free_cache_engine=true", "rollout.sleep_level=2", "async_training.staleness_threshold=0")
     run = start(*sleep, sleepy_reward(demo), "train.steps=6")
-    assert run.wait(timeout_s=PATIENCE_S) == 0, run.output()
+    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
     assert sum(line["rollout/sleeps"] for line in run.metrics()) >= 1
     assert "sync/base_sent" not in run.metrics()[-1]
 
@@ -67,15 +67,15 @@ def test_a_dead_replica_gets_the_base_again_and_a_dead_run_goes_on_with_its_adap
     start: Callable[..., Run],
 ) -> None:
     run = start(*LORA, "train.steps=1000")
-    run.wait_for_step(6, timeout_s=PATIENCE_S)
+    run.wait_for_step(6, timeout_s=TIMEOUT_S)
     assert run.kill("ray::RolloutActor", at_most=1) == 1
-    run.wait_for_output("a new replica starts", timeout_s=PATIENCE_S)
+    run.wait_for_output("a new replica starts", timeout_s=TIMEOUT_S)
     before = run.metrics()[-1]["step"]
-    run.wait_for_step(int(before) + 8, timeout_s=PATIENCE_S)
+    run.wait_for_step(int(before) + 8, timeout_s=TIMEOUT_S)
     assert sum(sent(run, "base_sent")) == 2
     run.kill()
     run.process.wait(10)
     steps = int(run.metrics()[-1]["step"]) + 5
     again = start(*LORA, f"train.steps={steps}", "resume=true")
-    assert again.wait(timeout_s=PATIENCE_S) == 0, again.output()
+    assert again.wait(timeout_s=TIMEOUT_S) == 0, again.output()
     assert [line["step"] for line in again.metrics()] == list(range(1, steps + 1))

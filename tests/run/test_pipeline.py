@@ -15,7 +15,7 @@ from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
 
 class BatchInTheLastMoment(StandInFleet):
-    """No batch comes until a signal does; then the ledger has, or has not, given one before it hears of that."""
+    """No batch comes before a signal. Then the ledger has, or has not, given one before the run abandons it."""
 
     def __init__(self, home: Path, interrupts: Interrupts, *, given: bool) -> None:
         super().__init__(home, DurableFS())

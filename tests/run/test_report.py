@@ -1,4 +1,4 @@
-"""The run directory: complete lines, cut back on resume, metrics that add up."""
+"""The run directory: complete lines, shortened on resume, with correct sums."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_directory_in_the_place_of_the_metrics_is_an_error(tmp_path: Path) -> 
 
 
 def meet_a_limit_on_file_sizes(rank: int, directory: Path) -> tuple[int, list[str], list[str]]:
-    """Add steps until one cannot be written; return which, the error with its notes, and what was logged."""
+    """Add steps until a write fails; return that step, the error with its notes, and the log."""
     logged: list[str] = []
     report = RunReport(directory, log=logged.append)
     draw_curve([{**METRICS_OF_A_STEP, "step": 1.0}], directory / "other.png")  # imports and caches first
@@ -269,7 +269,7 @@ def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
 
 
 def test_what_comes_after_a_step_whose_line_was_lost_has_a_line_of_its_own(tmp_path: Path) -> None:
-    """All steps were done, the account was deleted, and ``resume=true`` evaluates once more."""
+    """After all steps the records were deleted, and ``resume=true`` evaluates once more."""
     report = RunReport(tmp_path, log=lambda text: None, resume_step=7)
     line = report.amend({"eval/reward": 0.5})
     report.close()

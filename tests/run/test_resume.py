@@ -1,4 +1,4 @@
-"""A trainer goes on with the model and the data that its run began with, wherever they are now, and with no others."""
+"""A trainer resumes only with the model and the data of its run, also from another path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(directory: Path) -> Config:
 
 @pytest.fixture
 def moved(tmp_path: Path, address: str) -> Config:
-    """The configuration of a run that took and saved a step, and then was moved with all that it needs."""
+    """The configuration of a run that saved one step and was then moved, with all its files."""
     write_demo(tmp_path / "here", seed=1, prompts=16)
     rank = rank_of(config_of(tmp_path / "here"), address)
     rank.send_weights()

@@ -1,4 +1,4 @@
-"""``hwrl train`` while somebody changes its files: those that it writes, and those that it reads."""
+"""``hwrl train`` while its files change: outputs first, then inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hwrl train`` on devices that Ray does not know: each process gets its own, or shares as the run says."""
+"""``hwrl train`` on devices unknown to Ray: each process gets its own, or shares one as the run logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = ["train.steps=3", "train.batch_groups=4", "rollout.n=4", "eval.prompts=8
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that holds the backend of ``numbered.py`` just as an installer leaves it."""
+    """A folder with the backend of ``numbered.py``, as after an installation."""
     (tmp_path / "numbered.py").write_text(Path(__file__).with_name("numbered.py").read_text())
     metadata = tmp_path / "numbered-0.1.dist-info"
     metadata.mkdir()

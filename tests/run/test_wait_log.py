@@ -1,4 +1,4 @@
-"""What a run says while it waits."""
+"""The log of long waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hwrl.run.fleet.wait_log import FIRST_S, WaitLog
 
 
 class Clock:
-    """A clock that a test sets."""
+    """A clock under the control of a test."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -58,7 +58,7 @@ class RunDevices:
         self._reserve(resource, divided=divided, wide=config.rollout.tensor_parallel > 1)
 
     def devices_of(self, process: str) -> ProcessDevices:
-        """Return the devices that ``process`` shall use."""
+        """Return the devices for ``process``."""
         devices = self._reservation(process).devices
         return ProcessDevices(
             count=len(devices),
@@ -84,7 +84,7 @@ class RunDevices:
         return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
 
     def check_report(self, process: str, held: HeldDevices | None) -> None:
-        """Record the devices that ``process`` reports; None if its backend has none.
+        """Record the reported devices of ``process``; None if its backend has none.
 
         Raises PlacementError if another process uses one of them and the plan does not let them share.
         """

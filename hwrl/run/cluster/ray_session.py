@@ -58,7 +58,7 @@ def ray_cluster(config: Config, *, log: Callable[[str], None]) -> Iterator[None]
 def _end_ray(log: Callable[[str], None]) -> None:
     """Disconnect from Ray, and end a Ray that this process started. Blocks; logs if it takes long.
 
-    Ray waits for its own processes. After a while we kill those that are children of this process: they may be frozen.
+    Ray waits for its own processes. After a while we kill the children of this process among them: they may be frozen.
     """
     ended = threading.Event()
     threading.Thread(target=_watch_shutdown, args=[ended, log], name="end of Ray", daemon=True).start()
@@ -107,7 +107,7 @@ def _start(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
                     config, address="local", include_dashboard=False, _temp_dir=str(directory), **_resources(config)
                 )
         except Exception as exc:
-            ray.shutdown()  # ends the parts that have started
+            ray.shutdown()  # ends the started parts
             raise not_started(exc, file_limit=resource.getrlimit(resource.RLIMIT_FSIZE)[0]) from exc
         if not ray.nodes()[0]["NodeManagerAddress"].startswith("127."):
             log("warning: this version of Ray listens on all interfaces; its token keeps others out")
@@ -136,7 +136,7 @@ def local_devices(config: Config) -> int:
 
 
 def _resources(config: Config) -> dict[str, Any]:
-    """Return this machine's resources for Ray, which finds only the vendors' devices that it knows."""
+    """Return this machine's resources for Ray. Ray itself finds only the devices of some vendors."""
     devices, count = get_backend().devices, local_devices(config)
     resources = {} if devices.ray_resource is None else devices.ray_options(count)
     return resources | {"num_cpus": max(count, os.cpu_count() or 1)}
@@ -188,7 +188,7 @@ def _join(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def _check_port(address: str) -> bool:
-    """Return whether ``address`` is a host and port that accepts a connection. Ray itself would try for minutes.
+    """Return whether ``address`` is an open port of a host. Ray itself would try to connect for minutes.
 
     Returns False for another kind of address. Raises ConfigError if nothing accepts the connection.
     """

@@ -84,7 +84,7 @@ class Fleet:
         return f"{self._config.train.ranks} trainer rank(s), {self._config.rollout.replicas} rollout replica(s)"
 
     def describe(self) -> str:
-        """Return the processes with the devices that they reported, and the transport of weights, in words."""
+        """Return the processes, their reported devices, and the transport of weights, in words."""
         plan = self._devices.plan
         return (
             f"hwrl on {self._backend.info.name}: {self.size}; {self._devices.describe()}; "
@@ -99,7 +99,7 @@ class Fleet:
         return self.ledger.take(count, version)
 
     def send_weights_to_joined(self) -> None:
-        """Send the newest weights to replicas that joined after they were sent. The trainers must be idle."""
+        """Send the newest weights to late replicas. The trainers must be idle."""
         if self.trainers.joined_replicas():
             self.trainers.send_weights()
 
@@ -140,7 +140,7 @@ class Fleet:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, *, failed: bool = False) -> None:
-        """End every process. Those that still answer release files and memory first.
+        """End every process. A process releases files and memory first, if it still answers.
 
         If the run ``failed``, raise the trainers' errors: a save in the background may have failed too.
         """

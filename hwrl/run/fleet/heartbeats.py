@@ -1,4 +1,4 @@
-"""Heartbeats: find the processes of a run that do not answer. Only the driver sends them and measures time."""
+"""Heartbeats: find silent processes of a run. Only the driver sends them and measures time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hwrl.run.processes.handles import ActorHandle
 
 _INTERVAL_S = 2.0
 _MAX_COUNTED_S = 5.0
-"""The most that one pause between two calls counts. A longer pause means that the driver itself was stopped."""
+"""The most time to count between two calls. A longer pause means a stop of the driver itself."""
 
 
 class Timeout:
@@ -36,14 +36,14 @@ class _Heartbeat:
     answer: Answer[float]
     sent_s: float
     silent_s: float = 0.0
-    turn_s: float = 0.0
+    step_s: float = 0.0
     is_up: bool = False  # whether it has answered once; it is starting before
 
 
 class Heartbeats:
     """Sends heartbeats to each actor, and counts the seconds since its last answer.
 
-    Only the time between calls of :meth:`update` counts, so a driver that was stopped itself blames no actor. An actor
+    Time counts only between calls of :meth:`update`, so a stopped driver blames no actor afterwards. An actor
     before its first answer is starting, and is not silent. A dead actor is not silent either: its calls fail.
     """
 
@@ -74,19 +74,19 @@ class Heartbeats:
         return name in self._heartbeats and self._heartbeats[name].is_up
 
     def silent(self) -> dict[str, float]:
-        """Return the seconds of silence of each actor; 0.0 for an actor that is starting."""
+        """Return the seconds of silence of each actor; 0.0 during its start."""
         return {name: heartbeat.silent_s for name, heartbeat in self._heartbeats.items()}
 
-    def turns(self) -> dict[str, float]:
-        """Return for how many seconds each actor's loop has been in one turn, by its last answer."""
-        return {name: heartbeat.turn_s for name, heartbeat in self._heartbeats.items()}
+    def steps(self) -> dict[str, float]:
+        """Return for how many seconds each actor's loop has been in its present step, by its last answer."""
+        return {name: heartbeat.step_s for name, heartbeat in self._heartbeats.items()}
 
     def _read(self, heartbeat: _Heartbeat, now_s: float) -> None:
         heartbeat.silent_s = 0.0
         if now_s - heartbeat.sent_s < _INTERVAL_S:
             return
         try:
-            heartbeat.turn_s = value_of(heartbeat.answer)
+            heartbeat.step_s = value_of(heartbeat.answer)
             heartbeat.is_up = True
         except RayError:  # it is dead, and the other calls of it fail too
             return

@@ -39,9 +39,9 @@ class ProcessMonitor:
         """Return whether the process has answered once."""
         return self._heartbeats.is_up(name)
 
-    def turn_s(self, name: str) -> float:
-        """Return for how many seconds the process's loop has been in one turn."""
-        return self._heartbeats.turns().get(name, 0.0)
+    def step_s(self, name: str) -> float:
+        """Return for how many seconds the process's loop has been in its present step."""
+        return self._heartbeats.steps().get(name, 0.0)
 
     def unresponsive(self) -> dict[str, str]:
         """Return the processes that have been silent for too long, each with a sentence about it."""

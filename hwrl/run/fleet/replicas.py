@@ -1,4 +1,4 @@
-"""The rollout replicas of a run: start them, let them join, and replace those that die or hang."""
+"""The rollout replicas of a run: start them, let them join, and replace the dead and the hanging ones."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hwrl.run.processes.handles import ReplicaHandle
 if TYPE_CHECKING:
     from hwrl.rollout.evaluator import Evaluation
 
-_TRANSFERS_IN_A_TURN = 4
-"""One turn of a rollouter's loop may wait for so many transfers."""
+_TRANSFERS_IN_A_STEP = 4
+"""The most transfers in one step of a rollouter's loop."""
 _SEEDS = 1 << 31
 """The number of seeds that every library accepts."""
 
@@ -32,7 +32,7 @@ _SEEDS = 1 << 31
 class _Replica:
     handle: ReplicaHandle
     incarnation: str
-    is_replacement: bool  # the dead one before it may have left the device full for a while
+    is_replacement: bool  # the device may stay full for a while after the death of the one before
     started_s: float
     run: Answer[None] | None = None  # None while it is being set up
 
@@ -45,10 +45,10 @@ class _RunningEvaluation:
 
 
 class Replicas:
-    """Starts the replicas and replaces each one that dies, under its old name, up to ``rollout.max_restarts`` times.
+    """Starts the replicas, and replaces each dead one under its old name, up to ``rollout.max_restarts`` times.
 
-    A new replica is *joining* until it is set up, and then runs until the end. ``answers`` are the events: pass each
-    one that is ready to :meth:`handle_event`.
+    A new replica is *joining* until it is set up, and then runs until the end. Each of the ``answers`` is an event when
+    it is ready: pass it to :meth:`handle_event`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Replicas:
         return bool(self._joining)
 
     def handle_event(self, answer: Answer[Any]) -> None:
-        """Let a replica run that is set up, or replace one that has ended. Ignores answers of other processes."""
+        """Let a joined replica run, or replace an ended one. Ignores answers of other processes."""
         running = self._running()
         if answer in running:
             self.replace(running[answer], why_ended(answer))
@@ -161,23 +161,23 @@ class Replicas:
         self._start(name)
 
     def replace_late(self) -> None:
-        """Replace the replicas that answer their heartbeats and make no progress."""
+        """Replace the replicas without progress. They may still answer heartbeats."""
         for name, reason in self._late().items():
             self.replace(name, reason)
 
     def _late(self) -> dict[str, str]:
-        """Return the replicas without progress, each with the limit that it has exceeded."""
+        """Return the replicas without progress, each with its exceeded limit."""
         late, now_s = {}, time.monotonic()
         start_s, group_s = self._config.timeouts.start_s, self._config.rollout.group_timeout_s
-        turn_s = group_s + _TRANSFERS_IN_A_TURN * (group_s + self._config.weights.timeout_s)
+        step_s = group_s + _TRANSFERS_IN_A_STEP * (group_s + self._config.weights.timeout_s)
         overdue = self._ledger.overdue()
         for name, replica in self._replicas.items():
             if replica.incarnation in overdue:
                 late[name] = f"it held a prompt for more than rollout.group_timeout_s={group_s:g}"
             elif replica.run is None and now_s - replica.started_s > start_s:
                 late[name] = f"it was not set up within timeouts.start_s={start_s:g}"
-            elif self._monitor.turn_s(name) > turn_s:
-                late[name] = f"its loop has been in one turn for {self._monitor.turn_s(name):.0f} s"
+            elif self._monitor.step_s(name) > step_s:
+                late[name] = f"its loop has been in one step for {self._monitor.step_s(name):.0f} s"
         return late | self._late_evaluation(now_s)
 
     def _late_evaluation(self, now_s: float) -> dict[str, str]:
@@ -216,7 +216,7 @@ class Replicas:
         return None
 
     def begin_stop(self) -> list[Answer[None]]:
-        """Tell all replicas to stop; return the answers that come when they have stopped."""
+        """Tell all replicas to stop; return the answers to wait for."""
         for replica in self._replicas.values():
             replica.handle.stop()
         return [replica.run for replica in self._replicas.values() if replica.run is not None]

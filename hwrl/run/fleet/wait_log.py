@@ -1,4 +1,4 @@
-"""Log lines about long waits and silent processes, so that a run is never silent itself."""
+"""Log lines about long waits and silent processes. With them, a run is never silent itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Wait:
 
 
 class WaitLog:
-    """Logs what the run waits for. Waits may nest; only the innermost is logged. ``clock`` returns seconds."""
+    """Logs the waits of a run. Waits may nest; only the innermost is logged. ``clock`` returns seconds."""
 
     def __init__(self, log: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._clock = log, clock
@@ -31,7 +31,7 @@ class WaitLog:
 
     @contextmanager
     def waiting_for(self, subject: str) -> Iterator[None]:
-        """Wait for ``subject`` in this block. See ``FIRST_S`` for the times at which a long wait is logged."""
+        """Wait for ``subject`` in this block. Logged after ``FIRST_S``, or after twice the longest earlier wait."""
         usual_s = _USUAL_FACTOR * self._longest_s.get(subject, 0.0)
         wait = _Wait(subject, self._clock(), max(FIRST_S, usual_s))
         self._waits.append(wait)
@@ -43,7 +43,7 @@ class WaitLog:
             self._longest_s[subject] = max(waited_s, self._longest_s.get(subject, 0.0))
 
     def forget(self, process: str) -> None:
-        """Forget the silence of a process that was replaced."""
+        """Forget the silence of a replaced process."""
         self._logged_silence_s.pop(process, None)
 
     def update(self, silent: Mapping[str, float], *, limit_s: float) -> None:
