@@ -1,4 +1,4 @@
-"""The files that hold the versions of the host transport: where they lie, and how both ends map them."""
+"""The files of the host transport, one version each: how they are made, found and mapped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import shutil
 import stat
 import struct
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,26 +19,47 @@ import torch
 from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
 from hwrl.interfaces.backend import Backend
 from hwrl.memory.pagelock import PageLocked
-from hwrl.weights.board import Offer
-from hwrl.weights.buffer import Staging
-from hwrl.weights.checksum import Checksums
+from hwrl.weights.control import Payload, Proposal
+from hwrl.weights.destination import FlatVersion
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
+from hwrl.weights.slabs import Checksums
 
 _log = logging.getLogger("hwrl.weights")
 _PREFIX = "hwrl-weights-"
-_HEADER = struct.Struct("<qq")  # the offer's number, and how many slabs are there; one more when the checksums are
+_HEADER = struct.Struct("<qq")  # the proposal's number; how many slabs are written, plus one after the checksums
+
+
+@dataclass(frozen=True)
+class HostPayload(Payload):
+    """The version is in file number ``slot`` of ``files``, the sender's files made so far.
+
+    They are file names in ``directory`` or, if that is empty, file descriptors of process ``pid``. ``inodes`` tell
+    whether they are still the same files.
+    """
+
+    directory: str
+    pid: int
+    slot: int
+    files: tuple[int, ...]
+    inodes: tuple[int, ...]
+
+
+def payload_of(proposal: Proposal) -> HostPayload:
+    """Return the payload of a host proposal."""
+    assert isinstance(proposal.payload, HostPayload), "proposals are read with their transport's payload"
+    return proposal.payload
 
 
 class MemoryFiles:
     """Makes files in memory that no directory shows: they vanish with the last process that has them open or mapped.
 
-    Other processes of the same user open them by this process's number, as long as it lives.
+    Other processes of the same user open them through this process's number, as long as it lives.
     """
 
     directory = ""
 
     def make(self, slot: int, *, nbytes: int) -> int:
-        """Return a new file of ``nbytes``, which nobody can shorten: reading what is cut off would kill a reader."""
+        """Return a new file of ``nbytes``. Nobody can shorten it: reading a missing part would kill a reader."""
         file = os.memfd_create(f"{_PREFIX}{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         _allocate(file, nbytes=nbytes, where="memory")
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -48,17 +70,17 @@ class MemoryFiles:
         return file
 
     def close(self) -> None:
-        """Return: closed files are gone."""
+        """Do nothing: closed files are gone."""
 
 
 class DirectoryFiles:
-    """Makes files in a new directory under ``base``, which is deleted on ``close``.
+    """Makes files in a new directory under ``base``; ``close`` deletes it.
 
-    A killed process leaves it, and the next one that uses ``base`` deletes it.
+    A killed process leaves its directory behind; the next process that uses ``base`` deletes it.
     """
 
     def __init__(self, base: Path) -> None:
-        _sweep(base)
+        _delete_abandoned(base)
         made, self._owner = _new_directory(base)
         self.directory = str(made)
 
@@ -80,7 +102,7 @@ class DirectoryFiles:
 
 def _allocate(file: int, *, nbytes: int, where: str) -> None:
     try:
-        os.posix_fallocate(file, 0, nbytes)  # a sparse file would kill the process when the memory runs out
+        os.posix_fallocate(file, 0, nbytes)  # writing to a sparse file kills the process when memory runs out
     except OSError as exc:
         os.close(file)
         raise WeightsError(
@@ -88,72 +110,74 @@ def _allocate(file: int, *, nbytes: int, where: str) -> None:
         ) from exc
 
 
-def open_place(offer: Offer, slot: int, layout: WeightLayout, *, backend: Backend) -> SharedPlace:
-    """Return place ``slot`` of the sender of ``offer``, as this process maps it.
+def open_version(proposal: Proposal, slot: int, layout: WeightLayout, *, backend: Backend) -> HostVersion:
+    """Map file ``slot`` of the proposal's sender.
 
-    Raises TransferFailedError if it is not there, or is not what the sender made.
+    Raises TransferFailedError if the file is not there or is not the one that the sender made.
     """
-    file = _open(offer, slot)
+    payload = payload_of(proposal)
+    file = _open(proposal, slot)
     try:
-        why = _why_not(file, offer, slot)
+        why = _why_not(file, payload, slot)
         if why is None:
-            return SharedPlace(file, layout, backend=backend)
+            return HostVersion(file, layout, backend=backend)
     except (OSError, ValueError, RuntimeError) as exc:
         why = f"{type(exc).__name__}: {exc}"
     except BaseException:
         os.close(file)
         raise
     os.close(file)
-    raise TransferFailedError(f"version {offer.version} cannot be read", why=why, fix="publish again")
+    raise TransferFailedError(f"version {proposal.version} cannot be read", why=why, fix="publish again")
 
 
-def is_alive(offer: Offer) -> bool:
-    """Return whether the sender of ``offer`` still has its files."""
-    if offer.directory:
-        return _is_owned(Path(offer.directory))
+def is_alive(payload: HostPayload) -> bool:
+    """Return whether the sender still has its files."""
+    if payload.directory:
+        return _is_owned(Path(payload.directory))
     try:
-        return os.stat(_path(offer, offer.slot)).st_ino == offer.inodes[offer.slot]
+        return os.stat(_path(payload, payload.slot)).st_ino == payload.inodes[payload.slot]
     except OSError:
         return False
 
 
-def _path(offer: Offer, slot: int) -> str:
-    return f"{offer.directory or f'/proc/{offer.pid}/fd'}/{offer.files[slot]}"
+def _path(payload: HostPayload, slot: int) -> str:
+    return f"{payload.directory or f'/proc/{payload.pid}/fd'}/{payload.files[slot]}"
 
 
-def _open(offer: Offer, slot: int) -> int:
+def _open(proposal: Proposal, slot: int) -> int:
     try:
-        return os.open(_path(offer, slot), os.O_RDWR | os.O_NONBLOCK)  # a pipe would block
+        path = _path(payload_of(proposal), slot)
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # without it, opening a pipe would block
     except (OSError, ValueError) as exc:
         raise TransferFailedError(
-            f"version {offer.version} is not on this host",
+            f"version {proposal.version} is not on this host",
             why=f"{exc}: its sender has closed it, is dead, runs as another user, or runs on another host",
             fix="publish again; use transport='device' between hosts, and directory=… between containers",
         ) from exc
 
 
-def _why_not(file: int, offer: Offer, slot: int) -> str | None:
-    """Return why ``file`` is not the one that the sender of ``offer`` made, or None if it is."""
+def _why_not(file: int, payload: HostPayload, slot: int) -> str | None:
+    """Return why ``file`` is not the one that the sender made, or None if it is."""
     status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or status.st_ino != offer.inodes[slot]:
-        return f"{_path(offer, slot)} is another file by now"
-    if not offer.directory and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        return f"{_path(offer, slot)} is no memory file whose size is fixed"
+    if not stat.S_ISREG(status.st_mode) or status.st_ino != payload.inodes[slot]:
+        return f"{_path(payload, slot)} is another file by now"
+    if not payload.directory and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        return f"{_path(payload, slot)} is no memory file whose size is fixed"
     return None
 
 
-class SharedPlace:
-    """One version's file as one process maps it: ``slabs`` and ``sums``, page-locked, and a header between them."""
+class HostVersion:
+    """One version's file, mapped by this process: ``slabs`` and ``sums``, page-locked, with a header between them."""
 
     def __init__(self, file: int, layout: WeightLayout, *, backend: Backend) -> None:
         self.file, self._header_at = file, _header_at(layout)
-        at, nbytes = _sums_at(layout), place_nbytes(layout)
+        at, nbytes = _sums_at(layout), version_nbytes(layout)
         found = os.fstat(file).st_size
-        if found != nbytes:  # reading what is not there would kill this process
+        if found != nbytes:  # reading beyond the end would kill this process
             raise ValueError(f"the file has {found:,} bytes, and this layout takes {nbytes:,}")
         mapping = mmap.mmap(file, nbytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self.slabs = Staging(layout, flat=memory).slabs
+        self.slabs = FlatVersion(layout, flat=memory).slabs
         self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
         self._lock: PageLocked | None = None
         try:
@@ -163,13 +187,13 @@ class SharedPlace:
 
     @property
     def inode(self) -> int:
-        """What tells the file from others that the system may show at its place."""
+        """The file's identity: another file may get the same path."""
         return os.fstat(self.file).st_ino
 
     # -- the writer -------------------------------------------------------------------------------------------------
 
     def begin(self, number: int) -> bool:
-        """Make the place offer ``number``'s, with no slab there; return False if a receiver reads it."""
+        """Give the file to proposal ``number``, with no slab written; return False if a receiver reads the file."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -180,26 +204,26 @@ class SharedPlace:
         return True
 
     def announce(self, slabs: int) -> int:
-        """Say how many slabs are there, one more when the checksums are as well; return the number."""
+        """Write how many slabs are there, one more after the checksums; return the number."""
         os.pwrite(self.file, _HEADER.pack(self._number, slabs), self._header_at)
         return slabs
 
     # -- a reader ---------------------------------------------------------------------------------------------------
 
     def claim(self, number: int) -> bool:
-        """Keep the place as it is until :meth:`release`; return whether it is offer ``number``'s."""
+        """Keep the file as it is until :meth:`release`; return whether it holds proposal ``number``."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # this very moment it becomes another one's
+        except BlockingIOError:  # the sender is just giving it to another proposal
             return False
         return self._header()[0] == number
 
     def release(self) -> None:
-        """Let the writer have the place."""
+        """Let the sender overwrite the file."""
         fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def written(self) -> int:
-        """Return what the writer announced last."""
+        """Return the number that the sender announced last."""
         return self._header()[1]
 
     def _header(self) -> tuple[int, int]:
@@ -217,7 +241,7 @@ def _header_at(layout: WeightLayout) -> int:
     return layout.nbytes + -layout.nbytes % ALIGNMENT_NBYTES
 
 
-def place_nbytes(layout: WeightLayout) -> int:
+def version_nbytes(layout: WeightLayout) -> int:
     """Return the size of one version's file."""
     return _sums_at(layout) + Checksums.nbytes(layout)
 
@@ -227,7 +251,7 @@ def _sums_at(layout: WeightLayout) -> int:
 
 
 def _new_directory(base: Path) -> tuple[Path, int]:
-    # Locked before it gets the name that _sweep looks for.
+    # Locked before it gets the name that _delete_abandoned looks for.
     made = Path(tempfile.mkdtemp(prefix=".hwrl-new-", dir=base))
     owner = os.open(made / "owner", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(owner, fcntl.LOCK_EX)
@@ -236,16 +260,16 @@ def _new_directory(base: Path) -> tuple[Path, int]:
     return final, owner
 
 
-def _sweep(base: Path) -> None:
-    """Delete the directories whose sender is gone."""
+def _delete_abandoned(base: Path) -> None:
+    """Delete the directories of dead senders."""
     for left in base.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's, or just deleted
             if not _is_owned(left):
                 shutil.rmtree(left)
 
 
 def _is_owned(directory: Path) -> bool:
-    """Return whether the sender that made ``directory`` lives: as long as it does, it holds a lock there."""
+    """Return whether the sender that made ``directory`` lives: while it does, it holds a lock in it."""
     try:
         owner = os.open(directory / "owner", os.O_RDWR)
     except FileNotFoundError:
