@@ -17,8 +17,8 @@ from hwrl.interfaces.groups import PromptGroup
 from hwrl.interfaces.memory import Moved
 from hwrl.interfaces.train import TrainEngine
 from hwrl.train.choices import AdvantageName
-from hwrl.train.collate import collate
 from hwrl.train.losses import PolicyLoss, group_advantages
+from hwrl.train.padding import collate
 
 Publish = Callable[[int, TrainEngine], Mapping[str, float]]
 """``publish(version, engine)``: send the engine's weights, on all ranks together; return figures of the transfer."""
