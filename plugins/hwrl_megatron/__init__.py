@@ -57,7 +57,7 @@ def prepare_process(backend: Backend | None = None) -> None:
     ``hwrl_bootstrap``. A backend without streams has no device module like ``torch.cuda``: its device is the host, and
     Megatron's modules are redirected to it. Later calls do nothing.
     """
-    from hwrl.discovery.registry import backend_or_default, bootstrap
+    from hwrl.discovery import backend_or_default, bootstrap
 
     backend = backend_or_default(backend)
     bootstrap("megatron")
