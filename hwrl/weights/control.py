@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
-from hwrl.comm import await_keys, clone_store, store_failures
+from hwrl.comm import PrefixStore, Store, await_keys, clone_store, store_failures
 from hwrl.errors import LayoutMismatchError, ReceiverExcludedError, TransferFailedError
 from hwrl.weights.layout import WeightLayout
 

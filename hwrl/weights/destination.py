@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from hwrl.errors import LayoutMismatchError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.layout import Entry, WeightLayout
 from hwrl.weights.slabs import BroadcastBuffer, Checksums, SlabLease

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm
+from hwrl.comm import Store
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, LayoutMismatchError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, DecisionKind, Limits, Proposal
 from hwrl.weights.destination import Destination, DoubleBuffer
 from hwrl.weights.participant import Participant
@@ -72,7 +72,7 @@ class WeightReceiver:
         timing: ReceiverTiming = _TIMING,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
-        self._backend = Comm(backend).backend
+        self._backend = backend_or_default(backend)
         payloads = {key: transport.payload for key, transport in transports.items()}
         self._channel = ControlChannel(store, name=name, payloads=payloads)
         self.replica = replica

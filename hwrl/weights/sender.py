@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm
+from hwrl.comm import Store
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.weights.control import ControlChannel, Limits, Metadata, checked_metadata
 from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
@@ -55,7 +55,7 @@ class WeightSender:
         _check_sizes(slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
         _check_timeout(timeout_s)
         self.transport, self._transport = transport, transports[transport]
-        self._backend = Comm(backend).backend
+        self._backend = backend_or_default(backend)
         self._slab_nbytes, self._slabs = slab_nbytes, slabs
         self._versions, self._directory = versions, directory
         self._limits = Limits(float(timeout_s))

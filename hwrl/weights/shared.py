@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 
 from hwrl.comm import Group
-from hwrl.interfaces.train import TrainEngine
+from hwrl.interfaces import TrainEngine
 from hwrl.weights.layout import NamedTensor
 from hwrl.weights.source import WeightSource
 

@@ -13,7 +13,7 @@ import torch
 
 from hwrl.comm import raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.weights.control import Vote, VoteKind
 from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, view_bytes
 from hwrl.weights.source import WeightSource

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from hwrl.comm.store import first_line
+from hwrl.comm import first_line
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Prepare, Proposal, VoteKind
 from hwrl.weights.membership import Membership

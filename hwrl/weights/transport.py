@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
-from torch._C._distributed_c10d import Store
 
+from hwrl.comm import Store
 from hwrl.errors import CommError, CommTimeoutError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, Decision, Limits, Note, Payload, Prepare, Proposal, Vote
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout

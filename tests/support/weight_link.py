@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import serve_store
+from hwrl.comm import Store, serve_store
 from hwrl.weights import TRANSPORTS, TransferReport, Transport, WeightReceiver, WeightSender
 from hwrl.weights.control import ControlChannel, Proposal
 from hwrl.weights.transport import ReceiverContext, TransportReceiver

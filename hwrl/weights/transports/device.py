@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm, Group, Pending, forget_group, store_failures
+from hwrl.comm import Comm, Group, Pending, Store, forget_group, store_failures
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.weights.control import Limits, Payload, Proposal
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.interfaces.backend import Backend, Capability, StreamLike
-from hwrl.interfaces.handles import Handle
+from hwrl.interfaces import Backend, Capability, Handle, StreamLike
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.control import Payload
 from hwrl.weights.destination import Destination
