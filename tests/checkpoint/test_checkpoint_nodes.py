@@ -5,7 +5,6 @@ import errno
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +14,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, find_checkpoints
 from hwrl.checkpoint.join import join_parts
-from hwrl.checkpoint.saving import nodes
 from hwrl.cli import main
-from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.comm import Group, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
-from hwrl.testing.processes import Processes, run_processes
-from hwrl_cpu import INFO, CpuBackend
+from hwrl.testing.processes import Processes
+from tests.support.two_nodes import BACKEND, TRACKER, disk, on_rank, on_ranks, open_manager, resume, save
 
-BACKEND = CpuBackend(INFO)
-TRACKER = "latest_checkpointed_iteration.txt"
 SHORT_S = 5.0  # until a rank that was killed counts as lost
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
-
-
-def disk(home: Path, node: int) -> Path:
-    return home / f"node{node}"
-
-
-def state_of(group: Group, step: int) -> dict[str, Any]:
-    """A tensor divided over the ranks, one that all of them have, and a number: all say ``step``."""
-    row = torch.full((1, 3), float(step)) + group.rank
-    return {
-        "divided": LocalShards((group.size, 3), row.dtype, {(group.rank, 0): row}),
-        "same": row[0] - group.rank,
-        "n": step,
-    }
-
-
-def open_manager(group: Group, directory: Path, *, fs: DurableFS | None = None, **options: Any) -> CheckpointManager:
-    return CheckpointManager(directory, group=group, backend=BACKEND, fs=fs, **options)
-
-
-def save(manager: CheckpointManager, group: Group, step: int) -> None:
-    manager.save(step, state_of(group, step), extra={"step": step}, rank_extra={"step": step, "rank": group.rank})
-    manager.wait()
-
-
-def resume(manager: CheckpointManager, group: Group) -> int | None:
-    """Return the step that was resumed, of which all that was loaded is; None if there is none."""
-    state = state_of(group, -9)
-    found = manager.resume(state)
-    if found is None:
-        return None
-    step = found.step
-    assert torch.equal(state["divided"].pieces[(group.rank, 0)], torch.full((1, 3), float(step + group.rank)))
-    assert torch.equal(state["same"], torch.full((3,), float(step))) and state["n"] == step
-    assert found.extra == {"step": step}
-    assert found.rank_extras == [{"step": step, "rank": rank} for rank in range(group.size)]
-    return step
-
-
-def on_ranks(target: Callable[..., Any], size: int, home: Path, *args: Any) -> list[Any]:
-    """Run ``target(group, home, *args)`` on each rank; half of the ranks are on each of two nodes."""
-    store = serve_store()
-    return run_processes(_on_rank, size, store_address(store), target, size, home, *args, timeout_s=100)
-
-
-def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, home: Path, *args: Any) -> Any:
-    nodes._LOOK_S = 0.1  # here a file shows at once, or never
-    return target(_group(rank, address, size), disk(home, rank * 2 // size), *args)
-
-
-def _group(rank: int, address: str, size: int) -> Group:
-    return Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=size, name="all")
 
 
 # -- saving and resuming -------------------------------------------------------------------------------------------
@@ -336,7 +280,7 @@ def _resume_save_resume(group: Group, directory: Path) -> list[int | None]:
 def _resumed_after_deaths(home: Path, step: int, numbers: list[int | None]) -> int | None:
     """Let the nodes die in ``step``, check what the next life finds, and return which step that is."""
     store = serve_store()
-    with Processes(_on_rank, 2, store_address(store), _die, 2, home, step, numbers) as processes:
+    with Processes(on_rank, 2, store_address(store), _die, 2, home, step, numbers) as processes:
         processes.outcomes()
     told = [int(path.read_text()) for path in home.glob("acknowledged-*")]
     (resumed, last), there = on_ranks(_resume_save_resume, 2, home)

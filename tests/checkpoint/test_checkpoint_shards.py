@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, Manifest
-from hwrl.checkpoint.saving.save import seal
+from hwrl.checkpoint.format.seal import seal
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]

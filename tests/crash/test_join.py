@@ -16,9 +16,9 @@ from hwrl.checkpoint.join import join_parts
 from hwrl.comm import Group
 from hwrl.errors import CheckpointError
 from hwrl.testing.processes import run_processes
-from tests.checkpoint.test_checkpoint_nodes import BACKEND, TRACKER, disk, on_ranks, open_manager, save
 from tests.crash.disk import Fault, Kind, WatchedDisk, why_unavailable
 from tests.crash.sweep import prepare_process
+from tests.support.two_nodes import BACKEND, TRACKER, disk, on_ranks, open_manager, save
 
 KINDS: tuple[Kind, ...] = ("kill", "full", "eio")
 
