@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch._C._distributed_c10d import PrefixStore
-
 from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, usable
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.extra import copy_extra
@@ -28,11 +26,10 @@ from hwrl.checkpoint.saving.stages import CapturedSave
 from hwrl.checkpoint.saving.staging import StagingMemory
 from hwrl.checkpoint.saving.state import capture_state
 from hwrl.checkpoint.saving.tuning import SaveTuning
-from hwrl.comm import Group
-from hwrl.discovery.registry import get_backend
+from hwrl.comm import Group, PrefixStore
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
-from hwrl.interfaces.backend import Backend
-from hwrl.memory import Offloader
+from hwrl.interfaces import Backend, OffloadedState
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +86,7 @@ class CheckpointManager:
         fs = fs or DurableFS()
         self.directory = Path(directory).absolute()
         self._async_save, self._closed, self._calls = async_save, False, 0
-        self._staging = StagingMemory(backend or get_backend(), tuning, on_device=staging == "device")
+        self._staging = StagingMemory(backend_or_default(backend), tuning, on_device=staging == "device")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._background_save: Future[None] | None = None
         self._agreement = _agreement_of(group, timeout_s)
@@ -138,7 +135,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         rank_extra: Mapping[str, Any] | None = None,
         export: Callable[[Path], object] | None = None,
-        offloader: Offloader | None = None,
+        offloader: OffloadedState | None = None,
     ) -> SaveReport:
         """Save ``state`` as ``step``. It must be later than every complete step in the directory.
 

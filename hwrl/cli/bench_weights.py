@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from hwrl.comm import Group
-    from hwrl.weights import WeightReceiver, WeightSender
-    from hwrl.weights.sender import Transport
+    from hwrl.weights import TransportName, WeightReceiver, WeightSender
 
     Described = tuple[str, tuple[int, ...], torch.dtype]
 
@@ -111,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _ways(wanted: Sequence[str], *, processes: int) -> tuple[str, ...]:
     """Return the ways that work here, of those that are ``wanted`` and the raw ones."""
-    from hwrl.discovery.registry import get_backend
-    from hwrl.interfaces.backend import Capability
+    from hwrl.discovery import get_backend
+    from hwrl.interfaces import Capability
 
     backend = get_backend()
     ipc = backend.supports(Capability.DEVICE_IPC).usable
@@ -248,7 +247,7 @@ class _Ways:
         import torch
 
         from hwrl.comm import Comm, connect_store
-        from hwrl.interfaces.backend import Capability
+        from hwrl.interfaces import Capability
         from hwrl.weights import WeightLayout
 
         comm = Comm()
@@ -261,7 +260,7 @@ class _Ways:
         if "copy on the device" not in plan.ways:
             self.group = comm.standalone_group(self.store, rank=rank, size=size, name="raw", timeout_s=300.0)
         ipc = self.backend.supports(Capability.DEVICE_IPC).usable
-        self.smallest: Transport = "device" if self.group is not None else "ipc" if ipc else "host"
+        self.smallest: TransportName = "device" if self.group is not None else "ipc" if ipc else "host"
         self._meetings = 0
         self.named = _make(plan, self.device)
         self.layout = WeightLayout.plan(self.named, flat=True)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Ints = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
+Ints: TypeAlias = "npt.NDArray[np.int32]"
+Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 
 @dataclass(frozen=True)
 class Response:
-    """One generated response: a token's id, its log-probability under the behaviour policy, its weight version.
+    """One generated response: each token's id, log-probability under the behaviour policy, and weight version.
 
-    The three arrays have one element a generated token, the end-of-sequence token included. ``truncated`` says that
-    the length limit ended the response.
+    The three arrays have one element per generated token, including the end-of-sequence token. ``truncated`` is true
+    if the length limit ended the response.
     """
 
     token_ids: Ints
@@ -34,10 +37,10 @@ class Response:
 class PromptGroup:
     """A prompt's responses with their rewards, ready for training.
 
-    ``sequence_number`` is the prompt's place in the stream, ``lease_id`` the permit under which it was generated
-    (:mod:`hwrl.rollout.ledger`), ``incarnation`` the life of the trainer that published all of its weights: a trainer
-    that goes back to a checkpoint counts versions anew. Arrays of all responses are concatenated; ``lengths`` (int32,
-    one a response) separates them.
+    ``sequence_number`` is the prompt's place in the stream. ``lease_id`` is the lease of the rollout
+    (:mod:`hwrl.rollout`). ``incarnation`` is the life of the trainer behind all of its weights: after a restart from a
+    checkpoint, versions count from there again. The arrays concatenate all responses; ``lengths`` (int32, one per
+    response) separates them.
     """
 
     sequence_number: int
@@ -69,8 +72,8 @@ class PromptGroup:
 
     def responses(self) -> list[slice]:
         """Return, for each response, its slice of ``token_ids``, ``logprobs`` and ``versions``."""
-        ends = np.cumsum(self.lengths)
-        return [slice(int(end - length), int(end)) for end, length in zip(ends, self.lengths, strict=True)]
+        lengths = [int(length) for length in self.lengths]
+        return [slice(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
     @classmethod
     def join(
@@ -84,7 +87,9 @@ class PromptGroup:
         rewards: Sequence[float],
         metrics: dict[str, float],
     ) -> PromptGroup:
-        """Return the group of ``responses`` to one prompt; ``rewards`` has one number a response."""
+        """Return the group of ``responses`` to one prompt; ``rewards`` has one number per response."""
+        import numpy as np
+
         return cls(
             sequence_number=sequence_number,
             lease_id=lease_id,

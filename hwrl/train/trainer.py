@@ -12,12 +12,10 @@ import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
-from hwrl.interfaces.batch import Batch, collate
-from hwrl.interfaces.groups import PromptGroup
-from hwrl.interfaces.train import TrainEngine
-from hwrl.memory import Moved
+from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
 from hwrl.train.choices import AdvantageName
 from hwrl.train.losses import PolicyLoss, group_advantages
+from hwrl.train.padding import collate
 
 Publish = Callable[[int, TrainEngine], Mapping[str, float]]
 """``publish(version, engine)``: send the engine's weights, on all ranks together; return figures of the transfer."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from hwrl.checkpoint import CheckpointManager, LocalShards, SaveTuning
 from hwrl.checkpoint.format.split import split_item
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, UnsupportedError
-from hwrl.interfaces.backend import Backend, BackendInfo, Capability, MemoryInfo, Support
+from hwrl.interfaces import Backend, BackendInfo, Capability, MemoryInfo, Support
 from tests.support.halting import Halting
 from tests.support.roomy import Roomy
 

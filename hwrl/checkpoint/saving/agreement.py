@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl import errors
-from hwrl.comm import await_keys, store_failures
+from hwrl.comm import PrefixStore, Store, await_keys, store_failures
 from hwrl.errors import CheckpointError, HwrlError
 
 _CHUNK_CHARS = 4 << 20

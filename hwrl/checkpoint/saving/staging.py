@@ -12,7 +12,7 @@ from hwrl.checkpoint.format.shards import PartKey
 from hwrl.checkpoint.saving.read_buffers import ReadBuffers
 from hwrl.checkpoint.saving.tuning import SaveTuning
 from hwrl.errors import DeviceMemoryError
-from hwrl.interfaces.backend import Backend, Capability, StreamLike
+from hwrl.interfaces import Backend, Capability, StreamLike
 from hwrl.memory import PinnedPool
 from hwrl.memory.slabs import batches, place_of
 

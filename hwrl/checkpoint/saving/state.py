@@ -20,7 +20,8 @@ from hwrl.checkpoint.format.shards import LocalShards, Offset, PartKey, local_pa
 from hwrl.checkpoint.format.split import split_item
 from hwrl.checkpoint.saving.staging import StagingMemory
 from hwrl.errors import CheckpointSaveError, MemoryStateError
-from hwrl.memory import HostCopies, HostCopy, Offloader
+from hwrl.interfaces import LentState, LentTensor, OffloadedState
+from hwrl.memory import HostCopies
 from hwrl.memory.slabs import alone
 
 
@@ -40,7 +41,7 @@ class CapturedState:
     on_host: Mapping[PartKey, torch.Tensor]
     buffered: dict[PartKey, torch.Tensor]
     offloaded: Mapping[PartKey, torch.Tensor]
-    copies: HostCopies
+    copies: LentState
     staging: StagingMemory
     staged_nbytes: int
     cloned_nbytes: int
@@ -58,7 +59,7 @@ class CapturedState:
 
 
 def capture_state(
-    state: Mapping[str, Any], staging: StagingMemory, *, copy: bool, offloader: Offloader | None
+    state: Mapping[str, Any], staging: StagingMemory, *, copy: bool, offloader: OffloadedState | None
 ) -> CapturedState:
     """Hold ``state``; with ``copy``, the caller may change it as soon as this returns.
 
@@ -101,10 +102,10 @@ def capture_state(
 
 
 def _borrow(
-    offloader: Offloader | None, offloaded: Mapping[PartKey, torch.Tensor], undo: contextlib.ExitStack
-) -> HostCopies:
+    offloader: OffloadedState | None, offloaded: Mapping[PartKey, torch.Tensor], undo: contextlib.ExitStack
+) -> LentState:
     """Borrow all of the offloader's copies; raise if a tensor has none."""
-    copies = HostCopies([]) if offloader is None else offloader.lend_all()
+    copies: LentState = HostCopies([]) if offloader is None else offloader.lend_all()
     undo.callback(copies.give_back)
     for (name, _), tensor in offloaded.items():
         if not copies.holds(tensor):
@@ -177,7 +178,7 @@ class StateReader:
         self._captured, self._plan = captured, plan
         self._unread = Counter(plan.origin_of(item)[0] for item in items)
         self._lock = threading.Lock()
-        self._lent: dict[PartKey, HostCopy] = {}
+        self._lent: dict[PartKey, LentTensor] = {}
         for part in captured.offloaded.keys() & self._unread.keys():
             copy = captured.copies.lend(captured.offloaded[part])
             assert copy is not None, "it was there when the state was captured"

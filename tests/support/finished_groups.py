@@ -1,15 +1,14 @@
-"""Finished groups of a prompt, as a replica reports them to the ledger."""
+"""Finished prompt groups, as a replica hands them to the ledger."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.rollout.ledger import Lease
+from hwrl.interfaces import PromptGroup, Response
+from hwrl.rollout.ledger import PromptLease
 
 
-def finished(lease: Lease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:
-    """Return the group that a replica reports for ``lease``: one response of a token per version."""
+def finished(lease: PromptLease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:
     tokens = np.array(versions or [lease.version], dtype=np.int32)
     response = Response(tokens, tokens.astype(np.float32), tokens, truncated=False)
     return PromptGroup.join(
