@@ -39,7 +39,7 @@ def open_manager(group: Group, directory: Path, **options: Any) -> CheckpointMan
 
 
 def noise(seed: int, mib: int) -> str:
-    """Return a text that no compression makes smaller than ``mib``."""
+    """Return a text of at least ``mib`` after compression."""
     return random.Random(seed).randbytes(mib << 20).hex()
 
 
@@ -110,11 +110,11 @@ def test_plans_and_extras_above_8_mib_are_saved_and_extras_are_not_sent_to_all_r
     assert 0 < on_ranks(_save_much, 2, tmp_path)[1] < 1 << 16
 
 
-# -- a rank that cannot save ------------------------------------------------------------------------------------
+# -- a rank fails to save ---------------------------------------------------------------------------------------
 
 
 class Custom:
-    """Something that only a pickle could bring back."""
+    """A value in need of a pickle."""
 
 
 class Stingy(CpuBackend):
@@ -130,7 +130,7 @@ class Stingy(CpuBackend):
 
 
 def _bad_calls(backend: Stingy) -> list[Callable[[], dict[str, Any]]]:
-    """Return what makes the arguments of calls of ``save`` that fail before the ranks meet."""
+    """Return functions for the arguments of ``save``; each call fails before the ranks meet."""
     model = torch.nn.Linear(4, 4)
     offloader = Offloader(model, backend=BACKEND)
 
@@ -190,7 +190,7 @@ def test_what_fails_on_one_rank_before_the_ranks_meet_fails_on_all_and_the_next_
 
 
 class Interrupted(BaseException):
-    """What a signal's handler raises."""
+    """Raised by a signal's handler."""
 
 
 class Interrupting(CpuBackend):
@@ -255,7 +255,7 @@ def test_an_interrupted_rank_is_with_the_others_in_the_next_save(tmp_path: Path)
 
 
 def _own_names(group: Group, value: float) -> dict[str, Any]:
-    """Return a stage of a pipeline: what all ranks have, and what this one has."""
+    """Return a stage of a pipeline: values of all ranks, and values of this one."""
     return {"model": {f"layers.{group.rank}": torch.full((2,), float(value + group.rank))}, "step": int(value)}
 
 

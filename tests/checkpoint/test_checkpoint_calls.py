@@ -1,4 +1,4 @@
-"""Calls of CheckpointManager that are interrupted, wrong, too late, or never come."""
+"""Calls of CheckpointManager: interrupted, wrong, too late, or missing."""
 
 import gc
 import signal
@@ -38,12 +38,12 @@ class Gated(DurableFS):
 
 
 class Preempted(BaseException):
-    """What a signal's handler raises."""
+    """Raised by a signal's handler."""
 
 
 @contextmanager
 def interrupted_by(action: Any = lambda: None) -> Iterator[None]:
-    """Have a signal end the block, which blocks, and run ``action`` when it comes."""
+    """Have a signal end the block, and run ``action`` in its handler."""
 
     def handle(*_: object) -> None:
         action()
@@ -111,7 +111,7 @@ def test_an_interrupted_save_in_the_foreground_leaves_no_thread_that_reads_the_s
         assert [info.step for info in opened.checkpoints()] == [2]
 
 
-# -- what is refused --------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["step", "weight_version"])

@@ -20,7 +20,7 @@ from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFo
 from hwrl.testing.processes import Processes
 from tests.support.two_nodes import BACKEND, TRACKER, disk, on_rank, on_ranks, open_manager, resume, save
 
-SHORT_S = 5.0  # until a rank that was killed counts as lost
+SHORT_S = 5.0  # until a killed rank counts as lost
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
 
 
@@ -155,7 +155,7 @@ def test_the_commands_say_that_a_directory_is_one_nodes_part(
         assert _checkpoints(capsys, command, there).count("only the part of node 1 of 2") == 2
     assert main(["checkpoints", "export", str(there), str(tmp_path / "out"), "--model", "unread"]) != 0
     assert "hwrl checkpoints join" in capsys.readouterr().err
-    (there / TRACKER).write_text("2")  # as if killed before it announced step 3, which node 0 may lack
+    (there / TRACKER).write_text("2")  # as if killed before it announced step 3: node 0 may lack it
     assert "kept [2, 3]" in _checkpoints(capsys, "prune", there, "--keep", 1)
     assert (there / TRACKER).read_text() == "2"
 
@@ -187,11 +187,11 @@ def test_parts_are_joined_into_a_checkpoint_that_any_ranks_resume(
         join_parts([here, there], tmp_path / "other")
 
 
-# -- what goes wrong on one node -----------------------------------------------------------------------------------
+# -- errors on one node --------------------------------------------------------------------------------------------
 
 
 class Full(DurableFS):
-    """Has no room for what of step 2 is about to be synced under ``name``."""
+    """Has no room for the file ``name`` of step 2: its sync fails."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def _resume_save_resume(group: Group, directory: Path) -> list[int | None]:
 
 
 def _resumed_after_deaths(home: Path, step: int, numbers: list[int | None]) -> int | None:
-    """Let the nodes die in ``step``, check what the next life finds, and return which step that is."""
+    """Let the nodes die in ``step``; check the next life, and return the step found there."""
     store = serve_store()
     with Processes(on_rank, 2, store_address(store), _die, 2, home, step, numbers) as processes:
         processes.outcomes()

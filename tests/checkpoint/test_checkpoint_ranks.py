@@ -1,4 +1,4 @@
-"""The promises of CheckpointManager on several real ranks: FSDP2, resharding, agreement, a rank that fails."""
+"""The promises of CheckpointManager on several real ranks: FSDP2, resharding, agreement, a failing rank."""
 
 import errno
 import os
@@ -185,7 +185,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_pat
 
 
 def _disagree(rank: int, address: str, directory: Path) -> list[str]:
-    """Errors of both kinds of disagreement, and of a rank that does not come."""
+    """Errors of both kinds of disagreement, and of a missing rank."""
     texts: list[str] = []
     with _group(rank, address) as group:
         group.barrier()  # a rank may be slow to come, on devices

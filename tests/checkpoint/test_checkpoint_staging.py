@@ -1,4 +1,4 @@
-"""A state that is staged on the device, and large tensors that are saved in pieces, read through a small ring."""
+"""Staging on the device, and saving large tensors in pieces, through small read buffers."""
 
 import math
 import os
@@ -151,7 +151,7 @@ def test_tensors_without_elements_are_saved_also_by_themselves(tmp_path: Path, a
 
 
 class Filling(Roomy):
-    """A device of ``total_nbytes``, whose allocator keeps what was once taken."""
+    """A device of ``total_nbytes``. Its allocator keeps memory once it was taken."""
 
     def __init__(self, total_nbytes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A join that is killed, or finds no room, at any change of the disk leaves the parts, and what was there, whole."""
+"""A fault at any change of the disk by a join leaves the parts, and the earlier checkpoints, whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _save_part(group: Group, directory: Path) -> None:
 
 
 def _whole_steps(directory: Path) -> list[int]:
-    """Return the steps that are complete, whose bytes are what was saved; nothing new only looks like one."""
+    """Return the complete steps, after verifying them. No new directory is incomplete."""
     complete, skipped = find_checkpoints(directory)
     assert all((one.path / "mine").exists() for one in skipped), skipped
     for info in complete:

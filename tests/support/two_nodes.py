@@ -23,7 +23,7 @@ def disk(home: Path, node: int) -> Path:
 
 
 def state_of(group: Group, step: int) -> dict[str, Any]:
-    """A tensor divided over the ranks, one that all of them have, and a number: all say ``step``."""
+    """Return a tensor divided over the ranks, an equal tensor of all ranks, and a number: all hold ``step``."""
     row = torch.full((1, 3), float(step)) + group.rank
     return {
         "divided": LocalShards((group.size, 3), row.dtype, {(group.rank, 0): row}),
@@ -42,7 +42,7 @@ def save(manager: CheckpointManager, group: Group, step: int) -> None:
 
 
 def resume(manager: CheckpointManager, group: Group) -> int | None:
-    """Return the step that was resumed, of which all that was loaded is; None if there is none."""
+    """Resume and check all loaded values; return the step, None if there is none."""
     state = state_of(group, -9)
     found = manager.resume(state)
     if found is None:

@@ -1,4 +1,4 @@
-"""The inventory of several nodes, and which ranks are one node."""
+"""The inventory of several nodes, and the ranks of each node."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A state that is written into several files at a time, and the host memory it is copied to first."""
+"""Writing a state into several files at a time, and the host memory for its copy."""
 
 import threading
 from pathlib import Path
