@@ -1,4 +1,4 @@
-"""A state that is written into several files at a time, and the host memory it is copied to first."""
+"""Writing a state into several files at a time, and the host memory for its copy."""
 
 import threading
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, DurableFS
-from hwrl.checkpoint.saving import tensor_files as payload
+from hwrl.checkpoint import CheckpointManager, DurableFS, SaveTuning
 from hwrl.errors import CheckpointSaveError
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
+FOUR_FILES = SaveTuning(max_files=4, min_file_nbytes=64)
 
 
 def state_of(step: int, *, width: int = 64) -> dict[str, Any]:
@@ -46,28 +46,22 @@ class Meeting(DurableFS):
             raise OSError(28, "No space left on device", str(path))
 
 
-@pytest.fixture
-def four_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "MIN_FILE_NBYTES", 64)
-
-
-@pytest.mark.usefixtures("four_files")
 @pytest.mark.parametrize("async_save", [False, True])
 def test_much_state_is_written_into_several_files_at_a_time(tmp_path: Path, async_save: bool) -> None:
-    with CheckpointManager(tmp_path, async_save=async_save, backend=BACKEND, fs=Meeting(payload.MAX_FILES)) as manager:
+    fs = Meeting(FOUR_FILES.max_files)
+    with CheckpointManager(tmp_path, async_save=async_save, backend=BACKEND, fs=fs, tuning=FOUR_FILES) as manager:
         manager.save(1, state_of(1))
         manager.wait()
         files = manager.checkpoints()[0].manifest.files
     sizes = [record.nbytes for name, record in files.items() if name.endswith(".distcp")]
-    assert len(sizes) == payload.MAX_FILES
+    assert len(sizes) == FOUR_FILES.max_files
     assert max(sizes) < sum(sizes) / 2, "one file has most of it"
     assert_saved(tmp_path, state_of(1))
 
 
-@pytest.mark.usefixtures("four_files")
 def test_one_file_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
-    fs = Meeting(payload.MAX_FILES, "__0_2.distcp")
-    with CheckpointManager(tmp_path, backend=BACKEND, fs=fs) as manager:
+    fs = Meeting(FOUR_FILES.max_files, "__0_2.distcp")
+    with CheckpointManager(tmp_path, backend=BACKEND, fs=fs, tuning=FOUR_FILES) as manager:
         with pytest.raises(CheckpointSaveError, match=r"No space left on device.*__0_2\.distcp"):
             manager.save(1, state_of(1))
         assert manager.checkpoints() == [] and not list(tmp_path.glob(".tmp*"))
