@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from hwrl.comm import Group
     from hwrl.interfaces.backend import Backend, BackendInfo, Finding, ProbeContext, ProbeResult
+    from hwrl.interfaces.command import Command
     from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings
     from hwrl.interfaces.train import EngineSettings, TrainEngine
 
@@ -106,5 +107,14 @@ def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], b
 
     Called once per process, which generates and does nothing else. Raise ConfigError for an option or a model that the
     engine does not have, EngineError if the framework is not installed. Optional.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_commands() -> Iterable[Command]:
+    """Return the subcommands that the plugin adds to ``hwrl``. Optional.
+
+    Called by ``hwrl --help``, and when a command is not built in. Must import no torch and need milliseconds.
     """
     raise NotImplementedError
