@@ -18,7 +18,7 @@ HwrlError
  ├─ WeightsError
  │   ├─ LayoutMismatchError         sender and receiver disagree about the tensors
  │   ├─ TransferFailedError         a weight transfer did not commit
- │   └─ QuarantinedError            this receiver was excluded from the transfer
+ │   └─ ReceiverExcludedError       this receiver was excluded from the transfer
  ├─ CheckpointError
  │   ├─ CheckpointNotFoundError     nothing complete to resume from
  │   ├─ CheckpointCorruptError      the manifest and the files disagree
@@ -140,7 +140,7 @@ class TransferFailedError(WeightsError):
     """Raised when a transfer did not commit; the receivers go on serving the old version."""
 
 
-class QuarantinedError(WeightsError):
+class ReceiverExcludedError(WeightsError):
     """Raised in a receiver that was excluded; it must connect again before it can serve new versions."""
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import ConfigError
+from hwrl.interfaces import LoraSettings
 
 if TYPE_CHECKING:
     import torch
@@ -18,33 +18,6 @@ _IN_MODEL = ".default."
 """PEFT's name of the one adapter, inside the names of its parameters in a model; checkpoints are without."""
 _PREFIX = "base_model.model."
 """What PEFT's checkpoints begin the name of every tensor with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings:
-    """Which layers have an adapter, and of what form.
-
-    An adapted layer computes W·x + ``alpha`` / ``rank`` · B·A·x, where A and B have ``rank`` rows and columns and are
-    all that is trained. ``target_modules`` as PEFT has it: "all-linear" (every linear layer but the output layer), the
-    ends of layers' names, or one regular expression.
-    """
-
-    rank: int
-    alpha: float
-    target_modules: str | tuple[str, ...] = "all-linear"
-
-    def peft_config(self) -> dict[str, Any]:
-        """Return what PEFT keeps in ``adapter_config.json``, for whoever serves the adapter."""
-        targets = self.target_modules
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "target_modules": targets if isinstance(targets, str) else list(targets),
-            "lora_dropout": 0.0,
-            "bias": "none",
-        }
 
 
 def require_peft() -> None:

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # gives the names that the planner uses
 
+from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, usable
 from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.directory.home import CheckpointDirectory, usable
-from hwrl.checkpoint.directory.nodes import join_node
 from hwrl.checkpoint.format.layout import LayoutReader, StateLoad, distinct_names, require_all_wanted
 from hwrl.checkpoint.format.manifest import (
     CheckpointInfo,
@@ -33,14 +31,15 @@ from hwrl.checkpoint.format.manifest import (
     step_name,
     verify_files,
 )
-from hwrl.checkpoint.format.payload import MAX_FILES
 from hwrl.checkpoint.saving.agreement import Agreement
-from hwrl.checkpoint.saving.items import SaveSource, require_memory
+from hwrl.checkpoint.saving.inventory import Survey, look, merge
+from hwrl.checkpoint.saving.nodes import join_node
 from hwrl.checkpoint.saving.save import SaveJob, Saver
 from hwrl.checkpoint.saving.staging import Staging
-from hwrl.checkpoint.saving.survey import Survey, look, merge
-from hwrl.comm import Group
-from hwrl.discovery.registry import get_backend
+from hwrl.checkpoint.saving.state import SaveSource, require_memory
+from hwrl.checkpoint.saving.tensor_files import MAX_FILES
+from hwrl.comm import Group, PrefixStore
+from hwrl.discovery import backend_or_default
 from hwrl.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -48,8 +47,7 @@ from hwrl.errors import (
     CheckpointSaveError,
     ConfigError,
 )
-from hwrl.interfaces.backend import Backend
-from hwrl.memory import Offloader
+from hwrl.interfaces import Backend, OffloadedState
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +130,7 @@ class CheckpointManager:
             )
         self.directory = Path(directory).absolute()
         self._async_save, self._closed, self._calls = async_save, False, 0
-        self._staging = Staging(backend or get_backend(), on_device=staging == "device", readers=MAX_FILES)
+        self._staging = Staging(backend_or_default(backend), on_device=staging == "device", readers=MAX_FILES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._pending: Future[None] | None = None
         self._agreement = _agreement(group, timeout_s)
@@ -179,7 +177,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         rank_extra: Mapping[str, Any] | None = None,
         export: Callable[[Path], object] | None = None,
-        offloader: Offloader | None = None,
+        offloader: OffloadedState | None = None,
     ) -> SaveReport:
         """Save ``state`` as ``step``, which must be later than every complete step in the directory.
 

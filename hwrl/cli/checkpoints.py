@@ -61,7 +61,7 @@ def _checkpoints_in(directory: Path, *, or_owner: bool = False) -> Path:
     Raises CheckpointNotFoundError if hwrl never saved there, unless, with ``or_owner``, somebody may yet.
     """
     from hwrl.checkpoint import find_checkpoints
-    from hwrl.checkpoint.directory.home import is_home
+    from hwrl.checkpoint.directory.checkpoint_directory import is_home
 
     found, inner = directory, directory / _INNER
     if inner.is_dir() and not any(find_checkpoints(directory)):
@@ -73,7 +73,7 @@ def _checkpoints_in(directory: Path, *, or_owner: bool = False) -> Path:
 
 def _owner(directory: Path) -> str | None:
     """Return who writes to ``directory``: of a run, which has the directory around it, the process that leads it."""
-    from hwrl.checkpoint.directory.lock import find_owner
+    from hwrl.checkpoint import find_owner
 
     around = [directory.parent] if directory.name == _INNER and directory.is_dir() else []
     return next(filter(None, map(find_owner, [*around, directory])), None)
@@ -101,7 +101,7 @@ def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> a
 
 
 def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.directory.home import TRACKER_NAME, leftovers, set_aside
+    from hwrl.checkpoint.directory.checkpoint_directory import TRACKER_NAME, leftovers, set_aside
 
     complete, skipped = _find(args)
     path, unfinished, aside = args.dir / TRACKER_NAME, leftovers(args.dir), set_aside(args.dir)
@@ -238,7 +238,7 @@ def _not_the_model(args: argparse.Namespace, *, why: str) -> DataError:
 
 
 def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.format.join import join_parts
+    from hwrl.checkpoint.join import join_parts
 
     directories = [args.dir, *map(_checkpoints_in, args.more)]
     step = join_parts(directories, args.out, step=args.step)
@@ -248,7 +248,7 @@ def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     from hwrl.checkpoint import DurableFS
-    from hwrl.checkpoint.directory.home import CheckpointDirectory
+    from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory
     from hwrl.checkpoint.format.manifest import verify_files
 
     if args.keep < 1:

@@ -8,11 +8,11 @@ from collections import defaultdict
 
 import pluggy
 
+from hwrl.discovery import PLUGIN_ENTRY_POINTS
 from hwrl.discovery.loading import Installed, LoadFailure, PluginFault, ask, contain, in_one_line, load_hooks
-from hwrl.discovery.plugins import GROUP
 from hwrl.discovery.typed import why_not
 from hwrl.errors import ConfigError, HwrlError
-from hwrl.interfaces.command import Command
+from hwrl.interfaces import Command
 
 BUILT_IN = ("train", "doctor", "checkpoints", "conformance")
 """Names of subcommands, and of the modules in this package with their ``HELP``, ``configure`` and ``run``."""
@@ -50,7 +50,7 @@ class Commands:
         """Return each name that plugins give, with the plugins and their commands."""
         if self._claims is None:
             self._claims = defaultdict(list)
-            installed = Installed(importlib.metadata.entry_points(group=GROUP), load_hooks)
+            installed = Installed(importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS), load_hooks)
             # An alias is one more name of the same plugin: ask each plugin once.
             plugins = {id(installed.load(name)): (name, installed.load(name)) for name in installed.names()}
             for name, manager in plugins.values():

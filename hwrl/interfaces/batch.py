@@ -1,14 +1,13 @@
-"""Training batches: prompt groups flattened to padded rows, and rows split into micro-batches of like length."""
+"""Training batches: padded rows, and their division into micro-batches of similar length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from hwrl.interfaces.groups import PromptGroup
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class Batch:
 
     def lengths(self) -> torch.Tensor:
         """Return the length of each row, prompt and response, without the padding."""
+        import torch
+
         places = torch.arange(1, self.mask.shape[1] + 1)
         return (self.mask * places).amax(1)
 
@@ -65,23 +66,3 @@ class Batch:
             rows = max(1, min(similar, max_tokens // longest))
             yield order[start : start + rows]
             start += rows
-
-
-def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor) -> Batch:
-    """Return the batch of all responses of ``groups``, in order; ``advantages`` has one number a response."""
-    rows = sum(group.size for group in groups)
-    length = max(len(group.prompt_ids) + int(group.lengths.max()) for group in groups)
-    tokens = np.zeros((rows, length), dtype=np.int64)
-    mask = np.zeros((rows, length), dtype=bool)
-    logprobs = np.zeros((rows, length), dtype=np.float32)
-    row = 0
-    for group in groups:
-        prompt = len(group.prompt_ids)
-        for span in group.responses():
-            end = prompt + span.stop - span.start
-            tokens[row, :prompt] = group.prompt_ids
-            tokens[row, prompt:end] = group.token_ids[span]
-            logprobs[row, prompt:end] = group.logprobs[span]
-            mask[row, prompt:end] = True
-            row += 1
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs), advantages)

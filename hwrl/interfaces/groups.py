@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Ints = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
+Ints: TypeAlias = "npt.NDArray[np.int32]"
+Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class PromptGroup:
 
     def responses(self) -> list[slice]:
         """Return, for each response, its slice of ``token_ids``, ``logprobs`` and ``versions``."""
-        ends = np.cumsum(self.lengths)
-        return [slice(int(end - length), int(end)) for end, length in zip(ends, self.lengths, strict=True)]
+        lengths = [int(length) for length in self.lengths]
+        return [slice(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
     @classmethod
     def join(
@@ -85,6 +88,8 @@ class PromptGroup:
         metrics: dict[str, float],
     ) -> PromptGroup:
         """Return the group of ``responses`` to one prompt; ``rewards`` has one number a response."""
+        import numpy as np
+
         return cls(
             sequence_number=sequence_number,
             lease_id=lease_id,

@@ -5,16 +5,40 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hwrl.interfaces.batch import Batch
-from hwrl.lora import LoraSettings
-from hwrl.memory import Moved, Offloader
-from hwrl.train.losses import PolicyLoss
+from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces.memory import Moved, OffloadedState
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TokenLoss(Protocol):
+    """A policy loss, token by token; :class:`~hwrl.train.PolicyLoss` is one."""
+
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        *,
+        behaviour: torch.Tensor,
+        proximal: torch.Tensor | None,
+        advantages: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of each token, and metrics of each token (detached), all of ``logprobs``'s shape.
+
+        ``logprobs`` carries the gradient. ``behaviour`` and ``proximal`` are constants of the same shape;
+        ``advantages`` broadcasts to it.
+        """
+
+
+def _float32() -> torch.dtype:
+    import torch
+
+    return torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +65,7 @@ class EngineSettings:
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 16384
     temperature: float = 1.0
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = field(default_factory=_float32)
     param_offload: bool = False
     optimizer_offload: bool = False
     activation_checkpointing: bool = False
@@ -85,7 +109,7 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+    def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         """Take one optimizer step on ``batch`` (this rank's rows); return figures averaged over all ranks' tokens.
 
         Raises EngineError, on all ranks and with the weights as they were, if the gradients are not finite.
@@ -126,7 +150,7 @@ class TrainEngine(ABC):
         """
 
     @contextmanager
-    def saved_state(self) -> Iterator[tuple[dict[str, Any], Offloader | None]]:
+    def saved_state(self) -> Iterator[tuple[dict[str, Any], OffloadedState | None]]:
         """Give :meth:`state_dict` to be saved inside, and the offloader that has what is offloaded of it, if any."""
         with self.on_device(optimizer=True):
             yield self.state_dict(), None

@@ -7,15 +7,14 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import backend_or_default
 from hwrl.errors import HwrlError, MemoryStateError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend, Moved, Transfer
 from hwrl.memory.fingerprint import bytes_of, fingerprints
 from hwrl.memory.guards import Guards, optimizers_in
 from hwrl.memory.lending import HostCopies, HostCopy, Loans
@@ -37,37 +36,6 @@ _BATCH_NBYTES = 256 << 20  # copying it takes several times as long as the finge
 
 _Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of target and source."""
-
-
-class Transfer:
-    """What an offload or a load moved. ``nbytes`` counts the bytes that were copied, not those only freed."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._events: list[tuple[Any, Any]] = []
-
-    def add(self, *, nbytes: int, begin: Any, end: Any) -> None:
-        """Count a copy of ``nbytes`` between two timing events."""
-        self.nbytes += nbytes
-        self._events.append((begin, end))
-
-    @property
-    def seconds(self) -> float:
-        """The duration of the copies; exactly 0.0 if nothing was copied. Blocks until they are done."""
-        for _, end in self._events:
-            end.synchronize()
-        return sum((float(begin.elapsed_time(end)) for begin, end in self._events), 0.0) / 1000
-
-    def __repr__(self) -> str:
-        return f"Transfer(nbytes={self.nbytes}, seconds={self.seconds:.6f})"
-
-
-@dataclass
-class Moved:
-    """What :meth:`Offloader.loaded` moved: ``load`` on entering, ``offload`` on leaving (nothing until then)."""
-
-    load: Transfer = field(default_factory=Transfer)
-    offload: Transfer = field(default_factory=Transfer)
 
 
 class Offloader:
@@ -94,7 +62,7 @@ class Offloader:
     """
 
     def __init__(self, model: nn.Module, optimizer: object = None, *, backend: Backend | None = None) -> None:
-        self._backend = backend or get_backend()
+        self._backend = backend_or_default(backend)
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
         self._lending = threading.Event()

@@ -11,16 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import EngineError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import (
+from hwrl.interfaces import (
     MEMORY_TAGS,
+    Backend,
     Completion,
     GenerationRequest,
+    Response,
     RolloutEngine,
     RolloutSettings,
+)
+from hwrl.lora import add_adapter, divided
+from hwrl.memory import Offloader
+from hwrl.models import build_model, logits_at
+from hwrl.rollout.checks import (
     require_adapter,
     require_awake,
     require_base,
@@ -30,19 +35,16 @@ from hwrl.interfaces.rollout import (
     require_same_model,
     require_weights,
 )
-from hwrl.lora import add_adapter, divided
-from hwrl.memory import Offloader
-from hwrl.models import build_model, logits_at
 from hwrl.rollout.slots import SlotCache
 
-_Tensors = Mapping[str, torch.Tensor]
+_StateDict = Mapping[str, torch.Tensor]
 
 _PREFILL_TOKENS = 1 << 14
 """The padded tokens of new prompts that one forward pass takes; a longer prompt has a pass of its own."""
 
 
 @dataclass(frozen=True)
-class _Running:
+class _Generating:
     """A request in a slot, and its own source of random numbers."""
 
     request: GenerationRequest
@@ -75,7 +77,7 @@ class EmbeddedEngine(RolloutEngine):
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
         self._seed = seed % (1 << 64)  # the generator takes no negative one
         self._waiting: deque[GenerationRequest] = deque()
-        self._slots: list[_Running] = []
+        self._slots: list[_Generating] = []
         self._tokens = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
         self._logprobs = torch.zeros(max_running, max_length, device=self._device)
         self._versions = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
@@ -147,14 +149,14 @@ class EmbeddedEngine(RolloutEngine):
         self._copy(given, self._adapter)
         self.version = version
 
-    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: _Tensors) -> _Tensors:
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: _StateDict) -> _StateDict:
         require_awake(self._asleep, {"weights"}, needed_for="load weights")
         given = dict(weights)
         require_same_model(own, given)
         return given
 
     @torch.inference_mode()
-    def _copy(self, given: _Tensors, own: _Tensors) -> None:
+    def _copy(self, given: _StateDict, own: _StateDict) -> None:
         torch._foreach_copy_([own[name] for name in given], list(given.values()))
 
     # -- sleep --------------------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class EmbeddedEngine(RolloutEngine):
         first = len(self._slots)
         while self._waiting and len(self._slots) < self._max_running:
             request = self._waiting.popleft()
-            self._slots.append(_Running(request, np.random.default_rng([self._seed, request.request_id])))
+            self._slots.append(_Generating(request, np.random.default_rng([self._seed, request.request_id])))
         started = [slot.request for slot in self._slots[first:]]
         if started:
             self._fill(slice(first, len(self._slots)), started)

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import torch
 
-from hwrl.errors import CommError, QuarantinedError, TransferFailedError
-from hwrl.interfaces.rollout import RolloutEngine
+from hwrl.errors import CommError, ReceiverExcludedError, TransferFailedError
+from hwrl.interfaces import RolloutEngine
 from hwrl.lora import is_adapters
-from hwrl.weights import Received, WeightReceiver
-from hwrl.weights.plan import POLICY, POLICY_BASE
+from hwrl.weights import POLICY, POLICY_BASE, Received, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -38,11 +37,11 @@ class WeightUpdater(Protocol):
         """
         ...
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Free device memory: the engine sleeps. What it has dropped may come with the next version."""
         ...
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Ask to be sent now what the engine needs to generate."""
         ...
 
@@ -51,14 +50,14 @@ class WeightUpdater(Protocol):
         ...
 
 
-class Link:
+class RetryingReceiver:
     """A receiver for which a failed transfer is no error: it keeps what it has, and the transfer is tried again.
 
-    A receive waits ``patience_s`` for a version to become whole.
+    A receive waits ``timeout_s`` for a version to become whole.
     """
 
-    def __init__(self, receiver: WeightReceiver, *, patience_s: float) -> None:
-        self.receiver, self._patience_s = receiver, patience_s
+    def __init__(self, receiver: WeightReceiver, *, timeout_s: float) -> None:
+        self.receiver, self._timeout_s = receiver, timeout_s
         self.nbytes = 0
         """What was received so far."""
 
@@ -66,31 +65,31 @@ class Link:
         """Return whether a version is offered that was not received."""
         try:
             return self.receiver.poll() is not None
-        except QuarantinedError as exc:
+        except ReceiverExcludedError as exc:
             self._join_again(exc)
             return False
 
     def receive(self) -> Received | None:
         """Return what is offered, None if the transfer failed. Blocks."""
         try:
-            received = self.receiver.receive(timeout_s=self._patience_s)
+            received = self.receiver.receive(timeout_s=self._timeout_s)
             self.nbytes += received.nbytes
             return received
-        except QuarantinedError as exc:
+        except ReceiverExcludedError as exc:
             self._join_again(exc)
         except (TransferFailedError, CommError) as exc:
             _log.warning("keeping version %s: %s", self.receiver.version, exc)
         return None
 
-    def _join_again(self, exc: QuarantinedError) -> None:
+    def _join_again(self, exc: ReceiverExcludedError) -> None:
         _log.warning("joining again: %s", exc)
         self.receiver.join()
 
 
-class ModelInlet:
+class ModelUpdater:
     """Brings whole models from one link into ``engine``."""
 
-    def __init__(self, engine: RolloutEngine, link: Link) -> None:
+    def __init__(self, engine: RolloutEngine, link: RetryingReceiver) -> None:
         self._engine, self._link = engine, link
         self.incarnation = -1
 
@@ -105,10 +104,10 @@ class ModelInlet:
         self.incarnation = int(received.metadata[INCARNATION])
         return True
 
-    def rest(self) -> None:
+    def release(self) -> None:
         self._link.receiver.release()
 
-    def ask(self) -> None:
+    def request(self) -> None:
         self._link.receiver.join()
 
     def totals(self) -> dict[str, float]:
@@ -118,10 +117,10 @@ class ModelInlet:
 class Connect(Protocol):
     """Joins the link ``name``; without ``newest`` only later versions come."""
 
-    def __call__(self, name: str, *, newest: bool = True) -> Link: ...
+    def __call__(self, name: str, *, newest: bool = True) -> RetryingReceiver: ...
 
 
-class AdapterInlet:
+class AdapterUpdater:
     """Brings adapters into ``engine``, and beneath them their base whenever the engine does not hold it.
 
     ``connect`` joins a link, POLICY or POLICY_BASE. The base's is joined exactly as long as that is missing, which is
@@ -131,7 +130,9 @@ class AdapterInlet:
 
     def __init__(self, engine: RolloutEngine, connect: Connect) -> None:
         self._engine, self._connect = engine, connect
-        self._base: Link | None = connect(POLICY_BASE)  # before the other: who has joined that is known to lack this
+        self._base: RetryingReceiver | None = connect(
+            POLICY_BASE
+        )  # before the other: who has joined that is known to lack this
         self._policy = connect(POLICY)
         self._held: Received | None = None
         self._base_loads = self._base_nbytes = 0
@@ -139,7 +140,7 @@ class AdapterInlet:
 
     def poll(self) -> bool:
         if self._base is None and self._lacks_base():
-            self.ask()
+            self.request()
         return (self._base is not None and self._base.poll()) or self._policy.poll()
 
     def update(self) -> bool:
@@ -159,14 +160,14 @@ class AdapterInlet:
             self._held = adapter
         loaded = self._load_held()
         if not loaded and self._held is not None:
-            self.ask()  # its base was lost, or never came, after the sender had decided not to send that
+            self.request()  # its base was lost, or never came, after the sender had decided not to send that
         return loaded
 
-    def rest(self) -> None:
+    def release(self) -> None:
         if self._base is None and self._lacks_base():
             self._base = self._connect(POLICY_BASE, newest=False)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         if self._base is not None:
             self._base.receiver.join()
         elif self._lacks_base():

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from hwrl.checkpoint.directory.lock import find_owner
+from hwrl.checkpoint import find_owner
 
 ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
 """16 tokens: a small vocabulary, so that random answers are sometimes partly right."""
@@ -131,7 +131,8 @@ def _config(directory: Path, *, seed: int, longest: int) -> dict[str, object]:
         "reward": {"function": "hwrl.run.demo:sort_reward"},
         "rollout": {"n": 16, "max_new_tokens": longest + 1, "max_running": 256},
         "train": {"steps": 500, "batch_groups": 32},
-        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10, "min_learning_rate_ratio": 0.05},
+        # At 1e-3, 3 of 43 runs stopped at an exact match of 0.65: entropy fell before the model had learnt to sort.
+        "optimizer": {"learning_rate": 7e-4, "warmup_steps": 10, "min_learning_rate_ratio": 0.05},
         "async_training": {"staleness_threshold": 1},  # with 2, one run of seven stopped at an exact match of 0.58
         "checkpoint": {"save_every_steps": 100},
         "eval": {"every_steps": 100, "prompts": 512},

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwrl.errors import ConfigError, PlacementError
-from hwrl.interfaces.backend import Backend, Capability, DeviceMap, Support
+from hwrl.interfaces import Backend, Capability, DeviceMap, Support
 from hwrl.run.config import Config
 
 if TYPE_CHECKING:
-    from hwrl.weights.sender import Transport
+    from hwrl.weights import TransportName
 
 _UNITS = 10_000
 """Ray counts shares of a device in such parts."""
@@ -95,7 +95,7 @@ def _too_few(devices: int, *, ranks: int, replicas: int, width: int, may_share: 
 
 def choose_transport(
     *, bypass_cpu: bool, shared: bool, one_machine: bool, supports: Callable[[Capability], Support]
-) -> tuple[Transport, str]:
+) -> tuple[TransportName, str]:
     """Return how weights travel, and why so. ``shared`` says whether processes of the run share a device.
 
     Raises ConfigError if nothing that the devices can do reaches all of the run's machines.
@@ -152,7 +152,7 @@ class Plan:
     """What was decided before anything starts: the seats, and how weights travel."""
 
     seating: DeviceAssignment
-    transport: Transport
+    transport: TransportName
     why_transport: str
 
 

@@ -39,9 +39,7 @@ class RunReport:
     """
 
     def __init__(self, directory: Path, *, say: Callable[[str], None], resume_step: int = 0) -> None:
-        from hwrl.checkpoint.directory.durable import (
-            DurableFS,  # brings torch, which the views and read_metrics do without
-        )
+        from hwrl.checkpoint import DurableFS  # imports torch; the views and read_metrics do without it
 
         self._directory, self._say = directory, say
         self._fs = DurableFS()

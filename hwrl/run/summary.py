@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.directory.lock import DirectoryLock
+from hwrl.checkpoint import DirectoryLock, DurableFS
 from hwrl.errors import ConfigError
 from hwrl.run.config import RUN_CONFIG, RUN_HEADER, Config, dump_run_config
 from hwrl.run.report import CURVE, METRICS, PROMPTS

@@ -18,13 +18,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.train import EngineSettings
-from hwrl.lora import LoraSettings, adapter_name, add_adapter, base_name, save_adapter
-from hwrl.memory import Moved, Offloader
+from hwrl.interfaces import Backend, EngineSettings, LoraSettings, Moved, OffloadedState
+from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
+from hwrl.memory import Offloader
 from hwrl.models import build_model, load_model, load_tokenizer, logits_at, model_identity
-from hwrl.train.gather import gathered
 from hwrl.train.policy import PolicyEngine, recompute
+from hwrl.weights import gather_weights
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -100,7 +99,7 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gathered(self._base_parameters(), self._group, dtype=self._dtype)
+        yield from gather_weights(self._base_parameters(), self._group, dtype=self._dtype)
         if self._group is None or self._group.rank == 0:
             yield from self._buffers()
 
@@ -111,7 +110,7 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gathered(self._adapter_parameters(), self._group, dtype=self._dtype)
+        yield from gather_weights(self._adapter_parameters(), self._group, dtype=self._dtype)
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._described(self._adapter_parameters())
@@ -141,7 +140,7 @@ class FsdpEngine(PolicyEngine):
         return {"model": model, "optimizer": moments, "updates": self.updates}
 
     @contextmanager
-    def saved_state(self) -> Iterator[tuple[dict[str, Any], Offloader | None]]:
+    def saved_state(self) -> Iterator[tuple[dict[str, Any], OffloadedState | None]]:
         if not self.optimizer.state:  # torch takes a step to have one
             with super().saved_state() as saved:
                 yield saved

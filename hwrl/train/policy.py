@@ -12,10 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings, TrainEngine
-from hwrl.train.losses import PolicyLoss, mismatch_kl
+from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss, TrainEngine
+from hwrl.train.losses import mismatch_kl
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -82,7 +80,7 @@ class PolicyEngine(TrainEngine):
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+    def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         tokens = self._reduce([batch.trained_tokens], op="sum")[0]
         totals: dict[str, torch.Tensor] = {}
         try:
@@ -109,7 +107,7 @@ class PolicyEngine(TrainEngine):
             result[rows[row], column + 1] = values.cpu()
         return result
 
-    def _backward(self, part: Batch, *, loss: PolicyLoss, tokens: float) -> dict[str, torch.Tensor]:
+    def _backward(self, part: Batch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share of the mean over all ranks' ``tokens``; return sums over its tokens."""
         logprobs, entropy = self._forward(part)
         mask, device = part.mask[:, 1:], logprobs.device

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm
-from hwrl.errors import CommError, CommTimeoutError, LayoutMismatchError, QuarantinedError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.comm import Store
+from hwrl.discovery import backend_or_default
+from hwrl.errors import CommError, CommTimeoutError, LayoutMismatchError, ReceiverExcludedError, TransferFailedError
+from hwrl.interfaces import Backend
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import InPlace, Place, Staging
 from hwrl.weights.checksum import Checksums
@@ -75,7 +75,7 @@ class WeightReceiver:
         slabs: int = 4,
         newest: bool = True,
     ) -> None:
-        self._backend = Comm(backend).backend
+        self._backend = backend_or_default(backend)
         self._board = Board(store, name=name)
         self.replica = replica
         self.version: int | None = None
@@ -95,7 +95,7 @@ class WeightReceiver:
         self.close()
 
     def join(self) -> None:
-        """Ask to be sent versions, the newest included: again after QuarantinedError, or when what came is lost."""
+        """Ask to be sent versions, the newest included: after ReceiverExcludedError, or when what came is lost."""
         self._device.close()
         self._board.leave(self._member)
         self._join(newest=True)
@@ -112,7 +112,7 @@ class WeightReceiver:
     def poll(self) -> int | None:
         """Return the version that is offered and that this receiver has not got, or None; never blocks.
 
-        Costs two short store round trips. Raises QuarantinedError if this receiver was excluded.
+        Costs two short store round trips. Raises ReceiverExcludedError if this receiver was excluded.
         """
         self._check_standing()
         offer = self._offered(self._board.newest())
@@ -125,7 +125,7 @@ class WeightReceiver:
         version of another transport is offered, the limits are derived from the sender's ``timeout_s``, so that this
         receiver waits as long as the sender may wait for others. Raises TransferFailedError if the version did not
         commit: the sender gave up, which is known at once, or says nothing within its limits (the old version stays
-        valid, unless it was received ``into`` tensors); QuarantinedError if this receiver was excluded (``join``
+        valid, unless it was received ``into`` tensors); ReceiverExcludedError if this receiver was excluded (``join``
         again).
         """
         deadline, lost = time.monotonic() + timeout_s, None
@@ -264,7 +264,7 @@ class WeightReceiver:
     def _check_standing(self) -> None:
         why = self._board.excluded(self._member)
         if why is not None:
-            raise QuarantinedError(
+            raise ReceiverExcludedError(
                 f"receiver {self.replica!r} was excluded from {self._board.name!r}",
                 why=why,
                 fix="call join() to be sent the next version",

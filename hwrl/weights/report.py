@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class TransferReport:
     the host's: ``gather`` (reading the tensors), ``rendezvous`` (waiting for the receivers), ``pack``, ``wire``,
     ``vote``; with the host transport ``claim`` (waiting for a free place), ``register`` (making and page-locking
     its memory) and ``copy``. ``receivers`` counts those that committed the version; with the host transport, those
-    that had joined when it was offered. ``quarantined`` maps replicas that were excluded to the reason.
+    that had joined when it was offered. ``excluded`` maps replicas that were excluded to the reason.
     """
 
     version: int
     nbytes: int
     seconds: Mapping[str, float]
     receivers: int
-    quarantined: Mapping[str, str]
+    excluded: Mapping[str, str]
     transfer_s: float = 0.0
 
 

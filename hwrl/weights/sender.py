@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm
+from hwrl.comm import Store
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.weights.board import Board, Metadata, Offer, checked_metadata
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.report import StageClock, TransferReport
@@ -23,7 +23,7 @@ from hwrl.weights.transports.device import DeviceSender
 from hwrl.weights.transports.host import HostSender
 from hwrl.weights.transports.ipc import IpcSender
 
-Transport = Literal["device", "host", "ipc"]
+TransportName = Literal["device", "host", "ipc"]
 
 
 class WeightSender:
@@ -45,7 +45,7 @@ class WeightSender:
         *,
         name: str = "policy",
         backend: Backend | None = None,
-        transport: Transport = "device",
+        transport: TransportName = "device",
         slab_nbytes: int | None = None,
         slabs: int = 4,
         versions: int = 3,
@@ -55,7 +55,7 @@ class WeightSender:
         _check_options(transport=transport, slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
         _check_timeout(timeout_s)
         self.transport = transport
-        self._backend = Comm(backend).backend
+        self._backend = backend_or_default(backend)
         usual, self._own_nbytes = _sizes(self._backend)
         self._slab_nbytes = usual if slab_nbytes is None else slab_nbytes
         self._slabs, self._versions, self._directory = slabs, versions, directory
@@ -195,8 +195,8 @@ def _check_timeout(timeout_s: float) -> None:
 
 
 def _check_options(*, transport: str, slab_nbytes: int | None, slabs: int, versions: int) -> None:
-    if transport not in get_args(Transport):
-        known = ", ".join(get_args(Transport))
+    if transport not in get_args(TransportName):
+        known = ", ".join(get_args(TransportName))
         raise ConfigError(f"there is no transport {transport!r}", why=f"known are {known}", fix="choose one of them")
     if slab_nbytes is not None and (slab_nbytes <= 0 or slab_nbytes % ALIGNMENT_NBYTES):
         raise ConfigError(

@@ -6,7 +6,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import hwrl
-from hwrl.interfaces.command import Command
+from hwrl.interfaces import Command
 
 __all__ = ["hwrl_commands"]
 

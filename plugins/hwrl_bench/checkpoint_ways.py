@@ -64,12 +64,12 @@ class _PeerSave(SaveWay):
     def __init__(self, training: BenchTraining, workload: SaveWorkload, directory: Path) -> None:
         import torch.distributed as dist
 
-        from hwrl.comm import serve_store
+        from hwrl.comm import HashStore
 
         super().__init__(training, workload, directory)
         devices = dict.fromkeys(["cpu", training.backend.info.device_type])  # torch's own writers use the CPU's group
         libraries = ",".join(f"{device}:{dist.get_default_backend_for_device(device)}" for device in devices)
-        dist.init_process_group(libraries, store=serve_store(), rank=0, world_size=1)
+        dist.init_process_group(libraries, store=HashStore(), rank=0, world_size=1)
         self._loans: list[HostCopy] = []
         self._saved: list[Path] = []
 

@@ -104,10 +104,10 @@ class _InstantGroup:
 def _group_calls(backend: Backend) -> list[ComparedCall]:
     import torch
 
-    from hwrl.comm import Group, serve_store
+    from hwrl.comm import HashStore, TorchGroup
 
     raw: Any = _InstantGroup()
-    group, await_work = Group(backend, raw, name="overhead", store=serve_store()), backend.await_work
+    group, await_work = TorchGroup(backend, raw, name="overhead", store=HashStore()), backend.await_work
     tensor = torch.zeros(2, 2, device=backend.device())
     flat, whole = tensor.view(-1), tensor.view(-1).clone()
 

@@ -72,7 +72,7 @@ class TransferWorkload:
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, write the JSON; fail if any transfer was not bit-exact."""
     from hwrl.comm import serve_store, store_address
-    from hwrl.testing.processes import run_processes
+    from hwrl.testing import run_processes
 
     store, size = serve_store(), 1 + args.receivers
     slab_nbytes = None if args.slab_mib is None else args.slab_mib << 20

@@ -148,7 +148,7 @@ class CheckpointEngine(PeerTransfer):
 
     @classmethod
     def run(cls, measure: Callable[..., Any], size: int, *args: Any, timeout_s: float) -> list[Any]:
-        from hwrl.testing.processes import run_processes
+        from hwrl.testing import run_processes
 
         return run_processes(_measure_or_serve, 2 * size, size, measure, *args, timeout_s=timeout_s)[:size]
 

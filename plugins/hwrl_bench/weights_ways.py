@@ -51,7 +51,7 @@ class PayloadWay(TransferWay):
 
         ``args`` begins with the address of a store. No process outlives the call.
         """
-        from hwrl.testing.processes import run_processes
+        from hwrl.testing import run_processes
 
         return run_processes(measure, size, size, *args, timeout_s=timeout_s)
 

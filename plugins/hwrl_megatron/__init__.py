@@ -16,8 +16,7 @@ from hwrl_megatron.options import parse_options
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-    from hwrl.interfaces.backend import Backend
-    from hwrl.interfaces.train import EngineSettings, TrainEngine
+    from hwrl.interfaces import Backend, EngineSettings, TrainEngine
 
 
 @hwrl.hookimpl
@@ -42,7 +41,7 @@ def hwrl_train_engine(
             why="PEFT, which makes adapters, knows no layers of Megatron-core's",
             fix="use train.engine=fsdp, or train the whole model with model.lora_rank=0",
         )
-    from hwrl.discovery.registry import bootstrap
+    from hwrl.discovery import bootstrap
 
     chosen = parse_options(options)
     with warnings.catch_warnings():

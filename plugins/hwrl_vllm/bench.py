@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     from hwrl.comm import serve_store, store_address
-    from hwrl.testing.processes import run_processes
+    from hwrl.testing import run_processes
 
     store = serve_store()
     with tempfile.TemporaryDirectory() as directory:
@@ -292,7 +292,7 @@ class RolloutProcess(EngineProcess):
     def set_up(self) -> dict[str, TransferWay]:
         import torch
 
-        from hwrl.interfaces.rollout import RolloutSettings
+        from hwrl.interfaces import RolloutSettings
         from hwrl_vllm.bench_ways import make_ways, vllm_transfer_options
         from hwrl_vllm.engine import VllmEngine
 
@@ -325,7 +325,7 @@ class RolloutProcess(EngineProcess):
     def check(self) -> dict[str, Any]:
         import numpy as np
 
-        from hwrl.interfaces.rollout import GenerationRequest, Sampling
+        from hwrl.interfaces import GenerationRequest, Sampling
 
         rng = np.random.default_rng(self.version)
         vocabulary = self.engine._base["lm_head.weight"].shape[0]

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, find_checkpoints
-from hwrl.checkpoint.directory import nodes
-from hwrl.checkpoint.format.join import join_parts
+from hwrl.checkpoint.join import join_parts
+from hwrl.checkpoint.saving import nodes
 from hwrl.cli import main
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager, DurableFS
-from hwrl.checkpoint.format import payload
+from hwrl.checkpoint.saving import tensor_files as payload
 from hwrl.errors import CheckpointSaveError
 from hwrl_cpu import INFO, CpuBackend
 

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hwrl.checkpoint import CheckpointManager, LocalShards
-from hwrl.checkpoint.format import payload, split
+from hwrl.checkpoint.format import split
+from hwrl.checkpoint.saving import tensor_files as payload
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, UnsupportedError
-from hwrl.interfaces.backend import Backend, BackendInfo, Capability, MemoryInfo, Support
+from hwrl.interfaces import Backend, BackendInfo, Capability, MemoryInfo, Support
 from tests.support.halting import Halting
 from tests.support.roomy import Roomy
 

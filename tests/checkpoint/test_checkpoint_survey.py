@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from hwrl.checkpoint.directory.nodes import _group
-from hwrl.checkpoint.saving.survey import merge
+from hwrl.checkpoint.saving.inventory import merge
+from hwrl.checkpoint.saving.nodes import _group
 from hwrl.errors import CheckpointError
 
 

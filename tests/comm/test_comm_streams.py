@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
+from hwrl.comm import Comm, TorchGroup, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError
-from hwrl.interfaces.backend import Capability, Support
+from hwrl.interfaces import Capability, Support
 from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend
 
@@ -31,9 +31,10 @@ class QueueingBackend(CpuBackend):
         """Return at once, as a stream that is told to wait does."""
 
 
-def _pair(rank: int, address: str) -> Group:
+def _pair(rank: int, address: str) -> TorchGroup:
     store = connect_store(address)
     group = Comm(QueueingBackend(INFO)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
+    assert isinstance(group, TorchGroup)
     group.warm_up()
     group.timeout_s = TIMEOUT_S
     return group
@@ -133,7 +134,7 @@ def _close_while_another_thread_waits(rank: int, address: str) -> str:
 
     waiting = threading.Thread(target=receive)
     waiting.start()
-    while not group._watchers:
+    while not group.watchers:
         time.sleep(0.001)
     group.close()
     waiting.join(5.0)

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.rollout.ledger import Lease, PromptLedger
+from hwrl.rollout.ledger import PromptLease, PromptLedger
 from hwrl_cpu import INFO, CpuBackend
 from tests.crash.disk import KINDS, Fault, WatchedDisk
-from tests.rollout.test_ledger import finished
+from tests.support.finished_groups import finished
 
 BATCH, STALENESS, SAVE_EVERY = 4, 2, 2
 STEPS_PER_CYCLE = 20  # more than a life lasts, so that every one of them is cut short
@@ -77,7 +77,7 @@ def _train(home: Path, steps: int, disk: WatchedDisk, *, seed: int, fault: Fault
             assert resumed.info.weight_version == step and int(counts.sum()) == step * BATCH
         ledger.advance(step)
         disk.arm(fault)
-        running: list[Lease] = []
+        running: list[PromptLease] = []
         for turn in itertools.count():
             if step == steps:
                 break
@@ -96,7 +96,7 @@ def _train(home: Path, steps: int, disk: WatchedDisk, *, seed: int, fault: Fault
             ledger.advance(step)
 
 
-def _roll_out(ledger: PromptLedger, running: list[Lease], chance: random.Random, turn: int) -> None:
+def _roll_out(ledger: PromptLedger, running: list[PromptLease], chance: random.Random, turn: int) -> None:
     if chance.random() < 0.5:
         running += ledger.lease(chance.randint(1, 6), replica=chance.choice("ab"), now_s=turn)
     elif running:

@@ -11,32 +11,10 @@ import pytest
 import torch
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import GenerationRequest, Sampling
+from hwrl.interfaces import GenerationRequest, Response, Sampling
 from hwrl.rollout import embedded
 from hwrl.rollout.embedded import EmbeddedEngine
-
-END = 1
-
-
-def tiny_model(seed: int = 0, *, tied: bool = False) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,  # far from uniform, so that a wrong position or mask changes the greedy token
-        tie_word_embeddings=tied,
-        eos_token_id=END,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config)
+from tests.support.tiny_model import END, generate, requests_of, tiny_model
 
 
 def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), max_running: int, max_length: int) -> EmbeddedEngine:
@@ -44,26 +22,6 @@ def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), max_running: int, 
     engine = EmbeddedEngine(model, eos_ids=eos_ids, max_running=max_running, max_length=max_length)
     engine.load_weights({name: tensor.clone() for name, tensor in model.state_dict().items()}.items(), version=0)
     return engine
-
-
-def requests_of(count: int, *, temperature: float, longest: int = 12, seed: int = 0) -> list[GenerationRequest]:
-    rng = np.random.default_rng(seed)
-    return [
-        GenerationRequest(
-            request_id=index,
-            prompt_ids=rng.integers(2, 16, size=int(rng.integers(1, longest))).astype(np.int32),
-            sampling=Sampling(int(rng.integers(1, longest)), temperature),
-        )
-        for index in range(count)
-    ]
-
-
-def generate(engine: EmbeddedEngine, requests: Sequence[GenerationRequest]) -> dict[int, Response]:
-    engine.submit(requests)
-    responses = {}
-    while engine.pending():
-        responses.update({done.request_id: done.response for done in engine.step()})
-    return responses
 
 
 def logprobs_of(model: Any, request: GenerationRequest, response: Response, *, temperature: float) -> np.ndarray:

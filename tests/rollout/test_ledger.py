@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.rollout.ledger import Lease, PromptLedger
-
-
-def finished(lease: Lease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:
-    tokens = np.array(versions or [lease.version], dtype=np.int32)
-    response = Response(tokens, tokens.astype(np.float32), tokens, truncated=False)
-    return PromptGroup.join(
-        [response],
-        sequence_number=lease.sequence_number,
-        lease_id=lease.lease_id,
-        incarnation=lease.incarnation if incarnation is None else incarnation,
-        prompt_ids=np.array([1], dtype=np.int32),
-        rewards=[0.0],
-        metrics={},
-    )
+from hwrl.rollout.ledger import PromptLease, PromptLedger
+from tests.support.finished_groups import finished
 
 
 def ledger_of(*, batch: int = 4, staleness: int = 1, total: int = 1000, timeout_s: float = 10.0) -> PromptLedger:
@@ -186,7 +171,7 @@ def test_under_any_order_of_events_each_prompt_is_trained_once_and_within_the_bo
     per_version = batch * steps_per_version
     steps = steps * steps_per_version
     ledger = ledger_of(batch=per_version, staleness=staleness, total=steps * batch)
-    running: list[Lease] = []
+    running: list[PromptLease] = []
     trained: list[list[int]] = []
     saved = (0, ledger.state_dict())
     for turn in range(100_000):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from hwrl.checkpoint.directory.lock import DirectoryLock
+from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError
 from hwrl.run.cluster import not_started, ray_cluster
 from hwrl.run.config import load_config

@@ -11,7 +11,7 @@ from hwrl.checkpoint import DurableFS
 from hwrl.run.actors import Taken
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import read_metrics
-from tests.crash.test_run_directory import CHECKPOINT, Trainers, train
+from tests.support.two_step_run import CHECKPOINT, Trainers, train
 
 
 class BatchInTheLastMoment(Trainers):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.interfaces.batch import collate
-from hwrl.interfaces.groups import PromptGroup, Response
+from hwrl.interfaces import PromptGroup, Response
+from hwrl.train.collate import collate
 from hwrl.train.losses import PolicyLoss, group_advantages, mismatch_kl
 
 

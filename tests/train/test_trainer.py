@@ -15,9 +15,7 @@ import torch
 
 import hwrl
 from hwrl.errors import EngineError, MemoryStateError
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.train import EngineSettings, TrainEngine
+from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response, TokenLoss, TrainEngine
 from hwrl.memory import Moved
 from hwrl.run.demo import write_demo
 from hwrl.train.choices import LossName
@@ -219,7 +217,7 @@ class CountingEngine(TrainEngine):
     def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
         return nullcontext(Moved())
 
-    def train_batch(self, batch: Batch, *, loss: PolicyLoss) -> dict[str, float]:
+    def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         self.rows.append(batch.rows)
         return {}
 

@@ -113,7 +113,7 @@ def _send_until_the_cable_is_pulled(rank: int, directory: Path) -> object:
         _await(directory / "pulled")
         begin = time.monotonic()
         report = sender.publish(2, _weights(2))
-        return report.receivers, dict(report.quarantined), time.monotonic() - begin
+        return report.receivers, dict(report.excluded), time.monotonic() - begin
 
 
 def test_a_host_that_cannot_be_reached_any_more_is_named_in_time(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_host_that_cannot_be_reached_any_more_is_named_in_time(tmp_path: Path)
         _await(tmp_path / "pull")
         _ip("link", "set", _INTERFACE, "down", host=hosts[1])
         (tmp_path / "pulled").write_text("now")
-        receivers, quarantined, passed_s = processes.wait(0).value
+        receivers, excluded, passed_s = processes.wait(0).value
     assert receivers == 0
-    assert "far" in quarantined
+    assert "far" in excluded
     assert passed_s < 10

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightReceiver, WeightSender
@@ -79,7 +78,7 @@ def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
         for version in (1, 2):
             begin = time.monotonic()
             report = sender.publish(version, model_of(version).items())
-            reports.append((report.receivers, dict(report.quarantined), time.monotonic() - begin))
+            reports.append((report.receivers, dict(report.excluded), time.monotonic() - begin))
         return reports
 
 

@@ -220,6 +220,9 @@ class _Done(Pending):
     def wait(self) -> None:
         self.waited = True
 
+    def complete(self) -> None:
+        self.wait()
+
 
 def test_a_slot_is_packed_again_only_after_its_broadcast() -> None:
     named = [(f"t{number}", torch.full((200,), number, dtype=torch.uint8)) for number in range(12)]

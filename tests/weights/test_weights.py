@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import (
     CommTimeoutError,
     ConfigError,
     LayoutMismatchError,
     PeerLostError,
-    QuarantinedError,
+    ReceiverExcludedError,
     TransferFailedError,
 )
 from hwrl.weights import WeightReceiver
@@ -65,7 +64,7 @@ def test_a_receiver_that_left_is_not_waited_for(store: Store) -> None:
         exchange(sender, [stays, goes], 1)
         goes.close()
         report = exchange(sender, [stays], 2)
-        assert (report.receivers, dict(report.quarantined)) == (1, {})
+        assert (report.receivers, dict(report.excluded)) == (1, {})
 
 
 def test_a_restarted_replica_takes_its_namesakes_place(store: Store) -> None:
@@ -74,8 +73,8 @@ def test_a_restarted_replica_takes_its_namesakes_place(store: Store) -> None:
         exchange(sender, [dead], 1)
         with receiver_of(store, "r0") as restarted:
             report = exchange(sender, [restarted], 2)
-            assert (report.receivers, dict(report.quarantined)) == (1, {})
-            with pytest.raises(QuarantinedError, match="another receiver joined as replica 'r0'"):
+            assert (report.receivers, dict(report.excluded)) == (1, {})
+            with pytest.raises(ReceiverExcludedError, match="another receiver joined as replica 'r0'"):
                 dead.poll()
 
 
@@ -120,8 +119,8 @@ def test_a_receiver_that_does_not_come_is_named_and_may_join_again(store: Store)
     ):
         report = exchange(sender, [here], 1)
         assert report.receivers == 1
-        assert dict(report.quarantined) == {"absent": "it did not come to receive within 0.5 s"}
-        with pytest.raises(QuarantinedError, match=r"did not come to receive[\s\S]*join\(\)"):
+        assert dict(report.excluded) == {"absent": "it did not come to receive within 0.5 s"}
+        with pytest.raises(ReceiverExcludedError, match=r"did not come to receive[\s\S]*join\(\)"):
             absent.receive(timeout_s=1.0)
         absent.join()
         assert sender.joiners() == ("absent",)
@@ -196,8 +195,8 @@ def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_the
     with sender_of(store) as sender, WeightReceiver(store, replica="r0", backend=backend, into=targets) as receiver:
         exchange(sender, [receiver], 1)
         waiting = beside(lambda: receiver.receive(timeout_s=10.0))
-        assert "corrupt" in sender.publish(2, model_of(2)).quarantined["r0"]
-        with pytest.raises(QuarantinedError):
+        assert "corrupt" in sender.publish(2, model_of(2)).excluded["r0"]
+        with pytest.raises(ReceiverExcludedError):
             waiting()
         assert receiver.version is None
         receiver.join()
@@ -304,7 +303,7 @@ def test_the_store_does_not_grow_with_exclusions_and_withdrawn_offers(store: Sto
     with sender_of(store, timeout_s=0.5) as sender, receiver_of(store) as receiver:
         keys = []
         for version in range(3):
-            assert sender.publish(version, model_of(version)).quarantined.keys() == {"r0"}
+            assert sender.publish(version, model_of(version)).excluded.keys() == {"r0"}
             receiver.join()
             exchange(sender, [receiver], version)
             keys.append(store.num_keys())

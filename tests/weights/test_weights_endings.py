@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
+from hwrl.comm import Store
 from hwrl.errors import CommError, ConfigError, LayoutMismatchError, TransferFailedError
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.transports.ipc import IpcReceiver
@@ -94,7 +94,7 @@ def test_an_iterator_is_read_to_its_end_by_a_deposed_sender_too(store: Store) ->
 def test_a_source_that_no_receiver_wants_is_not_begun(store: Store) -> None:
     weights = Collective()
     with sender_of(store, timeout_s=0.2) as sender, receiver_of(store):
-        assert sender.publish(1, weights).quarantined.keys() == {"r0"}
+        assert sender.publish(1, weights).excluded.keys() == {"r0"}
     assert weights.begun == 0
 
 
@@ -103,7 +103,7 @@ def test_a_healthy_receiver_waits_as_long_as_the_sender_waits_for_a_hung_one(sto
         receiver_of(store, "hangs")
         waiting = beside(lambda: healthy.receive(timeout_s=1.0))  # less than the sender has for the hung one
         report = sender.publish(1, model_of(1))
-        assert (report.receivers, set(report.quarantined)) == (1, {"hangs"})
+        assert (report.receivers, set(report.excluded)) == (1, {"hangs"})
         assert waiting().version == 1
 
 
@@ -156,7 +156,7 @@ def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
             with pytest.raises(TransferFailedError, match="deposed"):
                 publishing()
             hangs.close()
-            assert dict(second.publish(3, model_of(3)).quarantined) == {}
+            assert dict(second.publish(3, model_of(3)).excluded) == {}
             assert waiting().version == 3
         assert time.monotonic() - begin < SOON_S
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hwrl.comm import await_keys, connect_store, raw_bytes, serve_store, store_address
-from hwrl.errors import CommTimeoutError, QuarantinedError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.errors import CommTimeoutError, ReceiverExcludedError, TransferFailedError
+from hwrl.interfaces import Backend
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import Received, WeightReceiver, WeightSender
 from hwrl.weights.report import StageClock
@@ -69,7 +69,7 @@ def _send_and_receive(rank: int, address: str, transport: Any, directory: Path) 
             for version in (3, 4, 9):
                 reports.append(sender.publish(version, iter(_model(version)), {"step": version, "note": "x"}))
                 assert not await_keys(store, [f"got {version}/{peer}" for peer in (1, 2)], timeout_s=20.0)
-            return [(report.version, report.receivers, dict(report.quarantined)) for report in reports]
+            return [(report.version, report.receivers, dict(report.excluded)) for report in reports]
     with WeightReceiver(store, replica=f"r{rank}", backend=_cpu()) as receiver:
         kept: list[Received] = []
         tied = []
@@ -110,7 +110,7 @@ def _send_past_a_death(rank: int, address: str) -> Any:
             first = sender.publish(1, _model(1))
             took_s = time.monotonic() - begin
             second = sender.publish(2, _model(2))
-            return first.receivers, dict(first.quarantined), took_s, second.receivers, dict(second.quarantined)
+            return first.receivers, dict(first.excluded), took_s, second.receivers, dict(second.excluded)
     backend = DyingBackend(at=3) if rank == 2 else _cpu()
     with WeightReceiver(store, replica=f"r{rank}", backend=backend) as receiver:
         versions = []
@@ -124,9 +124,9 @@ def _send_past_a_death(rank: int, address: str) -> Any:
 def test_a_receiver_killed_in_mid_transfer_is_named_and_the_others_get_the_version() -> None:
     store = serve_store()
     with Processes(_send_past_a_death, 4, store_address(store)) as processes:
-        receivers, quarantined, took_s, later, later_quarantined = processes.wait(0).value
-        assert (receivers, later, later_quarantined) == (2, 2, {})
-        assert quarantined.keys() == {"r2"} and "was lost in the transfer" in quarantined["r2"]
+        receivers, excluded, took_s, later, later_excluded = processes.wait(0).value
+        assert (receivers, later, later_excluded) == (2, 2, {})
+        assert excluded.keys() == {"r2"} and "was lost in the transfer" in excluded["r2"]
         assert took_s < 20.0
         assert processes.wait(1).value == processes.wait(3).value == [1, 2]
         assert "exit code -9" in str(processes.wait(2).error)
@@ -140,14 +140,14 @@ def _send_to_a_corrupter(rank: int, address: str) -> Any:
             first = sender.publish(1, _model(1))
             sender.wait_for_receivers(2, timeout_s=20.0)
             second = sender.publish(2, _model(2))
-            return first.receivers, dict(first.quarantined), second.receivers, dict(second.quarantined)
+            return first.receivers, dict(first.excluded), second.receivers, dict(second.excluded)
     bad = rank == 2
     backend = CorruptingBackend(at=2) if bad else _cpu()
     with WeightReceiver(store, replica=f"r{rank}", backend=backend) as receiver:
         if bad:
-            with pytest.raises(QuarantinedError, match=r"corrupt: slabs \[2\]"):
+            with pytest.raises(ReceiverExcludedError, match=r"corrupt: slabs \[2\]"):
                 receiver.receive(timeout_s=20.0)
-            with pytest.raises(QuarantinedError):
+            with pytest.raises(ReceiverExcludedError):
                 receiver.poll()
             assert receiver.version is None
             receiver.join()
@@ -160,9 +160,9 @@ def _send_to_a_corrupter(rank: int, address: str) -> Any:
 def test_a_corrupted_slab_excludes_its_receiver_which_may_join_again() -> None:
     store = serve_store()
     sent, *received = run_processes(_send_to_a_corrupter, 3, store_address(store))
-    receivers, quarantined, later, later_quarantined = sent
-    assert (receivers, later, later_quarantined) == (1, 2, {})
-    assert quarantined.keys() == {"r2"} and "other bytes than were sent" in quarantined["r2"]
+    receivers, excluded, later, later_excluded = sent
+    assert (receivers, later, later_excluded) == (1, 2, {})
+    assert excluded.keys() == {"r2"} and "other bytes than were sent" in excluded["r2"]
     assert received == [True, True]
 
 

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import hwrl
+from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, draft_path
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.directory.home import CheckpointDirectory, draft_path
-from hwrl.checkpoint.directory.nodes import Node
 from hwrl.checkpoint.format.layout import Json, decode_plan, encode_plan, require_readable, write_torch_metadata
 from hwrl.checkpoint.format.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
-from hwrl.checkpoint.format.payload import write_items
 from hwrl.checkpoint.saving.agreement import Agreement
-from hwrl.checkpoint.saving.items import SaveSource
-from hwrl.checkpoint.saving.survey import Survey, look, merge
+from hwrl.checkpoint.saving.inventory import Survey, look, merge
+from hwrl.checkpoint.saving.nodes import Node
+from hwrl.checkpoint.saving.state import SaveSource
+from hwrl.checkpoint.saving.tensor_files import write_items
 from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
 
 EXPORT_NAME = "hf"

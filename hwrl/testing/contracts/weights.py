@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
 
-from hwrl.comm import connect_store, raw_bytes
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.comm import PrefixStore, Store, connect_store, raw_bytes
+from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import run_processes
-from hwrl.weights import WeightReceiver, WeightSender
-from hwrl.weights.sender import Transport
+from hwrl.weights import TransportName, WeightReceiver, WeightSender
 
 _VERSIONS = (1, 2, 3)
 _PLACES = ("apart", "in place")
@@ -23,7 +21,7 @@ class WeightsContract:
     """Every version arrives whole and bit for bit, over each transport."""
 
     @pytest.mark.parametrize("transport", ["device", "ipc", "host"])
-    def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: Transport) -> None:
+    def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: TransportName) -> None:
         """Scalars, odd sizes, mixed dtypes, every NaN, strided and tied tensors, and one larger than a slab.
 
         They arrive in memory of the receiver's making, and in tensors that it was given.
@@ -38,14 +36,14 @@ class WeightsContract:
         assert received == {place: {version: [] for version in _VERSIONS} for place in _PLACES}
 
 
-def _send_or_receive(rank: int, name: str, address: str, transport: Transport) -> object:
+def _send_or_receive(rank: int, name: str, address: str, transport: TransportName) -> object:
     backend, store = place(rank, name), connect_store(address)
     if rank == 0:
         return {link: _send(backend, PrefixStore(link, store), transport) for link in _PLACES}
     return {link: _receive(backend, PrefixStore(link, store), link) for link in _PLACES}
 
 
-def _send(backend: Backend, store: Store, transport: Transport) -> list[int]:
+def _send(backend: Backend, store: Store, transport: TransportName) -> list[int]:
     with WeightSender(store, backend=backend, transport=transport, slab_nbytes=_SLAB_NBYTES) as sender:
         sender.wait_for_receivers(1)
         sent = []

@@ -33,7 +33,7 @@ class Stored(PeerTransfer):
 
     @classmethod
     def run(cls, measure: Any, size: int, *args: Any, timeout_s: float) -> list[Any]:
-        from hwrl.testing.processes import run_processes
+        from hwrl.testing import run_processes
 
         return run_processes(measure_with, size, size, cls.__name__, *args, timeout_s=timeout_s)
 

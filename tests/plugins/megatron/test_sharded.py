@@ -17,15 +17,14 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing import assert_close
 
 import hwrl
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, LocalShards, find_checkpoints
-from hwrl.checkpoint.format.layout import read_tensors
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, LocalShards, find_checkpoints, read_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.discovery.registry import bootstrap
+from hwrl.discovery import bootstrap
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.losses import PolicyLoss
-from tests.plugins.megatron.test_parallel import batch_of, settings_in
+from tests.support.megatron_batches import batch_of, settings_in
 
 FORMATS = ("dp_reshardable", "fully_reshardable")
 

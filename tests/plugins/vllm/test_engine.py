@@ -19,11 +19,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwrl.comm import serve_store
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
 from hwrl.run.demo import write_demo
-from hwrl.weights import WeightReceiver, WeightSender
-from hwrl.weights.sender import Transport
+from hwrl.weights import TransportName, WeightReceiver, WeightSender
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import (
     BLOCK,
@@ -98,7 +97,7 @@ def test_greedy_tokens_equal_transformers_after_each_of_20_updates_through_the_w
 ) -> None:
     requests = requests_of(4)
     store = serve_store()
-    transport: Transport = "device" if ON_HOST else "host"  # on devices the two ends of one process make no group
+    transport: TransportName = "device" if ON_HOST else "host"  # on devices the two ends of one process make no group
     with (
         WeightSender(store, transport=transport, timeout_s=60.0) as sender,
         WeightReceiver(store, replica="r0") as receiver,

@@ -13,9 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
-from hwrl.interfaces.train import TrainEngine
-from hwrl.interfaces.weights import NamedTensor
-from hwrl.weights import WeightSource
+from hwrl.interfaces import TrainEngine
+from hwrl.weights.source import NamedTensor, WeightSource
 
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
@@ -23,7 +22,7 @@ _END = -1
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightShard:
     """This rank's part of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
 
     All parts but the last are of the same size, rounded up; the last ones may have less, or nothing.
@@ -46,8 +45,8 @@ class _Gathering:
     pending: Sequence[Pending] = ()
 
 
-def gathered(
-    named: Iterable[tuple[str, torch.Tensor | Part]], group: Group | None, *, dtype: torch.dtype
+def gather_weights(
+    named: Iterable[tuple[str, torch.Tensor | WeightShard]], group: Group | None, *, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
     """Yield each tensor whole and as ``dtype``, on the first rank of ``group``; elsewhere take part and yield nothing.
 
@@ -78,14 +77,14 @@ def _finish(one: _Gathering) -> Iterator[NamedTensor]:
         yield one.name, one.whole
 
 
-def _gather(name: str, tensor: torch.Tensor | Part, group: Group | None, dtype: torch.dtype) -> _Gathering:
+def _gather(name: str, tensor: torch.Tensor | WeightShard, group: Group | None, dtype: torch.dtype) -> _Gathering:
     first = group is None or group.rank == 0
     if group is not None and isinstance(tensor, DTensor):
         if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
-            tensor = Part(tensor.to_local(), tuple(tensor.shape), 0, group.size)
+            tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, group.size)
         else:
             tensor = tensor.full_tensor()
-    if not isinstance(tensor, Part):
+    if not isinstance(tensor, WeightShard):
         return _Gathering(name, tensor.numel() * dtype.itemsize, tensor.to(dtype) if first else None)
     assert group is not None, "parts are of several ranks"
     nbytes = math.prod(tensor.shape) * dtype.itemsize

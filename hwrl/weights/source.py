@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-NamedTensor = tuple[str, torch.Tensor]
+NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, draft_path
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.directory.home import CheckpointDirectory, draft_path
+from hwrl.checkpoint.format.copies import copy_files
 from hwrl.checkpoint.format.layout import read_entries
 from hwrl.checkpoint.format.manifest import (
     EXTRA_NAME,
@@ -21,7 +22,6 @@ from hwrl.checkpoint.format.manifest import (
     read_extra,
     verify_files,
 )
-from hwrl.checkpoint.saving.copy import copy_files
 from hwrl.checkpoint.saving.save import seal
 from hwrl.errors import CheckpointNotFoundError, CheckpointSaveError
 

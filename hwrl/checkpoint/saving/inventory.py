@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hwrl.checkpoint.directory.home import CheckpointDirectory
+from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory
 from hwrl.checkpoint.format.manifest import find_checkpoints, step_of
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hwrl.checkpoint.directory.checkpoint_directory import DRAFT_PREFIX, CheckpointDirectory, usable
 from hwrl.checkpoint.directory.durable import DurableFS
-from hwrl.checkpoint.directory.home import DRAFT_PREFIX, CheckpointDirectory, usable
 from hwrl.checkpoint.saving.agreement import Agreement
 from hwrl.errors import CheckpointError
 

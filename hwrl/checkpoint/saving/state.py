@@ -19,7 +19,8 @@ from hwrl.checkpoint.format.shards import LocalShards, Offset, Part, local_parts
 from hwrl.checkpoint.format.split import divide
 from hwrl.checkpoint.saving.staging import Staging
 from hwrl.errors import CheckpointSaveError, MemoryStateError
-from hwrl.memory import HostCopies, HostCopy, Offloader
+from hwrl.interfaces import LentState, LentTensor, OffloadedState
+from hwrl.memory import HostCopies
 from hwrl.memory.slabs import alone
 
 
@@ -37,7 +38,7 @@ class SaveSource:
     plan: SavePlan
     """What :meth:`make_plan` returned."""
 
-    def __init__(self, state: Mapping[str, Any], *, offloader: Offloader | None = None) -> None:
+    def __init__(self, state: Mapping[str, Any], *, offloader: OffloadedState | None = None) -> None:
         self._planner = SafeSavePlanner()
         with distinct_names(CheckpointSaveError):
             self._planner.set_up_planner(dict(state))
@@ -48,8 +49,8 @@ class SaveSource:
         for part, tensor in local_parts(self._planner.state_dict):
             _check_dense(part[0], tensor)
             (self._away if _is_away(tensor) else self._here)[part] = tensor
-        self._copies = HostCopies([])
-        self._lent: dict[Part, HostCopy] = {}
+        self._copies: LentState = HostCopies([])
+        self._lent: dict[Part, LentTensor] = {}
         self._on_host: dict[Part, torch.Tensor] = {}
         self._values: dict[str, torch.Tensor | io.BytesIO] = {}
         self._begins: dict[tuple[str, Offset], tuple[Part, Offset]] = {}

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hwrl.interfaces.weights import WeightSource
 from hwrl.weights.board import Metadata
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
+from hwrl.weights.source import WeightSource
 
 _log = logging.getLogger("hwrl.weights")
 
@@ -84,7 +84,7 @@ class PolicySender:
             return SyncPlan("base + adapter", "not in the host's store")
         return SyncPlan("adapter", "every receiver holds the base, or finds it in the host's store")
 
-    def publish(self, version: int, *, model: WeightSource, adapter: WeightSource) -> SyncReport:
+    def send(self, version: int, *, model: WeightSource, adapter: WeightSource) -> SyncReport:
         """Send what the plan says: the ``model``, which beneath an ``adapter`` is its base, the adapter, or both.
 
         The base travels first; a receiver that loses it meanwhile has the adapter, and asks for the base again. Blocks
@@ -116,6 +116,6 @@ class PolicySender:
 
 def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> TransferReport:
     report = sender.publish(identity, model)
-    if not report.quarantined:  # one that is silent may still read
+    if not report.excluded:  # one that is silent may still read
         sender.release()  # the next base may never come, and the ring is device memory
     return report

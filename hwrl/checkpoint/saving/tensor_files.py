@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.layout import Json, encode_entry
-from hwrl.checkpoint.saving.items import SaveSource
+from hwrl.checkpoint.saving.state import SaveSource
 
 MAX_FILES = 4
 """Per rank. A thread writes and hashes each; both leave the interpreter to the trainer."""

@@ -1,0 +1,90 @@
+"""Make process groups: :class:`Comm`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from hwrl.comm.failures import translated
+from hwrl.comm.group import TorchGroup, make_standalone_group
+from hwrl.discovery import backend_or_default
+from hwrl.errors import CommError
+from hwrl.interfaces import Backend, Capability, Group
+
+
+class Comm:
+    """Makes groups on one backend (by default, the process's backend)."""
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        self.backend = backend_or_default(backend)
+
+    def init_default(
+        self,
+        *,
+        store: Store | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> Group:
+        """Make torch's default group, the one that DeviceMesh and FSDP2 use, and return it.
+
+        Without ``store`` the ranks meet by torchrun's environment (MASTER_ADDR, RANK, …). Blocks until all ranks came.
+        """
+        self.backend.require(Capability.COLLECTIVES, needed_for="make the default group")
+        rendezvous: dict[str, Any] = {}
+        if store is not None:
+            rendezvous = {"store": store, "rank": _required(rank, "rank"), "world_size": _required(size, "size")}
+        timeout = self.backend.library_timeout(timeout_s)
+        try:
+            dist.init_process_group(self.backend.comm_library(), timeout=timeout, **rendezvous)
+        except (RuntimeError, ValueError) as exc:
+            raise translated(exc, "make the default group") from exc
+        group = self.default_group()
+        group.timeout_s = timeout_s
+        return group
+
+    def default_group(self) -> Group:
+        """Return torch's default group; raises CommError if there is none."""
+        if not dist.is_initialized():
+            raise CommError("there is no default group", why="nobody made it", fix="call Comm.init_default() first")
+        from torch.distributed import distributed_c10d as c10d
+
+        return TorchGroup(self.backend, dist.group.WORLD, name="default", store=c10d._get_default_store())
+
+    def new_group(self, ranks: Sequence[int], *, timeout_s: float = 600.0) -> Group | None:
+        """Return a group of some ranks of the default group, and None on the others; every rank must call it."""
+        default = self.default_group()
+        timeout = self.backend.library_timeout(timeout_s)
+        process_group = dist.new_group(list(ranks), timeout=timeout, backend=self.backend.comm_library())
+        if default.rank not in ranks:
+            return None
+        name = f"ranks {','.join(str(rank) for rank in ranks)}"
+        store = PrefixStore(process_group.group_name, default.store)
+        return TorchGroup(self.backend, process_group, name=name, store=store, timeout_s=timeout_s)
+
+    def standalone_group(self, store: Store, *, rank: int, size: int, name: str, timeout_s: float = 60.0) -> Group:
+        """Return a group of ``size`` processes that share only ``store``; the default group is not involved.
+
+        ``name`` must be new on this store. Blocks until all ranks came; raises CommTimeoutError with the ranks that
+        did not come within ``timeout_s``. The same ``timeout_s`` then bounds each operation of the group.
+        """
+        return make_standalone_group(self.backend, store, rank=rank, size=size, name=name, timeout_s=timeout_s)
+
+
+def forget_group(store: Store, *, name: str) -> None:
+    """Delete the keys in ``store`` of the standalone group ``name`` and of groups named ``name``/….
+
+    Call it when no process will join these groups. Afterwards the store takes ``name`` for a new name.
+    """
+    for key in store.list_keys():
+        if key.startswith(f"group/{name}/"):
+            store.delete_key(key)
+
+
+def _required(value: int | None, name: str) -> int:
+    if value is None:
+        raise CommError("a store needs rank and size", why=f"{name} is missing", fix=f"pass {name}= with store=")
+    return value

@@ -1,0 +1,35 @@
+"""Translate what torch and the collective libraries raise into hwrl's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hwrl.comm.store import first_line
+from hwrl.errors import CommError, CommTimeoutError, PeerLostError
+
+_LOST_PEER = ("connection closed", "connection reset", "broken pipe", "remote process", "refused")
+"""Parts of the messages with which collective libraries report a lost connection."""
+
+
+def missing_ranks(operation: str, ranks: Sequence[int], *, size: int, timeout_s: float) -> CommTimeoutError:
+    """Return the error for ``operation``, to which ``ranks`` did not come in time."""
+    return CommTimeoutError(
+        operation,
+        why=f"of {size} ranks, these did not come within {timeout_s:g} s: {', '.join(map(str, ranks))}",
+        fix="look at those processes' logs",
+    )
+
+
+def translated(exc: Exception, operation: str, *, timeout_s: float | None = None) -> CommError:
+    """Return ``exc``, which torch raised in ``operation``, as an error of hwrl: a timeout, a lost peer, or neither."""
+    text = str(exc).lower()
+    if "timed out" in text or "timeout" in text:
+        limit = "" if timeout_s is None else f" within {timeout_s:g} s"
+        return CommTimeoutError(
+            f"{operation} did not finish{limit}", why=first_line(exc), fix="look at the other ranks' logs"
+        )
+    if any(part in text for part in _LOST_PEER):
+        return PeerLostError(
+            f"{operation} lost a peer", why=first_line(exc), fix="rebuild() the group with the survivors"
+        )
+    return CommError(f"{operation} failed", why=first_line(exc), fix="look at the cause below")

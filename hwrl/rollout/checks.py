@@ -1,0 +1,97 @@
+"""The checks that rollout engines make before they serve a request, load weights or sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from hwrl.errors import EngineError, UnsupportedError
+from hwrl.interfaces.rollout import GenerationRequest, adapter_unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_fit(request: GenerationRequest, *, max_length: int) -> None:
+    """Raise EngineError unless ``request`` has a prompt, and at most ``max_length`` tokens with its response."""
+    wanted = len(request.prompt_ids) + request.sampling.max_new_tokens
+    if not len(request.prompt_ids) or wanted > max_length:
+        raise EngineError(
+            f"request {request.request_id} does not fit the engine",
+            why=f"its prompt has {len(request.prompt_ids)} tokens (at least 1 is needed) and its response may have "
+            f"{request.sampling.max_new_tokens}; together at most {max_length} fit",
+            fix="shorten the prompt, raise data.max_prompt_tokens or lower rollout.max_new_tokens",
+        )
+
+
+def require_weights(version: int, *, pending: int) -> None:
+    """Raise EngineError if an engine that serves ``version`` has no weights for its ``pending`` requests."""
+    if pending and version < 0:
+        raise EngineError(
+            f"{pending} requests are pending, but the engine has no weights",
+            why="its model holds arbitrary values until the first weights arrive",
+            fix="call load_weights before the first step",
+        )
+
+
+def require_none_pending(pending: int) -> None:
+    """Raise EngineError if an engine with ``pending`` requests is to sleep."""
+    if pending:
+        raise EngineError(
+            "the engine cannot sleep now",
+            why=f"{pending} requests are pending, and their attention cache would be lost",
+            fix="step until none is pending, or abort()",
+        )
+
+
+def require_awake(asleep: Collection[str], tags: Collection[str], *, needed_for: str) -> None:
+    """Raise EngineError if one of ``tags`` is among those ``asleep``."""
+    sleeping = sorted(set(asleep) & set(tags))
+    if sleeping:
+        raise EngineError(
+            f"the engine cannot {needed_for}", why=f"it sleeps: {', '.join(sleeping)}", fix=f"wake({sleeping}) first"
+        )
+
+
+def require_base(own: int | None, wanted: int) -> None:
+    """Raise EngineError unless an engine that holds the base ``own`` can take an adapter of the base ``wanted``."""
+    if own != wanted:
+        raise EngineError(
+            "the adapter does not belong to the engine's base",
+            why=f"it was trained on base {wanted:#x}, and the model holds {'none' if own is None else f'{own:#x}'}",
+            fix="load_base with the weights that the adapter was trained on",
+        )
+
+
+def require_adapter(adapter: object) -> None:
+    """Raise UnsupportedError if an engine that has no ``adapter`` is to load one, or its base."""
+    if not adapter:
+        raise adapter_unsupported()
+
+
+def require_no_adapter(adapter: object) -> None:
+    """Raise UnsupportedError if an engine that has an ``adapter`` is to load a whole model."""
+    if adapter:
+        raise UnsupportedError(
+            "this engine takes no whole model",
+            why="its model has an adapter",
+            fix="load_base, then load_adapter",
+        )
+
+
+def require_same_model(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    """Raise EngineError unless ``given`` holds every tensor of the state dict ``own``, tied ones once, and no other."""
+    tied = {_place(tensor) for name, tensor in own.items() if name in given}
+    missing = sorted(name for name, tensor in own.items() if name not in given and _place(tensor) not in tied)
+    unknown = sorted(given.keys() - own.keys())
+    reshaped = sorted(name for name in given.keys() & own.keys() if given[name].shape != own[name].shape)
+    if missing or unknown or reshaped:
+        raise EngineError(
+            "the weights do not belong to this model",
+            why=f"missing: {missing[:3]}, unknown: {unknown[:3]}, of another shape: {reshaped[:3]}",
+            fix="send the weights of the same model, under their Hugging Face names",
+        )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())  # a meta tensor has no address
