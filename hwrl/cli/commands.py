@@ -65,7 +65,7 @@ class Commands:
         try:
             answer = ask(manager.hook.hwrl_commands, object)
             commands = contain(lambda: tuple(answer or ()))
-            wrong = why_not(commands, tuple[Command, ...]) or _why_not_added(commands)
+            wrong = why_not(commands, tuple[Command, ...], name="its answer") or _why_not_added(commands)
         except (PluginFault, HwrlError) as fault:
             wrong = in_one_line(fault)
         if not wrong:

@@ -68,7 +68,7 @@ def hwrl_process_env(
 
 @hookspec
 def hwrl_bootstrap(framework: str) -> None:
-    """Prepare this process for ``framework``, an import name such as ``megatron``, before its first import. Optional.
+    """Prepare this process for ``framework``, an import name, before its first import. Optional.
 
     Called on the chosen backend's plugin, in the process that will import the framework, once.
     """
@@ -77,7 +77,7 @@ def hwrl_bootstrap(framework: str) -> None:
 
 @hookspec(firstresult=True)
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
-    """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need here. Optional."""
+    """Return the arguments that engines of ``framework``, an import name, need here. Optional."""
     raise NotImplementedError
 
 

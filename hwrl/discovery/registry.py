@@ -164,7 +164,7 @@ class Registry:
     def bootstrap(self, framework: str) -> None:
         """Have the chosen backend's plugin prepare this process for ``framework``, before that is imported.
 
-        ``framework`` is an import name, such as ``megatron``. The first call for it does the work. Raises
+        ``framework`` is an import name. The first call for it does the work. Raises
         :class:`~hwrl.errors.BackendUnavailableError` if the framework was imported before and the plugin wanted to
         prepare it.
         """
@@ -184,7 +184,7 @@ class Registry:
             self._bootstrapped.add(framework)
 
     def engine_args(self, framework: str) -> dict[str, Any]:
-        """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need on this device."""
+        """Return the arguments that engines of ``framework``, an import name, need on this device."""
         plugin = self._chosen_plugin()
         if plugin is None:
             return {}

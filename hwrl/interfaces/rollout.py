@@ -1,4 +1,4 @@
-"""What a rollout engine is: the interface that the embedded engine and vLLM both fill."""
+"""What a rollout engine is: the interface of the embedded engine and of plugins' engines."""
 
 from __future__ import annotations
 

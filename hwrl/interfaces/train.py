@@ -1,4 +1,4 @@
-"""What a train engine is: the interface that the FSDP2 engine and Megatron-core both fill."""
+"""What a train engine is: the interface of the FSDP2 engine and of plugins' engines."""
 
 from __future__ import annotations
 
