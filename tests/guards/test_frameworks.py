@@ -10,20 +10,29 @@ from tests.support.sources import CORE, place
 
 FRAMEWORK = re.compile(
     r"(?i:vllm|megatron|checkpoint[-_ ]?engine|deepspeed|openrlhf|sglang|mindspeed|nemo[-_ ]?rl)"
-    r"|(?<![a-z])(?i:verl|trl|slime|nemo)(?![a-z])"
+    r"|(?<![A-Za-z])(?i:verl|trl|slime|nemo)(?![a-z])"
     r"|(?:Verl|Slime|Nemo)(?![a-z])"
 )
 
 
 @pytest.mark.parametrize(
     "line",
-    ["import vllm", "vLLM's own", "class MyVerlEngine:", "checkpoint-engine", "CheckpointEngine", "TRL", "NeMo-RL"],
+    [
+        "import vllm",
+        "vLLM's own",
+        "class MyVerlEngine:",
+        "checkpoint-engine",
+        "CheckpointEngine",
+        "TRL",
+        "NeMo-RL",
+        "verl_dir",
+    ],
 )
 def test_the_search_for_frameworks_finds_them(line: str) -> None:
     assert FRAMEWORK.search(line)
 
 
-@pytest.mark.parametrize("line", ["overlap", "several", "control", "the checkpoint of an engine", "nemotron"])
+@pytest.mark.parametrize("line", ["overlap", "several", "Ctrl-C", "control", "the checkpoint of an engine", "nemotron"])
 def test_the_search_for_frameworks_finds_nothing_else(line: str) -> None:
     assert not FRAMEWORK.search(line)
 
