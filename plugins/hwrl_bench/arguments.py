@@ -1,14 +1,13 @@
-"""What the arguments of several commands have in common: numbers in their range, folders that exist, ``--json``."""
+"""Types of the benchmarks' options: numbers within a range, existing folders, the file for the JSON."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _Number = TypeVar("_Number", int, float)
 
@@ -24,7 +23,7 @@ def positive_int(text: str) -> int:
 
 
 def whole_number(text: str) -> int:
-    """Return a whole number that is not negative."""
+    """Return a whole number, 0 or more."""
     return _number(text, int, lambda value: value >= 0, "a whole number, 0 or more")
 
 
@@ -34,12 +33,12 @@ def positive_float(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Return a finite number that is not negative."""
+    """Return a finite number, 0 or more."""
     return _number(text, float, lambda value: value >= 0 and math.isfinite(value), "a number of seconds, 0 or more")
 
 
 def folder(text: str) -> Path:
-    """Return the path of a directory that exists."""
+    """Return the path of an existing directory."""
     path = Path(text)
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
@@ -47,23 +46,17 @@ def folder(text: str) -> Path:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--json FILE``, for :func:`write_json`; that it can be written is made sure before anything is done."""
+    """Declare ``--json FILE``. The parser refuses a file that cannot be written, before anything is measured."""
     parser.add_argument("--json", type=_new_file, metavar="FILE", help="write the result there too")
 
 
-def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Write ``result`` to ``path``, if there is one."""
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def _number(text: str, kind: Callable[[str], _Number], is_good: Callable[[_Number], bool], what: str) -> _Number:
+def _number(text: str, kind: Callable[[str], _Number], is_good: Callable[[_Number], bool], wanted: str) -> _Number:
     try:
         value = kind(text)
     except ValueError:
         value = None
     if value is None or not is_good(value):
-        raise argparse.ArgumentTypeError(f"it must be {what}, and is {text!r}")
+        raise argparse.ArgumentTypeError(f"it must be {wanted}, and is {text!r}")
     return value
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from hwrl.cli import bench_async
-from hwrl.cli.bench_async import SMOOTHED_STEPS, History, _table, compare
+from hwrl.cli import main
 from hwrl.run.config import Config
 from hwrl.run.report import PlainView
 from hwrl.run.summary import Summary
+from hwrl_bench.async_training import SMOOTHED_STEPS, compare, table
+from hwrl_bench.training_runs import History
 
 
 def history_of(rewards: list[float], *, step_s: float, eval_reward: float | None = None) -> History:
@@ -69,13 +69,13 @@ def test_a_target_that_one_round_never_reached_is_null_and_not_the_total_time() 
     assert result["rounds"]["async"][2]["time_to_reward_s"] is None
     assert result["kinds"]["async"]["time_to_reward_s"] is None and result["ratios"]["time_to_reward"] is None
     assert json.loads(json.dumps(result))["ratios"]["time_to_reward"] is None
-    assert "async / sync, time_to_reward: not reached" in _table(result)
+    assert "async / sync, time_to_reward: not reached" in table(result)
 
 
 def test_a_missing_evaluation_and_a_short_run_are_no_errors() -> None:
     result = compare({"async": [history_of([0.5], step_s=1.0)], "sync": [history_of([0.5], step_s=1.0)]})
     assert result["kinds"]["sync"]["eval_reward"] is None and result["kinds"]["sync"]["time_to_reward_s"] == 1.0
-    assert "not measured" in _table(result)
+    assert "not measured" in table(result)
 
 
 def test_an_interrupted_run_ends_the_benchmark_without_a_result(
@@ -89,6 +89,5 @@ def test_an_interrupted_run_ends_the_benchmark_without_a_result(
 
     monkeypatch.setattr("hwrl.run.pipeline.run_training", interrupted)
     target = tmp_path / "result.json"
-    args = argparse.Namespace(steps=1, staleness=2, rounds=3, seed=1, json=target)
-    assert bench_async.run(args) == 130
+    assert main(["bench", "async", "--steps", "1", "--rounds", "3", "--json", str(target)]) == 130
     assert started == ["async-0"] and not target.exists() and not capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``hwrl bench overhead``: what a call of hwrl costs beside torch's own for the same thing, on the chosen backend."""
+"""``hwrl bench overhead``: the time of a call of hwrl beside torch's call for the same, on the chosen backend."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hwrl.cli.arguments import add_json, positive_int, write_json
+from hwrl import get_backend
+from hwrl_bench.arguments import add_json, positive_int
+from hwrl_bench.result import machine_line, provenance, report
+from hwrl_bench.ways import BenchPlan
 
 if TYPE_CHECKING:
-    from hwrl.interfaces import Backend
+    from hwrl import Backend
 
 HELP = "a call of hwrl against torch's own, on this machine"
 
 LIMIT_NS = 1000.0
-"""The aim: no call costs more than this beside torch's own."""
+"""The aim: no call takes more than this beside torch's."""
 
-_BLOCKS = 20  # the two sides of a call take turns, so that a busy machine disturbs both
+_BLOCKS = 20
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call in both ways; ``theirs`` is None where torch has none for the device."""
+class ComparedCall:
+    """A call of hwrl and torch's call for the same; ``torch`` is None if torch has none for the device."""
 
     name: str
-    ours: Callable[[], Any]
-    theirs: Callable[[], Any] | None
+    hwrl: Callable[[], Any]
+    torch: Callable[[], Any] | None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,20 +44,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, write the JSON."""
-    from hwrl.discovery import get_backend
-
     backend = get_backend()
     calls = (*_device_calls(backend), *_group_calls(backend))
     result = _result(args, {call.name: _measure(call, args.calls) for call in calls}, str(backend.device()))
-    print(_table(result))
-    write_json(args.json, result)
+    report(result, _table(result), json_path=args.json)
     return 0
 
 
 # -- the calls -----------------------------------------------------------------------------------------------------
 
 
-def _device_calls(backend: Backend) -> list[Call]:
+def _device_calls(backend: Backend) -> list[ComparedCall]:
     import torch
 
     kind = backend.info.device_type
@@ -70,19 +70,19 @@ def _device_calls(backend: Backend) -> list[Call]:
 
     has_streams, has_memory = hasattr(module, "default_stream"), hasattr(module, "mem_get_info")
     return [
-        Call("device()", backend.device, device if has_streams else None),
-        Call("current_stream()", backend.current_stream, module.current_stream),
-        Call("event()", backend.event, torch.Event if has_streams else None),
-        Call("record_event(event)", lambda: stream.record_event(event), event.record if has_streams else None),
-        Call("event.query()", event.query, None),
-        Call("range()", lambda: backend.range("overhead"), lambda: torch.profiler.record_function("overhead")),
-        Call("memory_info()", backend.memory_info, memory if has_memory else None),
-        Call("synchronize()", backend.synchronize, module.synchronize),
+        ComparedCall("device()", backend.device, device if has_streams else None),
+        ComparedCall("current_stream()", backend.current_stream, module.current_stream),
+        ComparedCall("event()", backend.event, torch.Event if has_streams else None),
+        ComparedCall("record_event(event)", lambda: stream.record_event(event), event.record if has_streams else None),
+        ComparedCall("event.query()", event.query, None),
+        ComparedCall("range()", lambda: backend.range("overhead"), lambda: torch.profiler.record_function("overhead")),
+        ComparedCall("memory_info()", backend.memory_info, memory if has_memory else None),
+        ComparedCall("synchronize()", backend.synchronize, module.synchronize),
     ]
 
 
-class _NoLibrary:
-    """A process group of one whose operations are done at once: a real one's time varies by more than hwrl adds."""
+class _InstantGroup:
+    """A process group of one with operations that take no time. Those of a real library vary by more than hwrl adds."""
 
     def rank(self) -> int:
         return 0
@@ -90,7 +90,7 @@ class _NoLibrary:
     def size(self) -> int:
         return 1
 
-    def broadcast(self, *_: Any) -> _NoLibrary:
+    def broadcast(self, *_: Any) -> _InstantGroup:
         return self
 
     allreduce = _allgather_base = broadcast
@@ -101,41 +101,43 @@ class _NoLibrary:
     synchronize = wait
 
 
-def _group_calls(backend: Backend) -> list[Call]:
+def _group_calls(backend: Backend) -> list[ComparedCall]:
     import torch
 
     from hwrl.comm import HashStore, TorchGroup
 
-    raw: Any = _NoLibrary()
+    raw: Any = _InstantGroup()
     group, await_work = TorchGroup(backend, raw, name="overhead", store=HashStore()), backend.await_work
     tensor = torch.zeros(2, 2, device=backend.device())
     flat, whole = tensor.view(-1), tensor.view(-1).clone()
+
+    def broadcast() -> None:
+        await_work(raw.broadcast(tensor, 0))
+
+    def all_reduce() -> None:
+        await_work(raw.allreduce(tensor))
+
+    def all_gather() -> None:
+        await_work(raw._allgather_base(whole, flat))
+
     return [
-        Call("Group.broadcast", lambda: group.broadcast(tensor, src=0), lambda: await_work(raw.broadcast(tensor, 0))),
-        Call("Group.all_reduce", lambda: group.all_reduce(tensor), lambda: await_work(raw.allreduce(tensor))),
-        Call(
-            "Group.all_gather",
-            lambda: group.all_gather(whole, flat),
-            lambda: await_work(raw._allgather_base(whole, flat)),
-        ),
+        ComparedCall("Group.broadcast", lambda: group.broadcast(tensor, src=0), broadcast),
+        ComparedCall("Group.all_reduce", lambda: group.all_reduce(tensor), all_reduce),
+        ComparedCall("Group.all_gather", lambda: group.all_gather(whole, flat), all_gather),
     ]
 
 
-def _measure(call: Call, calls: int) -> dict[str, float | None]:
-    """Return nanoseconds a call, the median over blocks of calls that take turns."""
+def _measure(call: ComparedCall, calls: int) -> dict[str, float | None]:
+    """Return nanoseconds a call, the medians over blocks of calls."""
     count = max(1, calls // _BLOCKS)
-    ours: list[float] = []
-    theirs: list[float] = []
-    for _ in range(_BLOCKS + 1):  # the first warms up
-        ours.append(_block_ns(call.ours, count))
-        if call.theirs is not None:
-            theirs.append(_block_ns(call.theirs, count))
-    ours_ns = statistics.median(ours[1:])
-    if call.theirs is None:
-        return {"hwrl_ns": ours_ns, "torch_ns": None, "more_ns": None}
-    torch_ns = statistics.median(theirs[1:])
-    more_ns = statistics.median(one - other for one, other in zip(ours[1:], theirs[1:], strict=True))
-    return {"hwrl_ns": ours_ns, "torch_ns": torch_ns, "more_ns": more_ns}
+    sides = {"hwrl": call.hwrl} | ({} if call.torch is None else {"torch": call.torch})
+    plan = BenchPlan(tuple(sides), rounds=_BLOCKS, warm_up=1)
+    ns = plan.take_turns(lambda side, _: _block_ns(sides[side], count))
+    hwrl_ns = statistics.median(ns["hwrl"])
+    if call.torch is None:
+        return {"hwrl_ns": hwrl_ns, "torch_ns": None, "more_ns": None}
+    more_ns = statistics.median(one - other for one, other in zip(ns["hwrl"], ns["torch"], strict=True))
+    return {"hwrl_ns": hwrl_ns, "torch_ns": statistics.median(ns["torch"]), "more_ns": more_ns}
 
 
 def _block_ns(call: Callable[[], Any], count: int) -> float:
@@ -149,8 +151,6 @@ def _block_ns(call: Callable[[], Any], count: int) -> float:
 
 
 def _result(args: argparse.Namespace, measured: dict[str, Any], device: str) -> dict[str, Any]:
-    from hwrl.cli.provenance import provenance
-
     over = [name for name, found in measured.items() if found["more_ns"] is not None and found["more_ns"] > LIMIT_NS]
     return {
         "benchmark": "overhead",
@@ -164,7 +164,7 @@ def _result(args: argparse.Namespace, measured: dict[str, Any], device: str) -> 
 
 
 def _table(result: dict[str, Any]) -> str:
-    lines = [f"{result['device']}, {result['hardware']['processor']} ({result['hardware']['cores']} cores)"]
+    lines = [machine_line(result)]
     lines.append(f"{'call':<22}{'hwrl ns':>10}{'torch ns':>10}{'more ns':>10}")
     for name, found in result["measured"].items():
         cells = [found[key] for key in ("hwrl_ns", "torch_ns", "more_ns")]

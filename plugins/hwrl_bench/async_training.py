@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hwrl.cli.arguments import add_json, positive_int, whole_number, write_json
+from hwrl_bench.arguments import add_json, positive_int, whole_number
+from hwrl_bench.result import provenance, report
+from hwrl_bench.training_runs import History, train_in_turns
+from hwrl_bench.ways import BenchPlan
 
 HELP = "asynchronous training against staleness_threshold=0, the same work on the same cores"
 
 LENGTHS = [4] * 14 + [6] * 3 + [12] * 2 + [24]
 """Digits to sort, each entry equally often: most answers are short, one in twenty is six times as long."""
 TARGET_SHARE = 0.9
-"""Time-to-reward is taken at this share of the lower of the two final rewards."""
+"""The target reward is this share of the lower of the two final rewards."""
 SMOOTHED_STEPS = 10
-"""The training reward, final or on the way, is the mean of so many steps."""
+"""A reward is the mean of this many steps, at the end and on the way."""
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
-
-History = list[dict[str, float]]
 Row = dict[str, float | None]
-"""One run's figures; None is what was not reached or not measured."""
+"""One run's metrics; None if the run did not reach or measure one."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,52 +39,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train both ways, print a table, write the JSON; 130 after Ctrl-C, which leaves no result."""
+    """Train both ways in turns, print a table, write the JSON. Ctrl-C leaves no result."""
     from hwrl.run.demo import write_demo
 
-    kinds = {"async": args.staleness, "sync": 0}
-    with tempfile.TemporaryDirectory() as scratch:
-        config = write_demo(Path(scratch), seed=args.seed, digits=LENGTHS, prompts=4096)
-        histories: dict[str, list[History]] = {kind: [] for kind in kinds}
-        for number in range(args.rounds):
-            for kind, staleness in kinds.items():
-                print(f"round {number + 1} of {args.rounds}: {kind}", file=sys.stderr, flush=True)
-                words = [f"train.steps={args.steps}", f"async_training.staleness_threshold={staleness}"]
-                history = train(
-                    config, [*words, "rollout.max_running=512"], directory=Path(scratch, f"{kind}-{number}")
-                )
-                if history is None:
-                    return INTERRUPTED
-                histories[kind].append(history)
+    common = [f"train.steps={args.steps}", "rollout.max_running=512"]
+    staleness = {"async": args.staleness, "sync": 0}
+    overrides = {way: [*common, f"async_training.staleness_threshold={each}"] for way, each in staleness.items()}
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        config = write_demo(scratch, seed=args.seed, digits=LENGTHS, prompts=4096)
+        histories = train_in_turns(BenchPlan(tuple(overrides), args.rounds), config, overrides, scratch=scratch)
     result = compare(histories)
-    print(_table(result))
-    write_json(args.json, result)
+    report(result, table(result), json_path=args.json)
     return 0
 
 
-def train(config_path: Path, words: Sequence[str], *, directory: Path) -> History | None:
-    """Train in ``directory``, and nothing besides; return the run's metrics, or None if Ctrl-C ended it early."""
-    from hwrl.run.config import load_config
-    from hwrl.run.pipeline import run_training
-    from hwrl.run.report import PlainView, read_metrics
-
-    only_training = ["checkpoint.save_every_steps=0", "eval.every_steps=0", "goals={}"]
-    config = load_config(config_path, [*words, *only_training, f"dir={directory}"])
-    summary = run_training(config, PlainView(config.train.steps, stream=sys.stderr, interval_s=10.0))
-    return read_metrics(directory) if summary.finished else None
-
-
 def compare(histories: dict[str, list[History]]) -> dict[str, Any]:
-    """Return medians over the rounds for each kind, and the ratios of async to sync (above 1: async is better).
+    """Return medians over the rounds for each way, and the ratios of async to sync; above 1, async is better.
 
-    A figure that a round did not reach, like the target reward, is None; so are its median and the ratio.
+    A metric that one round did not reach, like the target reward, is None; so are its median and the ratio.
     """
-    from hwrl.cli.provenance import provenance
-
-    final = {kind: statistics.median(_final_reward(one) for one in runs) for kind, runs in histories.items()}
+    final = {way: statistics.median(map(_final_reward, runs)) for way, runs in histories.items()}
     target = TARGET_SHARE * min(final.values())
-    rounds = {kind: [_row(one, target=target) for one in runs] for kind, runs in histories.items()}
-    kinds = {kind: {name: _median([row[name] for row in rows]) for name in rows[0]} for kind, rows in rounds.items()}
+    rounds = {way: [_row(history, target=target) for history in runs] for way, runs in histories.items()}
+    kinds = {way: {name: _median([row[name] for row in rows]) for name in rows[0]} for way, rows in rounds.items()}
     fast, slow = kinds["async"], kinds["sync"]
     return {
         "benchmark": "async",
@@ -113,7 +89,7 @@ def _ratio(over: float | None, under: float | None) -> float | None:
 
 
 def _row(history: History, *, target: float) -> Row:
-    """Return one run's figures; seconds count from when everything was up."""
+    """Return one run's metrics. Seconds count from the moment when all processes are up."""
     total_s = history[-1]["time_s"]
     after_first = history[1:] or history
     return {
@@ -140,14 +116,15 @@ def _smoothed(history: History, *, end: int) -> float:
 
 
 def _time_to(history: History, target: float) -> float | None:
-    """Return the seconds until the smoothed training reward first reached ``target``; None if it never did."""
+    """Return the seconds until the smoothed training reward first reached ``target``, None if it never did."""
     for end in range(min(SMOOTHED_STEPS, len(history)), len(history) + 1):
         if _smoothed(history, end=end) >= target:
             return history[end - 1]["time_s"]
     return None
 
 
-def _table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
+    """Return the result as text."""
     fast, slow = result["kinds"]["async"], result["kinds"]["sync"]
     lines = [f"{'':<24}{'async':>14}{'sync':>14}"]
     lines += [f"{name:<24}{_shown(fast[name], name):>14}{_shown(slow[name], name):>14}" for name in fast]

@@ -1,22 +1,23 @@
-"""``hwrl bench lora``: what it saves that an adapter's base is not sent to replicas that hold it."""
+"""``hwrl bench lora``: the time saved by not sending an adapter's base model to replicas that hold it already."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from hwrl.cli.arguments import add_json, positive_int, write_json
-from hwrl.cli.bench_async import INTERRUPTED, History, train
 from hwrl.errors import ConfigError
+from hwrl_bench.arguments import add_json, positive_int
+from hwrl_bench.result import provenance, report
+from hwrl_bench.training_runs import History, train_in_turns
+from hwrl_bench.ways import BenchPlan
 
 HELP = "LoRA: the base sent where it is needed, against the base sent with every version"
 
 WARM_UP_STEPS = 3
-"""The first steps are not counted: they wait for the first prompts, and the base must travel anyway."""
+"""The first steps do not count: they wait for the first prompts, and send the base in any case."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,45 +41,31 @@ def _width(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train both ways in turn, print a table, write the JSON; 130 after Ctrl-C, which leaves no result."""
+    """Train both ways in turns, print a table, write the JSON. Ctrl-C leaves no result."""
+    from hwrl.run.demo import write_demo
+
     if args.steps <= WARM_UP_STEPS:
         raise ConfigError(
             f"--steps {args.steps} measures nothing",
             why=f"the first {WARM_UP_STEPS} steps do not count",
             fix="train more steps",
         )
-    histories: dict[str, list[History]] = {"needed": [], "always": []}
-    with tempfile.TemporaryDirectory() as scratch:
-        config = args.config or _demo(Path(scratch), hidden=args.hidden, layers=args.layers)
-        for number in range(args.rounds):
-            for kind, found in histories.items():
-                print(f"round {number + 1} of {args.rounds}: base sent {kind}", file=sys.stderr, flush=True)
-                directory = Path(scratch) / f"{kind}-{number}"
-                words = [*args.overrides, f"model.lora_rank={args.rank}", f"weights.send_base={kind}"]
-                history = train(config, [*words, f"train.steps={args.steps}"], directory=directory)
-                if history is None:
-                    return INTERRUPTED
-                found.append(history)
+    common = [*args.overrides, f"model.lora_rank={args.rank}", f"train.steps={args.steps}"]
+    overrides = {way: [*common, f"weights.send_base={way}"] for way in ("needed", "always")}
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        config = args.config or write_demo(scratch, seed=1, hidden=args.hidden, layers=args.layers)
+        histories = train_in_turns(BenchPlan(tuple(overrides), args.rounds), config, overrides, scratch=scratch)
     result = compare(histories)
-    print(_table(result))
-    write_json(args.json, result)
+    report(result, table(result), json_path=args.json)
     return 0
 
 
-def _demo(directory: Path, *, hidden: int, layers: int) -> Path:
-    """Write the demo with a larger model."""
-    from hwrl.run.demo import write_demo
-
-    return write_demo(directory, seed=1, hidden=hidden, layers=layers)
-
-
 def compare(histories: dict[str, list[History]]) -> dict[str, Any]:
-    """Return medians over the rounds for each kind, and the share of a step's time that sending less saves."""
-    from hwrl.cli.provenance import provenance
-
-    rounds = {kind: [_row(history) for history in runs] for kind, runs in histories.items()}
+    """Return medians over the rounds for each way, and the share of a step's time that sending less saves."""
+    rounds = {way: [_row(history) for history in runs] for way, runs in histories.items()}
     kinds = {
-        kind: {name: statistics.median(row[name] for row in rows) for name in rows[0]} for kind, rows in rounds.items()
+        way: {name: statistics.median(row[name] for row in rows) for name in rows[0]} for way, rows in rounds.items()
     }
     return {
         "benchmark": "lora",
@@ -90,7 +77,7 @@ def compare(histories: dict[str, list[History]]) -> dict[str, Any]:
 
 
 def _row(history: History) -> dict[str, float]:
-    """Return one run's means over the steps after the first ones."""
+    """Return the means of one run over the steps after the warm-up."""
     steps = history[WARM_UP_STEPS:]
     return {
         "step_s": (steps[-1]["time_s"] - history[WARM_UP_STEPS - 1]["time_s"]) / len(steps),
@@ -101,7 +88,8 @@ def _row(history: History) -> dict[str, float]:
     }
 
 
-def _table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
+    """Return the result as text."""
     needed, always = result["kinds"]["needed"], result["kinds"]["always"]
     lines = [f"{'of a step':<20}{'base as needed':>18}{'base always':>18}"]
     lines += [f"{name:<20}{needed[name]:>18,.6g}{always[name]:>18,.6g}" for name in needed]

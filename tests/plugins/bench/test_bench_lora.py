@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hwrl.cli.bench_async import History
-from hwrl.cli.bench_lora import WARM_UP_STEPS, _table, compare
+from hwrl_bench.lora import WARM_UP_STEPS, compare, table
+from hwrl_bench.training_runs import History
 
 
 def history_of(*, step_s: float, base_nbytes: float) -> History:
@@ -27,5 +27,5 @@ def test_the_saved_share_is_of_the_steps_after_the_first_ones() -> None:
         {"step_s": 0.74, "sync_s": 0.185, "update_s": 0.0925, "base_nbytes": 0.0, "adapter_nbytes": 7.0}
     )
     assert result["kinds"]["always"]["base_nbytes"] == 1000.0
-    assert "a step takes 26.0% less" in _table(result)
+    assert "a step takes 26.0% less" in table(result)
     assert {"peft", "torch", "ray"} <= result["versions"].keys()

@@ -1,4 +1,4 @@
-"""``hwrl bench``: measure parts of hwrl beside what they are built on, in one run."""
+"""``hwrl bench NAME``: one subcommand for each benchmark."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import importlib
 
 HELP = "measure weight transfer, memory offload, checkpoints, asynchronous training, LoRA or the cost of a call"
 
-BENCHMARKS = ("weights", "offload", "checkpoint", "async", "lora", "overhead")
-"""Each is the module ``hwrl.cli.bench_<name>`` with HELP, configure(parser) and run(args), like a subcommand."""
+BENCHMARKS = {
+    "weights": "hwrl_bench.weights",
+    "offload": "hwrl_bench.offload",
+    "checkpoint": "hwrl_bench.checkpoint",
+    "async": "hwrl_bench.async_training",
+    "lora": "hwrl_bench.lora",
+    "overhead": "hwrl_bench.overhead",
+}
+"""The modules of the benchmarks. Each has HELP, configure(parser) and run(args), and imports torch in ``run`` only."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add one subparser for each benchmark."""
     subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(BENCHMARKS) + "}")
-    for name in BENCHMARKS:
-        module = importlib.import_module(f"hwrl.cli.bench_{name}")
+    for name, path in BENCHMARKS.items():
+        module = importlib.import_module(path)
         subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
         module.configure(subparser)
         subparser.set_defaults(benchmark=module.run)

@@ -7,24 +7,24 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from hwrl.cli import bench_weights, main
-from hwrl.cli.bench_peers import PEERS, Peer, Seat
-
-if TYPE_CHECKING:
-    from hwrl.cli.bench_peers import Tensors
+from hwrl.cli import main
+from hwrl_bench import weights
+from hwrl_bench.ways import TransferResult
+from hwrl_bench.weights_peers import PEERS, PeerTransfer
+from hwrl_bench.weights_ways import TransferSetup
 
 WORDS = ["bench", "weights", "--mib", "1", "--rounds", "1", "--slab-mib", "1", "--ways", "hwrl host"]
 
 
-class Stored(Peer):
+class Stored(PeerTransfer):
     """A peer that needs no other package: the tensors go through a file."""
 
-    package, module = "stored", "pickle"
+    package = "stored"
     turn = 0
 
     @classmethod
@@ -33,58 +33,59 @@ class Stored(Peer):
 
     @classmethod
     def run(cls, measure: Any, size: int, *args: Any, timeout_s: float) -> list[Any]:
-        from hwrl.testing.processes import run_processes
+        from hwrl.testing import run_processes
 
         return run_processes(measure_with, size, size, cls.__name__, *args, timeout_s=timeout_s)
 
-    def send(self) -> None:
+    def send(self, version: int) -> TransferResult:
         self.turn += 1
         with tempfile.NamedTemporaryFile(delete=False) as file:
             torch.save(dict(self.tensors), file)
-        self.seat.tell(f"{self.turn}", file.name)
+        self.worker.put(f"{self.turn}", file.name)
+        return self.finished()
 
-    def receive(self, into: Tensors) -> None:
+    def receive(self, version: int) -> TransferResult:
         self.turn += 1
-        file = Path(self.seat.ask(f"{self.turn}"))
-        sent = torch.load(file, weights_only=True)
-        for name, tensor in into.items():
-            tensor.copy_(sent[name])
+        file = Path(self.worker.get(f"{self.turn}"))
+        self.load(list(torch.load(file, weights_only=True).items()))
         file.unlink()
+        return self.finished()
 
 
 class Wrong(Stored):
     """It loses the last bit of everything."""
 
-    def receive(self, into: Tensors) -> None:
+    def load(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
         from hwrl.comm import raw_bytes
 
-        super().receive(into)
-        for tensor in into.values():
+        super().load(pairs)
+        for tensor in self.target.values():
             raw_bytes(tensor).bitwise_and_(0xFE)
 
 
 class Hanging(Stored):
     """Its receivers wait for ever."""
 
-    def receive(self, into: Tensors) -> None:
+    def receive(self, version: int) -> TransferResult:
         time.sleep(3600)
+        return self.finished()
 
 
 class Refusing(Stored):
     """It cannot work on this machine."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, setup: TransferSetup) -> None:
         raise RuntimeError("no such device\nand forty lines of stack")
 
 
-def measure_with(rank: int, size: int, peer: str, address: str, plan: Any) -> Any:
+def measure_with(rank: int, size: int, peer: str, address: str, plan: Any, workload: Any) -> Any:
     PEERS["stored"] = globals()[peer]
-    return bench_weights._measure(rank, size, address, plan)
+    return weights.measure(rank, size, address, plan, workload)
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Peer]], dict[str, Any]]:
-    def run(peer: type[Peer]) -> dict[str, Any]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[type[PeerTransfer]], dict[str, Any]]:
+    def run(peer: type[PeerTransfer]) -> dict[str, Any]:
         monkeypatch.setitem(PEERS, "stored", peer)
         target = tmp_path / "bench.json"
         patience = ["--peer-timeout", "5"] if peer is Hanging else []
@@ -113,7 +114,7 @@ def test_wrong_bits_of_a_peer_are_seen(bench: Any, capsys: pytest.CaptureFixture
     ("peer", "why"), [(Hanging, "still running at the deadline"), (Refusing, "RuntimeError: no such device")]
 )
 def test_a_peer_that_fails_is_a_row_with_its_reason(
-    peer: type[Peer], why: str, bench: Any, capsys: pytest.CaptureFixture[str]
+    peer: type[PeerTransfer], why: str, bench: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = bench(peer)
     why_not = result["peers"]["stored"]["why_not"]
