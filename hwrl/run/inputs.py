@@ -11,8 +11,7 @@ from typing import Any
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
-from hwrl.rollout.data import check_prompts
-from hwrl.rollout.reward import load_reward
+from hwrl.rollout import check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config
 
 

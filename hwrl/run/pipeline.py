@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from hwrl.discovery import get_backend
 from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
-from hwrl.rollout.evaluator import Evaluation
+from hwrl.rollout import Evaluation
 from hwrl.run.cluster.ray_session import ray_cluster
 from hwrl.run.config import Config
 from hwrl.run.fleet.fleet import Fleet

@@ -27,7 +27,7 @@ from hwrl.run.config.values import (
     Temperature,
     Threads,
 )
-from hwrl.train.choices import AdvantageName, LossName
+from hwrl.train import AdvantageName, LossName
 
 FSDP = "fsdp"
 """The train engine that needs no plugin."""

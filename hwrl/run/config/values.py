@@ -62,7 +62,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), _NUMBER]
 """A decay rate of AdamW, which divides by 1 - decay."""
 Temperature = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), _NUMBER]
-"""Rollout engines may round a lower temperature up to 0.01; the trainer would then compute with another one."""
+"""Some engines sample at 0.01 instead of a lower temperature. The trainer would compute with another one then."""
 Seconds = Annotated[float, Field(ge=0.1, le=1e7, allow_inf_nan=False), _NUMBER]
 """A time limit. No process on a busy machine answers within less than 0.1 s; 1e7 s are 115 days."""
 

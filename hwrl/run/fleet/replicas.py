@@ -20,7 +20,7 @@ from hwrl.run.processes.answers import DEATHS, Answer, first_line, is_ready, val
 from hwrl.run.processes.handles import ReplicaHandle
 
 if TYPE_CHECKING:
-    from hwrl.rollout.evaluator import Evaluation
+    from hwrl.rollout import Evaluation
 
 _TRANSFERS_IN_A_STEP = 4
 """The most transfers in one step of a rollouter's loop."""

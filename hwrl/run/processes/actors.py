@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hwrl.discovery import get_backend, set_backend
 from hwrl.errors import EngineError
 from hwrl.interfaces import PromptGroup
-from hwrl.rollout.ledger import PromptLease, PromptLedger
+from hwrl.rollout import PromptLease, PromptLedger
 from hwrl.run.cluster.placement import (
     HeldDevices,
     ProcessDevices,
@@ -33,8 +33,7 @@ from hwrl.run.identity import RunInputs
 from hwrl.run.report.records import Metrics
 
 if TYPE_CHECKING:
-    from hwrl.rollout.evaluator import Evaluation
-    from hwrl.rollout.rollouter import Rollouter
+    from hwrl.rollout import Evaluation, Rollouter
     from hwrl.run.processes.handles import LedgerHandle
     from hwrl.run.processes.trainer_rank import TrainerRank
     from hwrl.weights import TransportName

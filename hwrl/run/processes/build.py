@@ -18,19 +18,27 @@ from hwrl.models import (
     load_tokenizer,
     vocabulary_size,
 )
-from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
-from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.leases import LedgerClient
-from hwrl.rollout.reward import load_reward
-from hwrl.rollout.reward_workers import RewardWorkers
-from hwrl.rollout.rollouter import LoopSettings, Rollouter
-from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, ModelUpdater, RetryingReceiver, WeightUpdater
+from hwrl.rollout import (
+    INCARNATION,
+    AdapterUpdater,
+    EmbeddedEngine,
+    LedgerClient,
+    LoopSettings,
+    ModelUpdater,
+    Prompt,
+    PromptStream,
+    RetryingReceiver,
+    RewardWorkers,
+    Rollouter,
+    WeightUpdater,
+    check_vocabulary,
+    load_prompts,
+    load_reward,
+)
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
-from hwrl.train.trainer import Algorithm, AsyncTrainer
+from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss
 from hwrl.weights import POLICY, POLICY_BASE, PolicySender, TransportName, WeightReceiver, WeightSender
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from hwrl.interfaces import PromptGroup
-from hwrl.rollout.ledger import PromptLease
+from hwrl.rollout import PromptLease
 from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
 from hwrl.run.processes.actors import BatchInfo, LedgerActor, ProcessSetup, RestoredRun, RolloutActor, TrainActor
@@ -20,7 +20,7 @@ from hwrl.run.processes.answers import Answer
 from hwrl.run.report.records import Metrics
 
 if TYPE_CHECKING:
-    from hwrl.rollout.evaluator import Evaluation
+    from hwrl.rollout import Evaluation
     from hwrl.weights import TransportName
 
 _HEARTBEAT_GROUP = "heartbeat"

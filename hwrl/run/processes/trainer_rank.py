@@ -18,8 +18,7 @@ from hwrl.run.processes.build import build_checkpoints, build_sender, build_trai
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.summary import SENT
 from hwrl.run.run_directory import MODEL_DIRECTORY
-from hwrl.train.rng import rng_state, set_rng_state
-from hwrl.train.trainer import move_metrics
+from hwrl.train import move_metrics, rng_state, set_rng_state
 from hwrl.weights import SharedWeights, SyncReport, TransportName
 
 
