@@ -81,7 +81,7 @@ def _check_model(config: Config) -> None:
 
 
 def _damage(file: Path) -> str | None:
-    """Return why the .safetensors ``file`` is damaged, judged by its header and its size; None if it is not."""
+    """Return why the .safetensors ``file`` is damaged, by its header and its size; None if it is not."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():

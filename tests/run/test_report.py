@@ -166,7 +166,7 @@ def test_a_limit_on_file_sizes_is_an_error_of_the_account_and_the_curve_does_not
     step, (told, *notes), logged = run_processes(meet_a_limit_on_file_sizes, 1, tmp_path)[0]
     assert told.startswith(f"{tmp_path / METRICS} cannot be written\n  why: File too large\n") and notes == []
     assert logged == [
-        f"the reward curve {tmp_path / CURVE} cannot be written any longer (File too large); the run continues without"
+        f"the reward curve {tmp_path / CURVE} can no longer be written (File too large); the run continues without"
     ]
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, step))
     with closing(RunReport(tmp_path, log=pytest.fail, resume_step=step - 1)) as report:  # half a line is no damage
@@ -182,7 +182,7 @@ def test_events_that_cannot_be_written_are_told_of_once_and_the_run_goes_on(tmp_
         report.amend({"eval/reward": 1.0})
     (tmp_path / "tensorboard").touch()
     RunReport(tmp_path, log=logged.append, resume_step=2).close()
-    assert [text.partition(" (")[0] for text in logged] == ["TensorBoard's events cannot be written any longer"] * 2
+    assert [text.partition(" (")[0] for text in logged] == ["TensorBoard's events can no longer be written"] * 2
     assert len(read_metrics(tmp_path)) == 2
 
 

@@ -23,7 +23,7 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     run = start(*words)  # what it writes is deleted
     run.wait_for_step(2)
     shutil.rmtree(run.directory / "tensorboard")
-    run.wait_for_output("TensorBoard's events cannot be written any longer")
+    run.wait_for_output("TensorBoard's events can no longer be written")
     step = int(run.metrics()[-1]["step"])
     run.wait_for_step(step + 2)
     (run.directory / "trained_prompts.jsonl").unlink()

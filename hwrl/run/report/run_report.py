@@ -77,7 +77,7 @@ class RunReport:
         line = self.history[-1]
         line.update({name: _round(value) for name, value in metrics.items()})
         with _writing(self._directory / METRICS):
-            self._metrics.sync()  # raises if the file is gone, so that we never create it anew
+            self._metrics.sync()  # raises if the file is gone: it must not be created again
         self._replace(METRICS, self.history)
         self._metrics.close()
         self._metrics = self._open(METRICS)
@@ -118,7 +118,7 @@ class RunReport:
         try:
             yield
         except Exception as exc:  # noqa: BLE001 - a plotting library may raise anything; it is logged
-            self._log(f"{output} cannot be written any longer ({_reason(exc)}); the run continues without")
+            self._log(f"{output} can no longer be written ({_reason(exc)}); the run continues without")
 
     def _open(self, name: str) -> AppendedFile:
         with _writing(self._directory / name):
