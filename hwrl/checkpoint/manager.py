@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # gives the names that the planner uses
 
 from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, usable
@@ -39,8 +38,8 @@ from hwrl.checkpoint.saving.save import SaveJob, Saver
 from hwrl.checkpoint.saving.staging import Staging
 from hwrl.checkpoint.saving.state import SaveSource, require_memory
 from hwrl.checkpoint.saving.tensor_files import MAX_FILES
-from hwrl.comm import Group
-from hwrl.discovery.registry import get_backend
+from hwrl.comm import Group, PrefixStore
+from hwrl.discovery import backend_or_default
 from hwrl.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -48,8 +47,7 @@ from hwrl.errors import (
     CheckpointSaveError,
     ConfigError,
 )
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.memory import OffloadedState
+from hwrl.interfaces import Backend, OffloadedState
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +130,7 @@ class CheckpointManager:
             )
         self.directory = Path(directory).absolute()
         self._async_save, self._closed, self._calls = async_save, False, 0
-        self._staging = Staging(backend or get_backend(), on_device=staging == "device", readers=MAX_FILES)
+        self._staging = Staging(backend_or_default(backend), on_device=staging == "device", readers=MAX_FILES)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hwrl-checkpoint")
         self._pending: Future[None] | None = None
         self._agreement = _agreement(group, timeout_s)

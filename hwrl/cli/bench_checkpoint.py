@@ -199,7 +199,7 @@ def _figures(rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 def _result(args: argparse.Namespace, ways: dict[str, Any]) -> dict[str, Any]:
     from hwrl.cli.provenance import provenance
-    from hwrl.discovery.registry import get_backend
+    from hwrl.discovery import get_backend
 
     return {
         "benchmark": "checkpoint",

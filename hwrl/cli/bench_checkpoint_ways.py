@@ -46,7 +46,7 @@ class Training:
         import torch
 
         from hwrl.cli.bench_offload import language_model
-        from hwrl.discovery.registry import get_backend
+        from hwrl.discovery import get_backend
         from hwrl.memory import Offloader, PinnedPool
 
         self.backend = get_backend()
@@ -164,7 +164,8 @@ class _Peer(Way):
 
     def __init__(self, training: Training, plan: Plan, directory: Path) -> None:
         import torch.distributed as dist
-        from torch._C._distributed_c10d import HashStore
+
+        from hwrl.comm import HashStore
 
         super().__init__(training, plan, directory)
         devices = dict.fromkeys(["cpu", training.backend.info.device_type])  # torch's own writers talk over the CPU's

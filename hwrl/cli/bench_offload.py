@@ -14,7 +14,7 @@ from hwrl.cli.arguments import add_json, positive_float, positive_int, write_jso
 if TYPE_CHECKING:
     import torch
 
-    from hwrl.interfaces.backend import Backend
+    from hwrl.interfaces import Backend
 
 HELP = "memory offload against raw pinned copies of the same bytes, on this machine"
 
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, write the JSON; fail if values changed or host memory was allocated again."""
-    from hwrl.discovery.registry import get_backend
+    from hwrl.discovery import get_backend
 
     bench = _Bench(get_backend(), nbytes=int(args.gib * (1 << 30)))
     rounds = [bench.round() for _ in range(_WARM_UP + args.rounds)][_WARM_UP:]
@@ -133,7 +133,7 @@ class _Bench:
         return result, time.perf_counter() - begin
 
     def _used_nbytes(self) -> int:
-        from hwrl.interfaces.backend import Capability
+        from hwrl.interfaces import Capability
 
         usable = self.backend.supports(Capability.MEMORY_STATS).usable
         return self.backend.memory_info().reserved_nbytes if usable else 0

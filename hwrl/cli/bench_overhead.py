@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hwrl.cli.arguments import add_json, positive_int, write_json
 
 if TYPE_CHECKING:
-    from hwrl.interfaces.backend import Backend
+    from hwrl.interfaces import Backend
 
 HELP = "a call of hwrl against torch's own, on this machine"
 
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print a table, write the JSON."""
-    from hwrl.discovery.registry import get_backend
+    from hwrl.discovery import get_backend
 
     backend = get_backend()
     calls = (*_device_calls(backend), *_group_calls(backend))
@@ -103,9 +103,8 @@ class _NoLibrary:
 
 def _group_calls(backend: Backend) -> list[Call]:
     import torch
-    from torch._C._distributed_c10d import HashStore
 
-    from hwrl.comm import TorchGroup
+    from hwrl.comm import HashStore, TorchGroup
 
     raw: Any = _NoLibrary()
     group, await_work = TorchGroup(backend, raw, name="overhead", store=HashStore()), backend.await_work

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
-    from hwrl.interfaces.backend import Backend
+    from hwrl.interfaces import Backend
 
     Tensors = Mapping[str, torch.Tensor]
 
@@ -175,7 +175,7 @@ class Verl(Peer):
     def run(cls, measure: Callable[..., Any], size: int, *args: Any, timeout_s: float) -> list[Any]:
         import ray
 
-        from hwrl.discovery.registry import get_backend
+        from hwrl.discovery import get_backend
 
         devices = get_backend().devices
         # one CPU more than there are tasks: the group's rendezvous is an actor of its own
@@ -252,7 +252,7 @@ def _measure_or_serve(rank: int, size: int, measure: Callable[..., Any], address
     """Take ``rank``'s place in ``measure``, or beyond ``size`` that of a process of checkpoint-engine alone."""
     if rank < size:
         return measure(rank, size, address, *args)
-    from hwrl.discovery.registry import get_backend
+    from hwrl.discovery import get_backend
 
     backend, number, turn = get_backend(), rank - size, 1
     backend.set_device(number % max(1, backend.device_count()))

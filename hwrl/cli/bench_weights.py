@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _ways(wanted: Sequence[str], *, processes: int) -> tuple[str, ...]:
     """Return the ways that work here, of those that are ``wanted`` and the raw ones."""
-    from hwrl.discovery.registry import get_backend
-    from hwrl.interfaces.backend import Capability
+    from hwrl.discovery import get_backend
+    from hwrl.interfaces import Capability
 
     backend = get_backend()
     ipc = backend.supports(Capability.DEVICE_IPC).usable
@@ -247,7 +247,7 @@ class _Ways:
         import torch
 
         from hwrl.comm import Comm, connect_store
-        from hwrl.interfaces.backend import Capability
+        from hwrl.interfaces import Capability
         from hwrl.weights import WeightLayout
 
         comm = Comm()

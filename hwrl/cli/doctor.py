@@ -15,11 +15,11 @@ from typing import Any
 
 from hwrl import __version__
 from hwrl.cli import livecheck
+from hwrl.discovery import BACKEND_ENTRY_POINTS, Probed, Registry
 from hwrl.discovery.loading import Plugin, PluginFault, contain, in_one_line
-from hwrl.discovery.registry import GROUP, Probed, Registry
 from hwrl.discovery.typed import why_not
 from hwrl.errors import BackendError, HwrlError
-from hwrl.interfaces.backend import Finding, ProbeContext
+from hwrl.interfaces import Finding, ProbeContext
 
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 
@@ -100,7 +100,9 @@ def _versions() -> dict[str, str]:
 
     Development tools are left out.
     """
-    needed = [text for name in {"hwrl", *_packages(GROUP)} for text in importlib.metadata.requires(name) or []]
+    needed = [
+        text for name in {"hwrl", *_packages(BACKEND_ENTRY_POINTS)} for text in importlib.metadata.requires(name) or []
+    ]
     used = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in needed if not re.search(r"extra == .dev", text)}
     return {"python": platform.python_version(), "platform": platform.platform()} | {
         name: _version(name) for name in sorted((used | _packages(_TORCH_EXTENSIONS)) - {"hwrl"})

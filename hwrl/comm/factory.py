@@ -10,10 +10,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.comm.failures import translated
 from hwrl.comm.group import TorchGroup, make_standalone_group
-from hwrl.discovery.registry import backend_or_default
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError
-from hwrl.interfaces.backend import Backend, Capability
-from hwrl.interfaces.comm import Group
+from hwrl.interfaces import Backend, Capability, Group
 
 
 class Comm:

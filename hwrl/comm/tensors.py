@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.comm import ReduceOp
+from hwrl.interfaces import ReduceOp
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Every collective library moves these as they are, in every operation (one library accepts no uint8 and no 64-bit

@@ -13,10 +13,18 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hwrl.interfaces.backend import Backend, BackendInfo, Finding, ProbeContext, ProbeResult
-    from hwrl.interfaces.comm import Group
-    from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings
-    from hwrl.interfaces.train import EngineSettings, TrainEngine
+    from hwrl.interfaces import (
+        Backend,
+        BackendInfo,
+        EngineSettings,
+        Finding,
+        Group,
+        ProbeContext,
+        ProbeResult,
+        RolloutEngine,
+        RolloutSettings,
+        TrainEngine,
+    )
 
 hookspec = pluggy.HookspecMarker("hwrl")
 hookimpl = pluggy.HookimplMarker("hwrl")

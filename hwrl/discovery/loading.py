@@ -18,7 +18,7 @@ import pluggy
 from hwrl.discovery import hookspecs
 from hwrl.discovery.typed import why_not
 from hwrl.errors import HwrlError
-from hwrl.interfaces.backend import API_VERSION, BackendInfo
+from hwrl.interfaces import API_VERSION, BackendInfo
 
 MANDATORY_HOOKS = ("hwrl_backend_info", "hwrl_probe", "hwrl_create_backend")
 """What every backend plugin must give."""

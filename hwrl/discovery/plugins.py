@@ -17,7 +17,7 @@ import pluggy
 from hwrl.discovery.loading import Installed, LoadFailure, PluginFault, ask, load_hooks
 from hwrl.errors import ConfigError, EngineError
 
-GROUP = "hwrl.plugins"
+PLUGIN_ENTRY_POINTS = "hwrl.plugins"
 """The entry-point group in which plugins are registered."""
 
 
@@ -37,7 +37,7 @@ def load_hook(
     ``entry_points`` default to what is installed. Raises ConfigError if no plugin has that name, EngineError if it is
     broken or does not have the hook. The function raises what the plugin does if that is a HwrlError, else EngineError.
     """
-    found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+    found = importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS) if entry_points is None else entry_points
     installed = Installed(found, load_hooks)
     if name not in installed.names():
         raise _unknown(name, asked_by, sorted({*built_in, *_with_hook(installed, hook)}))

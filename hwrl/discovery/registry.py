@@ -27,11 +27,11 @@ from hwrl.errors import (
     BackendUnavailableError,
     HwrlError,
 )
-from hwrl.interfaces.backend import Backend, ProbeContext, ProbeResult
+from hwrl.interfaces import Backend, ProbeContext, ProbeResult
 
-GROUP = "hwrl.backends"
+BACKEND_ENTRY_POINTS = "hwrl.backends"
 """The entry-point group in which backends are registered."""
-VARIABLE = "HWRL_BACKEND"
+BACKEND_VARIABLE = "HWRL_BACKEND"
 """The environment variable that names the backend; empty is the same as unset."""
 
 
@@ -123,9 +123,9 @@ class Registry:
     def choose(self) -> Choice:
         """Return what ``HWRL_BACKEND`` or detection chooses; creates no backend and imports no torch."""
         with self._lock:
-            name = self._env.get(VARIABLE, "").strip()
+            name = self._env.get(BACKEND_VARIABLE, "").strip()
             if name:
-                return self._choose_named(name, asked_by=VARIABLE)
+                return self._choose_named(name, asked_by=BACKEND_VARIABLE)
             _refuse_misspelling(self._env)
             return _detect(self.survey())
 
@@ -178,7 +178,7 @@ class Registry:
                 raise BackendUnavailableError(
                     f"{framework} cannot be prepared for backend {self.get_backend().info.name!r}",
                     why="it was imported before, and what it imported then cannot be changed any more",
-                    fix=f"call hwrl.discovery.registry.bootstrap({framework!r}) before anything imports {framework}",
+                    fix=f"call hwrl.discovery.bootstrap({framework!r}) before anything imports {framework}",
                 )
             _ask(plugin, "hwrl_bootstrap", Any, framework=framework)
             self._bootstrapped.add(framework)
@@ -198,13 +198,17 @@ class Registry:
 
     def _plugins(self) -> Installed[Plugin]:
         if self._installed is None:
-            found = importlib.metadata.entry_points(group=GROUP) if self._entry_points is None else self._entry_points
+            found = (
+                importlib.metadata.entry_points(group=BACKEND_ENTRY_POINTS)
+                if self._entry_points is None
+                else self._entry_points
+            )
             self._installed = Installed(found, load_backend)
         return self._installed
 
     def _adopt(self, backend: Backend) -> Backend:
         self._backend = backend
-        self._env[VARIABLE] = backend.info.name
+        self._env[BACKEND_VARIABLE] = backend.info.name
         return backend
 
     def _check_same(self, chosen: Backend, choice: str | Backend) -> None:
@@ -299,13 +303,13 @@ def _create(plugin: Plugin) -> Backend:
 
 def _refuse_misspelling(env: Iterable[str]) -> None:
     """Raise if a variable is nearly the one that would have decided: what was meant must not be passed over."""
-    others = {name.upper(): name for name in env if name != VARIABLE}
-    for close in difflib.get_close_matches(VARIABLE, others, n=1, cutoff=0.85):
+    others = {name.upper(): name for name in env if name != BACKEND_VARIABLE}
+    for close in difflib.get_close_matches(BACKEND_VARIABLE, others, n=1, cutoff=0.85):
         name = others[close]
         raise BackendNotFoundError(
             f"the environment variable {name} chooses no backend",
-            why=f"hwrl reads {VARIABLE}, which is not set, and {name} looks like it",
-            fix=f"set {VARIABLE} instead, or unset {name}",
+            why=f"hwrl reads {BACKEND_VARIABLE}, which is not set, and {name} looks like it",
+            fix=f"set {BACKEND_VARIABLE} instead, or unset {name}",
         )
 
 
@@ -331,7 +335,7 @@ def _highest(able: list[Probed]) -> Choice:
         raise BackendAmbiguousError(
             f"cannot choose between {names}",
             why=f"both can run here with rank {rank}: {'; '.join(map(str, best))}",
-            fix=f"set {VARIABLE} to {names}",
+            fix=f"set {BACKEND_VARIABLE} to {names}",
         )
     return Choice(best[0].plugin, f"detected; {best[0]}")
 
@@ -346,7 +350,7 @@ def _refuse_unsafe_fallback(choice: Choice, survey: Survey) -> None:
         raise BackendAmbiguousError(
             f"will not fall back to {name!r} by itself",
             why="; ".join(doubts),
-            fix=f"fix what the reasons name; or set {VARIABLE}={name} if {name!r} is meant",
+            fix=f"fix what the reasons name; or set {BACKEND_VARIABLE}={name} if {name!r} is meant",
         )
 
 

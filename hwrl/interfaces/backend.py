@@ -18,13 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hwrl.errors import CommError, DeviceMemoryError, UnsupportedError
 from hwrl.interfaces import torchapi
-from hwrl.interfaces.devicemap import DeviceMap as DeviceMap  # part of this face
+from hwrl.interfaces.devicemap import DeviceMap
 from hwrl.interfaces.handles import Handle, seal, unseal
-from hwrl.interfaces.probing import PROBE_ROOT as PROBE_ROOT
-from hwrl.interfaces.probing import Finding as Finding
-from hwrl.interfaces.probing import PciDevice as PciDevice
-from hwrl.interfaces.probing import ProbeContext as ProbeContext
-from hwrl.interfaces.probing import ProbeResult as ProbeResult
 
 if TYPE_CHECKING:
     import torch

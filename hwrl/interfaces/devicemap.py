@@ -1,4 +1,4 @@
-"""How processes are given devices: :class:`DeviceMap`, a part of :mod:`hwrl.interfaces.backend`'s face."""
+"""How processes get their devices: :class:`DeviceMap`."""
 
 from __future__ import annotations
 

@@ -91,6 +91,26 @@ class Finding:
     fix: str = ""
 
 
+def without_device_files(
+    context: ProbeContext, *, pattern: str, vendor: int, base_class: int, device: str, fix: str
+) -> ProbeResult:
+    """Return the answer "no" for a machine without device files that match ``pattern``.
+
+    If the PCI bus lists such devices, they are evidence, and the reason names their drivers and the ``fix``: the
+    machine has the device but no driver, or the container did not get it. ``device`` is its name in messages.
+    """
+    found = context.pci_devices(vendor=vendor, base_class=base_class)
+    reason = f"there is no /{pattern}"
+    if not found:
+        return ProbeResult("no", f"{reason}: this machine or container shows no {device}")
+    drivers = ", ".join(sorted({f"driver {item.driver}" if item.driver else "no driver" for item in found}))
+    return ProbeResult(
+        "no",
+        f"{reason}, but the PCI bus has {len(found)} {device}(s) ({drivers}): {fix}",
+        tuple(item.path for item in found),
+    )
+
+
 def _figure(file: str) -> int:
     """Return the hexadecimal number in a file of sysfs, or -1 if the device was unplugged meanwhile."""
     try:

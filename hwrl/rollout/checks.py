@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from hwrl.errors import EngineError, UnsupportedError
-from hwrl.interfaces.rollout import GenerationRequest, adapter_unsupported
+from hwrl.interfaces import GenerationRequest
+from hwrl.interfaces.rollout import adapter_unsupported
 
 if TYPE_CHECKING:
     import torch

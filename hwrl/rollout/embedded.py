@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.discovery.registry import backend_or_default
+from hwrl.discovery import backend_or_default
 from hwrl.errors import EngineError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, RolloutSettings
+from hwrl.interfaces import (
+    MEMORY_TAGS,
+    Backend,
+    Completion,
+    GenerationRequest,
+    Response,
+    RolloutEngine,
+    RolloutSettings,
+)
 from hwrl.lora import add_adapter, divided
 from hwrl.memory import Offloader
 from hwrl.models import build_model, logits_at

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.rollout.ledger import PromptLease
 
 

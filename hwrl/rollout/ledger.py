@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 
 
 @dataclass(frozen=True)

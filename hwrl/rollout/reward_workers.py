@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from hwrl.errors import DataError
-from hwrl.interfaces.groups import Response
+from hwrl.interfaces import Response
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import Reward, score_response
 

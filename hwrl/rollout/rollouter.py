@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hwrl.clock import ActivityClock
-from hwrl.interfaces.groups import PromptGroup
-from hwrl.interfaces.rollout import RolloutEngine, Sampling
+from hwrl.interfaces import PromptGroup, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from hwrl.errors import CommError, ReceiverExcludedError, TransferFailedError
-from hwrl.interfaces.rollout import RolloutEngine
+from hwrl.interfaces import RolloutEngine
 from hwrl.lora import is_adapters
 from hwrl.weights import POLICY, POLICY_BASE, Received, WeightReceiver
 

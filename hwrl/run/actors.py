@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from hwrl.discovery.registry import get_backend, set_backend
+from hwrl.discovery import get_backend, set_backend
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.rollout.ledger import PromptLease, PromptLedger
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch._C._distributed_c10d import PrefixStore
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.comm import Comm, Group, connect_store
-from hwrl.discovery.registry import get_backend
+from hwrl.comm import Comm, Group, PrefixStore, connect_store
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
-from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings, Sampling
-from hwrl.interfaces.train import EngineSettings, TrainEngine
+from hwrl.interfaces import EngineSettings, RolloutEngine, RolloutSettings, Sampling, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
 from hwrl.rollout.evaluator import Evaluation
 from hwrl.run.actors import Taken

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import Batch, PromptGroup
 
 
 def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor) -> Batch:

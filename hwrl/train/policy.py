@@ -12,9 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss, TrainEngine
 from hwrl.train.losses import mismatch_kl
 
 if TYPE_CHECKING:

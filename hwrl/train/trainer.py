@@ -12,10 +12,7 @@ import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup
-from hwrl.interfaces.memory import Moved
-from hwrl.interfaces.train import TrainEngine
+from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
 from hwrl.train.choices import AdvantageName
 from hwrl.train.losses import PolicyLoss, group_advantages
 from hwrl.train.padding import collate

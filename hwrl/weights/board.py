@@ -8,9 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
-from hwrl.comm import await_keys, clone_store, forget_group, store_failures
+from hwrl.comm import PrefixStore, Store, await_keys, clone_store, forget_group, store_failures
 from hwrl.errors import LayoutMismatchError, TransferFailedError
 from hwrl.weights.layout import WeightLayout
 

@@ -11,7 +11,7 @@ import torch
 
 from hwrl.comm import raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.layout import Entry, Piece, Slab, WeightLayout, view_bytes
 

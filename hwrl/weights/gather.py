@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
-from hwrl.interfaces.train import TrainEngine
+from hwrl.interfaces import TrainEngine
 from hwrl.weights.source import NamedTensor, WeightSource
 
 _AHEAD_NBYTES = 512 << 20

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm
+from hwrl.comm import Store
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError, CommTimeoutError, LayoutMismatchError, ReceiverExcludedError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import InPlace, Place, Staging
 from hwrl.weights.checksum import Checksums
@@ -75,7 +75,7 @@ class WeightReceiver:
         slabs: int = 4,
         newest: bool = True,
     ) -> None:
-        self._backend = Comm(backend).backend
+        self._backend = backend_or_default(backend)
         self._board = Board(store, name=name)
         self.replica = replica
         self.version: int | None = None

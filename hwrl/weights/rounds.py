@@ -12,7 +12,7 @@ import torch
 
 from hwrl.comm.store import first_line
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import BroadcastBuffer
 from hwrl.weights.checksum import Checksums

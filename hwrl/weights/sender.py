@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm
+from hwrl.comm import Store
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.weights.board import Board, Metadata, Offer, checked_metadata
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.report import StageClock, TransferReport
@@ -55,7 +55,7 @@ class WeightSender:
         _check_options(transport=transport, slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
         _check_timeout(timeout_s)
         self.transport = transport
-        self._backend = Comm(backend).backend
+        self._backend = backend_or_default(backend)
         usual, self._own_nbytes = _sizes(self._backend)
         self._slab_nbytes = usual if slab_nbytes is None else slab_nbytes
         self._slabs, self._versions, self._directory = slabs, versions, directory

@@ -16,8 +16,7 @@ from hwrl_megatron.options import parse_options
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-    from hwrl.interfaces.backend import Backend
-    from hwrl.interfaces.train import EngineSettings, TrainEngine
+    from hwrl.interfaces import Backend, EngineSettings, TrainEngine
 
 
 @hwrl.hookimpl
@@ -58,7 +57,7 @@ def prepare_process(backend: Backend | None = None) -> None:
     ``hwrl_bootstrap``. A backend without streams has no device module like ``torch.cuda``: its device is the host, and
     Megatron's modules are redirected to it. Later calls do nothing.
     """
-    from hwrl.discovery.registry import backend_or_default, bootstrap
+    from hwrl.discovery import backend_or_default, bootstrap
 
     backend = backend_or_default(backend)
     bootstrap("megatron")

@@ -18,17 +18,14 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from torch._C._distributed_c10d import HashStore
 
 from hwrl.checkpoint import LocalShards
-from hwrl.comm import Comm
+from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings, TokenLoss
+from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train.policy import PolicyEngine, recompute
+from hwrl.train import PolicyEngine, recompute
 from hwrl.weights import gather_weights
 from hwrl_megatron.model import build_gpt
 from hwrl_megatron.options import MegatronOptions

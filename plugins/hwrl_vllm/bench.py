@@ -109,7 +109,7 @@ def _write_model(directory: Path, name: str) -> None:
 
 def _run(rank: int, address: str, plan: Plan) -> None:
     from hwrl.comm import connect_store
-    from hwrl.discovery.registry import get_backend
+    from hwrl.discovery import get_backend
     from hwrl.run.placement import machine_devices
 
     backend = get_backend()
@@ -273,7 +273,7 @@ class Rollout(Side):
     def set_up(self) -> None:
         import torch
 
-        from hwrl.interfaces.rollout import RolloutSettings
+        from hwrl.interfaces import RolloutSettings
         from hwrl_vllm.bench_ways import own_transfer
         from hwrl_vllm.engine import VllmEngine
 
@@ -302,7 +302,7 @@ class Rollout(Side):
     def check(self) -> dict[str, Any]:
         import numpy as np
 
-        from hwrl.interfaces.rollout import GenerationRequest, Sampling
+        from hwrl.interfaces import GenerationRequest, Sampling
 
         rng = np.random.default_rng(self.version)
         vocabulary = self.engine._base["lm_head.weight"].shape[0]

@@ -12,7 +12,7 @@ import torch
 
 from hwrl.cli.bench_peers import Seat
 from hwrl.comm import Comm
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.weights import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:

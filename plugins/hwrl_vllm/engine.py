@@ -11,14 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.discovery.registry import engine_args
+from hwrl.discovery import engine_args
 from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, RolloutSettings, Sampling
+from hwrl.interfaces import (
+    MEMORY_TAGS,
+    Backend,
+    Capability,
+    Completion,
+    GenerationRequest,
+    Response,
+    RolloutEngine,
+    RolloutSettings,
+    Sampling,
+)
 from hwrl.lora import add_adapter, divided
 from hwrl.models import build_model
-from hwrl.rollout.checks import (
+from hwrl.rollout import (
     require_adapter,
     require_awake,
     require_base,

@@ -16,7 +16,7 @@ from hwrl.checkpoint import CheckpointManager, LocalShards
 from hwrl.checkpoint.format import split
 from hwrl.checkpoint.saving import tensor_files as payload
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, UnsupportedError
-from hwrl.interfaces.backend import Backend, BackendInfo, Capability, MemoryInfo, Support
+from hwrl.interfaces import Backend, BackendInfo, Capability, MemoryInfo, Support
 from tests.support.halting import Halting
 from tests.support.roomy import Roomy
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
 from hwrl.checkpoint.format.shards import local_parts
-from hwrl.comm import Comm, connect_store
+from hwrl.comm import Comm, PrefixStore, connect_store
 from hwrl.errors import HwrlError
 from tests.crash.matrix import Session, Subject
 from tests.crash.trainers import BACKEND, MakeTrainer, Trainer, whole

@@ -13,14 +13,13 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo  # fully_shard imports it when it is first called: once here, and not in every life
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hwrl
-from hwrl.comm import Comm, Group
-from hwrl.interfaces.train import EngineSettings
+from hwrl.comm import Comm, Group, HashStore
+from hwrl.interfaces import EngineSettings
 from hwrl_cpu import INFO, CpuBackend
 from hwrl_megatron import hwrl_train_engine, prepare_process
 

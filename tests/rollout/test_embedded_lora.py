@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
-from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces import LoraSettings
 from hwrl.lora import add_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl_cpu import INFO, CpuBackend

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.interfaces.groups import Response
+from hwrl.interfaces import Response
 from hwrl.rollout.reward_workers import RewardWorkers
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 

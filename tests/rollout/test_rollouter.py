@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest
+from hwrl.interfaces import MEMORY_TAGS, Completion, GenerationRequest
 from hwrl.rollout import sleeper
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from hwrl.interfaces.groups import PromptGroup, Response
+from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout.ledger import PromptLease
 from hwrl.run.actors import LedgerActor
 from hwrl.run.config import Config, parse_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hwrl.comm import serve_store, store_address
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.models import build_model, load_model
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.weight_updater import INCARNATION

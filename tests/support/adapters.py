@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from hwrl.interfaces.lora import LoraSettings
-from hwrl.interfaces.rollout import GenerationRequest
+from hwrl.interfaces import GenerationRequest, LoraSettings
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
 from tests.support.tiny_model import END, generate, tiny_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hwrl.interfaces.groups import PromptGroup, Response
+from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout.ledger import PromptLease
 
 

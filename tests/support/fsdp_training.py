@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import hwrl
 from hwrl.comm import Comm, Group, connect_store
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response
 from hwrl.run.demo import write_demo
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss, group_advantages

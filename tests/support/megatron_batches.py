@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces import Batch, EngineSettings
 
 ROWS = 7
 

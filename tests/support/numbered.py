@@ -14,8 +14,7 @@ import torch
 
 import hwrl
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.backend import Backend, BackendInfo, Capability, DeviceMap, ProbeContext, ProbeResult, Support
-from hwrl.interfaces.handles import Handle
+from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap, Handle, ProbeContext, ProbeResult, Support
 from hwrl_cpu import CpuBackend
 
 INFO = BackendInfo(name="numbered", device_type="cpu", description="the CPU as NUMBERED_DEVICES devices", api=(1, 0))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hwrl.discovery.registry import GROUP, Registry
+from hwrl.discovery import BACKEND_ENTRY_POINTS, Registry
 
 SOURCE = """
 import hwrl
-from hwrl.interfaces.backend import Backend, BackendInfo, ProbeResult
+from hwrl.interfaces import Backend, BackendInfo, ProbeResult
 
 @hwrl.hookimpl
 def hwrl_backend_info():
@@ -49,7 +49,7 @@ class PluginFiles:
             "api": (1, 0),
         }
         (self.folder / f"{module}.py").write_text(source.format(**(usual | settings)))
-        self.entry_points += [EntryPoint(each, module, GROUP) for each in (name, *aliases)]
+        self.entry_points += [EntryPoint(each, module, BACKEND_ENTRY_POINTS) for each in (name, *aliases)]
         return module
 
     def registry(self, **env: str) -> Registry:

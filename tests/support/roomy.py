@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from hwrl.errors import DeviceMemoryError
-from hwrl.interfaces.backend import MemoryInfo
+from hwrl.interfaces import MemoryInfo
 from hwrl_cpu import INFO, CpuBackend
 
 

@@ -9,8 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.rollout import Completion, GenerationRequest, RolloutEngine, Sampling
+from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward import Reward

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import GenerationRequest, Sampling
+from hwrl.interfaces import GenerationRequest, Response, Sampling
 from hwrl.rollout.embedded import EmbeddedEngine
 
 END = 1

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import serve_store
+from hwrl.comm import Store, serve_store
 from hwrl.weights import TransferReport, WeightReceiver, WeightSender
 from hwrl_cpu import INFO, CpuBackend
 

@@ -15,7 +15,7 @@ from transformers.models.qwen3 import Qwen3PreTrainedModel
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces.batch import Batch
+from hwrl.interfaces import Batch
 from hwrl.models import build_model, load_model
 from hwrl.testing.processes import run_processes
 from hwrl.train.fsdp import FsdpEngine

@@ -10,8 +10,7 @@ import torch
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import serve_store, store_address
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces import Batch, LoraSettings
 from hwrl.models import load_model, model_identity
 from hwrl.testing.processes import run_processes
 from hwrl.train.fsdp import FsdpEngine

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightReceiver, WeightSender

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
+from hwrl.comm import Store
 from hwrl.lora import add_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
 from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, RetryingReceiver

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import (
     CommTimeoutError,
     ConfigError,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
+from hwrl.comm import Store
 from hwrl.errors import CommError, ConfigError, LayoutMismatchError, TransferFailedError
 from hwrl.weights import WeightReceiver, WeightSender
 from hwrl.weights.transports.ipc import IpcReceiver

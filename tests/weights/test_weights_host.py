@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
+from hwrl.comm import Store
 from hwrl.errors import (
     CommTimeoutError,
     TransferFailedError,

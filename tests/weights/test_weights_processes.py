@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hwrl.comm import await_keys, connect_store, raw_bytes, serve_store, store_address
 from hwrl.errors import CommTimeoutError, ReceiverExcludedError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import Received, WeightReceiver, WeightSender
 from hwrl.weights.report import StageClock

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl import errors
+from hwrl.comm import PrefixStore, Store
 from hwrl.comm.store import await_keys, store_failures
 from hwrl.errors import CheckpointError, HwrlError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from hwrl.interfaces.backend import Backend, StreamLike
+from hwrl.interfaces import Backend, StreamLike
 from hwrl.memory import PinnedPool
 from hwrl.memory.slabs import alone, place_of
 

@@ -12,7 +12,7 @@ from hwrl.checkpoint.format import split
 from hwrl.checkpoint.format.shards import Part
 from hwrl.checkpoint.saving.ring import Ring
 from hwrl.errors import DeviceMemoryError
-from hwrl.interfaces.backend import Backend, Capability, StreamLike
+from hwrl.interfaces import Backend, Capability, StreamLike
 from hwrl.memory import PinnedPool
 from hwrl.memory.slabs import batches, place_of
 

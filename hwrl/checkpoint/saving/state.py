@@ -19,7 +19,7 @@ from hwrl.checkpoint.format.shards import LocalShards, Offset, Part, local_parts
 from hwrl.checkpoint.format.split import divide
 from hwrl.checkpoint.saving.staging import Staging
 from hwrl.errors import CheckpointSaveError, MemoryStateError
-from hwrl.interfaces.memory import LentState, LentTensor, OffloadedState
+from hwrl.interfaces import LentState, LentTensor, OffloadedState
 from hwrl.memory import HostCopies
 from hwrl.memory.slabs import alone
 

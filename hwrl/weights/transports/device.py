@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm, Group, Pending
+from hwrl.comm import Comm, Group, Pending, Store
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import Lease, Place
 from hwrl.weights.checksum import Checksums

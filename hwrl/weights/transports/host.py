@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hwrl.errors import CommTimeoutError, TransferFailedError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import BroadcastBuffer, Place
 from hwrl.weights.checksum import Checksums

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from hwrl.errors import CommError, CommTimeoutError, TransferFailedError
-from hwrl.interfaces.backend import Backend, Capability, StreamLike
-from hwrl.interfaces.handles import Handle
+from hwrl.interfaces import Backend, Capability, Handle, StreamLike
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.board import Board, Offer
 from hwrl.weights.buffer import Lease, Place

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.memory.pagelock import PageLocked
 from hwrl.weights.board import Offer
 from hwrl.weights.buffer import Staging

@@ -11,7 +11,7 @@ import torch
 import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.interfaces.train import TrainEngine
+from hwrl.interfaces import TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.fsdp import FsdpEngine
