@@ -1,4 +1,4 @@
-"""What a train engine is: the interface that the FSDP2 engine and Megatron-core both fill."""
+"""The interface of a train engine: :class:`TrainEngine` and its settings."""
 
 from __future__ import annotations
 
@@ -43,16 +43,15 @@ def _float32() -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What every train engine is told.
+    """The settings of every train engine.
 
     ``total_steps`` shapes the learning-rate schedule: linear warm-up over ``warmup_steps``, then linear decay to
-    ``min_learning_rate_ratio``. A step is split into parts of at most ``micro_batch_tokens`` padded tokens.
-    ``temperature`` is that of sampling, and so of the policy. Parameters and optimizer state are float32; ``dtype`` is
-    what forward and backward passes compute in, and the dtype of the weights that leave the engine. With ``lora``
-    the model is the frozen base of an adapter, which alone is trained; its first values depend on ``seed``. With
-    ``param_offload`` and ``optimizer_offload`` parameters and optimizer state live in host memory, but for
-    :meth:`TrainEngine.on_device`. With ``activation_checkpointing`` a layer keeps nothing but its inputs for the
-    backward pass, and is computed twice.
+    ``min_learning_rate_ratio``. A step is split into micro-batches of at most ``micro_batch_tokens`` padded tokens.
+    ``temperature`` is the one of sampling, and so of the policy. Parameters and optimizer state are float32. Forward
+    and backward passes compute in ``dtype``, and weights leave the engine in it. With ``lora`` only an adapter is
+    trained, on a frozen base; its first values depend on ``seed``. With ``param_offload`` and ``optimizer_offload``
+    parameters and optimizer state are in host memory outside of :meth:`TrainEngine.on_device`. With
+    ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and is computed twice.
     """
 
     model_directory: Path
@@ -88,31 +87,31 @@ class TrainEngine(ABC):
     """
 
     base: int | None = None
-    """The identity of the frozen base under the adapter that is trained; None if the whole model is trained."""
+    """The identity of the adapter's frozen base; None if the whole model is trained."""
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which share of a batch this rank trains on. Ranks that hold parts of one copy of the model have the same."""
+        """The number of this rank's share of a batch. Ranks with parts of one copy of the model have the same share."""
         return 0
 
     @property
     def data_parallel_size(self) -> int:
-        """Into how many shares a batch is divided."""
+        """The number of shares of a batch."""
         return 1
 
     @abstractmethod
     def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
-        """Have parameters (and the ``optimizer``'s state) on the device inside; offload again what was, errors or not.
+        """Keep parameters (and the ``optimizer``'s state) on the device inside the context.
 
-        Nothing moves for an engine that offloads nothing, nor for what is there already. The context's value tells
-        what moved; its ``offload`` after the end.
+        On exit, also by an error, whatever was offloaded before is offloaded again. Nothing moves if it is on the
+        device already. The context's value counts the transfers; its ``offload`` is filled on exit.
         """
 
     @abstractmethod
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
-        """Take one optimizer step on ``batch`` (this rank's rows); return figures averaged over all ranks' tokens.
+        """Take one optimizer step on ``batch`` (this rank's rows); return metrics averaged over all ranks' tokens.
 
-        Raises EngineError, on all ranks and with the weights as they were, if the gradients are not finite.
+        Raises EngineError on all ranks, and changes no weights, if the gradients are not finite.
         """
 
     @abstractmethod
@@ -123,48 +122,46 @@ class TrainEngine(ABC):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter and persistent buffer whole, under its Hugging Face name, on the first rank.
 
-        With an adapter, those of the base, which never change.
-
-        All ranks must exhaust it, since gathering is collective; the others yield nothing. A tensor that was yielded
-        is the reader's to drop; it may be the engine's own memory, so that nothing is changed in the engine while the
-        reader still needs it.
+        With an adapter these are the tensors of the base, and never change. Gathering is collective: all ranks must
+        exhaust the iterator, and the others yield nothing. A yielded tensor may be the engine's own memory: do not
+        change the engine while the reader needs it.
         """
 
     @abstractmethod
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what :meth:`named_weights` yields, as tensors on the meta device; not collective."""
+        """Yield the tensors of :meth:`named_weights` on the meta device; not collective."""
 
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adapter's parameters like :meth:`named_weights`, under the names of PEFT's checkpoints."""
         yield from ()
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what :meth:`named_adapter` yields, as tensors on the meta device; not collective."""
+        """Yield the tensors of :meth:`named_adapter` on the meta device; not collective."""
         yield from ()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and the place in the schedule, for :class:`~hwrl.checkpoint.CheckpointManager`.
+        """Return model, optimizer and schedule position, for :class:`~hwrl.checkpoint.CheckpointManager`.
 
-        With an adapter, the adapter alone.
+        With an adapter the base is left out.
         """
 
     @contextmanager
     def saved_state(self) -> Iterator[tuple[dict[str, Any], OffloadedState | None]]:
-        """Give :meth:`state_dict` to be saved inside, and the offloader that has what is offloaded of it, if any."""
+        """Yield :meth:`state_dict` for a save inside the context, and the offloader of its offloaded tensors, if any."""
         with self.on_device(optimizer=True):
             yield self.state_dict(), None
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, but for the optimizer's settings, which are this run's."""
+        """Restore a :meth:`state_dict`. The optimizer's settings stay those of this run."""
 
     @abstractmethod
     def export(self, directory: Path) -> None:
-        """Write the model to ``directory`` so that ``from_pretrained`` loads it; the first rank writes.
+        """Write the model to ``directory``, for transformers' ``from_pretrained``; the first rank writes.
 
-        An adapter is written alone, for ``PeftModel.from_pretrained``.
+        An adapter is written without its base, for ``PeftModel.from_pretrained``.
         """
 
     def close(self) -> None:  # noqa: B027 - most engines start nothing
-        """End what the engine started beside itself, such as process groups; the engine is not used afterwards."""
+        """End process groups and other things that the engine started; do not use the engine afterwards."""

@@ -56,7 +56,7 @@ _MOVED = "it moves weights about, so that an update would miss some"
 _OTHER_WORKERS = "hwrl places a replica's workers: in its process, or on rollout.tensor_parallel devices of its machine"
 
 _REFUSED = {
-    "trust_remote_code": "hwrl runs no code that comes with a model",
+    "trust_remote_code": "hwrl runs no code from a model directory",
     "worker_cls": "updates and sleep are made for vLLM's own workers",
     "scheduler_cls": "versions are right only if no token is scheduled before an update and comes out after it",
     "logits_processors": _OTHER_POLICY,

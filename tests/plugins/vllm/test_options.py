@@ -66,7 +66,7 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
         ("scheduler_cls", "no token is scheduled before an update and comes out after it"),
         ("logits_processors", r"nothing but rollout\.temperature may shape"),
         ("speculative_config", "a draft model would get no weights"),
-        ("trust_remote_code", "hwrl runs no code that comes with a model"),
+        ("trust_remote_code", "hwrl runs no code from a model directory"),
         ("hf_overrides", "another model than the trainer"),
         ("kv_transfer_config", "outside the engine may come from other weights"),
         ("offload_group_size", "an update would miss some"),
