@@ -148,7 +148,7 @@ class TrainEngine(ABC):
 
     @contextmanager
     def saved_state(self) -> Iterator[tuple[dict[str, Any], OffloadedState | None]]:
-        """Yield :meth:`state_dict` for a save inside the context, and the offloader of its offloaded tensors, if any."""
+        """Yield :meth:`state_dict` for a save inside the context, and the offloader of its tensors, if any."""
         with self.on_device(optimizer=True):
             yield self.state_dict(), None
 
