@@ -1,4 +1,4 @@
-"""The interface of a rollout engine: :class:`RolloutEngine` and its data."""
+"""The interface of rollout engines: :class:`RolloutEngine`, with its settings, requests and completions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class RolloutSettings:
     """The settings of every rollout engine.
 
-    ``model_directory`` has the model's configuration; the weights in it are not read, because the trainer sends them,
-    in ``dtype``. The tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once. A prompt and its
-    response have at most ``max_length`` tokens. ``seed`` is for sampling. ``temperature`` is the one of later requests,
-    so an engine can refuse it early. With ``lora`` the weights come in two parts, a base and an adapter. Only with
-    ``may_sleep`` will :meth:`RolloutEngine.sleep` be called. The engine uses the first ``tensor_parallel`` devices of
-    the process, and takes weights on the first.
+    ``model_directory`` describes the model. The engine does not read its weights: they come from the trainer, in
+    ``dtype``. The tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each with at most
+    ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``temperature`` is the temperature of later
+    requests, so an engine can refuse it at once. With ``lora`` the weights come in two parts: a base model, and an
+    adapter of this form. ``may_sleep`` announces calls of :meth:`RolloutEngine.sleep`. The engine uses the process's
+    first ``tensor_parallel`` devices, and takes weights on the first.
     """
 
     model_directory: Path
@@ -42,7 +42,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to generate. ``temperature`` 0 is greedy decoding, with the log-probabilities of temperature 1."""
+    """How to sample a response. ``temperature`` 0 is greedy, with log-probabilities of temperature 1."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -50,7 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to generate. The caller chooses ``request_id``, and gets it back with the response."""
+    """One response to generate. ``request_id`` is the caller's and comes back with the response."""
 
     request_id: int
     prompt_ids: Ints
@@ -66,33 +66,33 @@ class Completion:
 
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
-"""The parts of an engine's device memory: each can sleep and wake."""
+"""The parts of an engine's device memory, for :meth:`RolloutEngine.sleep` and :meth:`RolloutEngine.wake`."""
 
 
 class RolloutEngine(ABC):
     """Generates responses step by step, so weights can change between two tokens of a response.
 
-    The caller's loop: ``submit``, then ``step`` until nothing is pending. ``load_weights`` may come between any two
-    steps. Running requests continue with the new weights, and each token carries its version. Not thread-safe: one
-    thread owns the engine.
+    The caller submits requests and calls ``step`` until none is pending; it may call ``load_weights`` between any two
+    steps. Running requests continue with the new weights, and each token records its weight version. Not thread-safe:
+    one thread owns the engine.
 
-    With ``settings.lora`` the engine gets its weights by :meth:`load_base`, once, and then by :meth:`load_adapter`,
-    version by version. :attr:`version` and :attr:`base` always describe the weights in the engine.
+    With ``settings.lora``, the caller loads the base model once, with :meth:`load_base`, and then one adapter per
+    version, with :meth:`load_adapter`. ``version`` and ``base`` always describe the weights in the model.
     """
 
     version: int = -1
-    """The weight version of the next token; -1 while the model is incomplete."""
+    """The weight version of the next token; -1 while the model has no complete weights."""
 
     base: int | None = None
-    """The identity of the base in the model; None without one, and always without ``settings.lora``."""
+    """The identity of the loaded base model; None before :meth:`load_base`, and always without ``settings.lora``."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue ``requests``. Does not block. Raises EngineError if a request can never be served."""
+        """Queue ``requests``. Does not block; raises EngineError for a request that can never run."""
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Advance every running request by at least one token; return the finished ones. Blocks for one step."""
+        """Advance every running request by at least one token; return finished requests. Blocks for one step."""
 
     @abstractmethod
     def pending(self) -> int:
@@ -100,7 +100,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def capacity(self) -> int:
-        """Return the number of further requests that could start at once."""
+        """Return the number of further requests that would run at once."""
 
     @abstractmethod
     def abort(self) -> int:
@@ -108,46 +108,48 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Copy ``weights`` (Hugging Face names) into the model; after it returns, ``version`` is served.
+        """Copy ``weights`` (Hugging Face names) into the model; later tokens come from ``version``.
 
-        The tensors are read before it returns and not kept. Unknown or missing names raise EngineError and leave
-        the old version serving.
+        Reads the tensors before it returns, and keeps none. Unknown or missing names raise EngineError, and the old
+        version stays.
         """
 
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
-        """Copy a base into the model; ``base`` is its identity. :attr:`version` is -1 until an adapter is loaded.
+        """Copy the base model with identity ``base`` into the model; :attr:`version` is -1 until an adapter follows.
 
-        Names and errors as in :meth:`load_weights`. After a failure in the middle :attr:`base` is None.
+        Names and errors are as in :meth:`load_weights`. After an error in the middle, :attr:`base` is None.
         """
         raise adapter_unsupported()
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base: int) -> None:
-        """Copy ``weights``, a whole adapter, into the model; after it returns, ``version`` is served.
+        """Copy ``weights``, a whole adapter, into the model; later tokens come from ``version``.
 
-        Names are those of PEFT's checkpoints (``base_model.model.….lora_A.weight``), shapes follow ``settings.lora``.
-        The tensors are read before it returns and not kept. Raises EngineError, and the old version stays, if names or
-        shapes differ, or if the model does not hold ``base``, the adapter's base.
+        Names are as in PEFT's checkpoints (``base_model.model.….lora_A.weight``); the form is ``settings.lora``. Reads
+        the tensors before it returns, and keeps none. Raises EngineError, and the old version stays, if the model does
+        not hold ``base``, the adapter's base model, or if names or shapes do not fit the adapter.
         """
         raise adapter_unsupported()
 
     def sleep(self, *, level: int) -> int:
-        """Free device memory for other uses; return the freed bytes. Does nothing if a part sleeps already. Blocks.
+        """Free device memory for other users, and return the freed bytes; 0 if a part sleeps already. Blocks.
 
-        The attention cache is dropped. Level 1 keeps the weights in host memory, and :attr:`version` and :attr:`base`
-        stay. Level 2 drops them: both are -1 and None until weights are loaded again, after ``wake(["weights"])``.
-        Raises EngineError if requests are pending, UnsupportedError if the engine cannot sleep.
+        Drops the attention cache. Level 1 keeps the weights in host memory; :attr:`version` and :attr:`base` stay.
+        Level 2 drops the weights; :attr:`version` is -1 and :attr:`base` None until the caller loads weights again,
+        after ``wake(["weights"])``. Raises EngineError if requests are pending, UnsupportedError if the engine cannot
+        sleep.
         """
         raise _without_sleep()
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
-        """Allocate device memory again for the sleeping parts among ``tags``, of MEMORY_TAGS. Blocks.
+        """Allocate device memory again for ``tags``, of MEMORY_TAGS; skip parts that are awake. Blocks.
 
-        Loading needs "weights" awake, ``step`` needs both. Raises UnsupportedError if the engine cannot sleep.
+        Loading weights needs "weights" awake, and ``step`` needs both tags. Raises UnsupportedError if the engine
+        cannot sleep.
         """
         raise _without_sleep()
 
     def close(self) -> None:
-        """Abort all requests and release the engine's resources."""
+        """Release the engine's resources."""
         self.abort()
 
 

@@ -1,4 +1,4 @@
-"""The interface of a train engine: :class:`TrainEngine` and its settings."""
+"""The interface of train engines: :class:`TrainEngine`, with its :class:`EngineSettings`."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class EngineSettings:
     """The settings of every train engine.
 
     ``total_steps`` shapes the learning-rate schedule: linear warm-up over ``warmup_steps``, then linear decay to
-    ``min_learning_rate_ratio``. A step is split into micro-batches of at most ``micro_batch_tokens`` padded tokens.
-    ``temperature`` is the one of sampling, and so of the policy. Parameters and optimizer state are float32. Forward
-    and backward passes compute in ``dtype``, and weights leave the engine in it. With ``lora`` only an adapter is
-    trained, on a frozen base; its first values depend on ``seed``. With ``param_offload`` and ``optimizer_offload``
-    parameters and optimizer state are in host memory outside of :meth:`TrainEngine.on_device`. With
-    ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and is computed twice.
+    ``min_learning_rate_ratio``. A micro-batch has at most ``micro_batch_tokens`` padded tokens. ``temperature`` is the
+    sampling temperature, and so part of the policy. Parameters and optimizer state are float32; ``dtype`` is the dtype
+    of forward and backward passes, and of published weights. With ``lora`` the engine freezes the model and trains an
+    adapter on it; the adapter's initial values depend on ``seed``. With ``param_offload`` and ``optimizer_offload``,
+    parameters and optimizer state are in host memory outside :meth:`TrainEngine.on_device`. With
+    ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice.
     """
 
     model_directory: Path
@@ -83,15 +83,15 @@ class EngineSettings:
 class TrainEngine(ABC):
     """Holds the training model and its optimizer, on one rank or several.
 
-    On several ranks every method is collective: all ranks call it, in the same order, each with the rows of its share.
+    On several ranks every method is collective: all ranks call it, in the same order, each with its share of the rows.
     """
 
     base: int | None = None
-    """The identity of the adapter's frozen base; None if the whole model is trained."""
+    """The identity of the frozen base model under the adapter; None if the engine trains the whole model."""
 
     @property
     def data_parallel_rank(self) -> int:
-        """The number of this rank's share of a batch. Ranks with parts of one copy of the model have the same share."""
+        """The index of this rank's share of a batch. Ranks with parts of one copy of the model have the same index."""
         return 0
 
     @property
@@ -101,17 +101,17 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
-        """Keep parameters (and the ``optimizer``'s state) on the device inside the context.
+        """Load parameters (with ``optimizer``, its state, too) to the device for the block; offload again at its end.
 
-        On exit, also by an error, whatever was offloaded before is offloaded again. Nothing moves if it is on the
-        device already. The context's value counts the transfers; its ``offload`` is filled on exit.
+        It offloads after an error, too, but never a part that was on the device before. The context's value reports
+        the transfers; its ``offload`` is complete after the block.
         """
 
     @abstractmethod
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         """Take one optimizer step on ``batch`` (this rank's rows); return metrics averaged over all ranks' tokens.
 
-        Raises EngineError on all ranks, and changes no weights, if the gradients are not finite.
+        Raises EngineError on all ranks, with unchanged weights, if the gradients are not finite.
         """
 
     @abstractmethod
@@ -120,11 +120,13 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter and persistent buffer whole, under its Hugging Face name, on the first rank.
+        """Yield every whole parameter and persistent buffer, under its Hugging Face name, on the first rank.
 
-        With an adapter these are the tensors of the base, and never change. Gathering is collective: all ranks must
-        exhaust the iterator, and the others yield nothing. A yielded tensor may be the engine's own memory: do not
-        change the engine while the reader needs it.
+        With an adapter, yield the base model's; they never change.
+
+        Gathering is collective: all ranks must exhaust the iterator, and the other ranks yield nothing. The reader may
+        drop a tensor at any time. The tensor may share the engine's memory, so the engine must not change until the
+        reader has dropped it.
         """
 
     @abstractmethod
@@ -132,7 +134,7 @@ class TrainEngine(ABC):
         """Yield the tensors of :meth:`named_weights` on the meta device; not collective."""
 
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapter's parameters like :meth:`named_weights`, under the names of PEFT's checkpoints."""
+        """Yield the adapter's parameters like :meth:`named_weights`, under the names in PEFT's checkpoints."""
         yield from ()
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,12 +145,12 @@ class TrainEngine(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and schedule position, for :class:`~hwrl.checkpoint.CheckpointManager`.
 
-        With an adapter the base is left out.
+        With an adapter, the model's part is the adapter alone.
         """
 
     @contextmanager
     def saved_state(self) -> Iterator[tuple[dict[str, Any], OffloadedState | None]]:
-        """Yield :meth:`state_dict` for a save inside the context, and the offloader of its tensors, if any."""
+        """Yield :meth:`state_dict` to save inside the block, and the owner of its offloaded part, or None."""
         with self.on_device(optimizer=True):
             yield self.state_dict(), None
 
@@ -158,10 +160,10 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def export(self, directory: Path) -> None:
-        """Write the model to ``directory``, for transformers' ``from_pretrained``; the first rank writes.
+        """Write the model to ``directory`` for ``from_pretrained``; the first rank writes.
 
-        An adapter is written without its base, for ``PeftModel.from_pretrained``.
+        An adapter is written alone, for ``PeftModel.from_pretrained``.
         """
 
     def close(self) -> None:  # noqa: B027 - most engines start nothing
-        """End process groups and other things that the engine started; do not use the engine afterwards."""
+        """End process groups and other things started by the engine. The engine is unusable afterwards."""

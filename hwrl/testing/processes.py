@@ -23,6 +23,7 @@ from typing import Any
 from hwrl.errors import HwrlError
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_preloaded = ["torch.distributed.tensor", "hwrl.comm"]
 _GRACE_S = 5.0  # after one rank failed, the others get this long to report: they often wait for the failed one
 _SHOW_STACKS = signal.SIGUSR1
 _SHOW_S = 1.0
@@ -35,6 +36,14 @@ class Outcome:
     rank: int
     value: Any = None
     error: BaseException | None = None
+
+
+def preload(*modules: str) -> None:
+    """Have the processes of this module start with ``modules`` imported; call it before the first of them starts.
+
+    A module must leave no thread and no open device behind when it is imported: neither survives the fork.
+    """
+    _preloaded.extend(modules)
 
 
 def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -151,12 +160,12 @@ class Processes:
 
 
 def _forking_context() -> Any:
-    """Return a context whose children are forked from a process that imported torch, and did nothing else.
+    """Return a context that forks its children from a process that imported torch and what :func:`preload` names.
 
-    That spares each child seconds. No device library is loaded there, because those do not survive a fork.
+    That saves seconds for each child. No device library is loaded there, because those do not survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "hwrl.comm"])
+    context.set_forkserver_preload(_preloaded)
     before = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
     try:

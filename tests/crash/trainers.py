@@ -1,4 +1,4 @@
-"""What the matrix saves: a state that several ranks share as they do in training, by FSDP2 or by Megatron-core."""
+"""The trainers of the matrix: their state is divided over ranks as in training, by FSDP2 or by Megatron-core."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = 5  # odd: the ranks' shards differ in size
 
 
 class Trainer(Protocol):
-    """What is trained, on one rank; the tensors of its state are its memory."""
+    """A trainer on one rank; the tensors of its state are its memory."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -82,7 +82,7 @@ class Megatron:
 
 
 def write_model(directory: Path) -> Path:
-    """Write the smallest model that two tensor-parallel ranks can share; have this process import all that loads it."""
+    """Write the smallest model for two tensor-parallel ranks; have this process import the modules that load it."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
