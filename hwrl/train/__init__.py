@@ -1,6 +1,6 @@
 """From scored groups to new weights: advantages, losses, train engines and the asynchronous trainer.
 
-Each name is imported on first use, so that a process reads the names of losses without importing torch.
+Each name is imported on first use: the names of losses need no torch.
 """
 
 from __future__ import annotations
