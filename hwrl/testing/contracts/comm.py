@@ -17,7 +17,7 @@ from hwrl.comm import Comm, Group, await_keys, connect_store
 from hwrl.errors import CommAbortedError, CommTimeoutError, PeerLostError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
-from hwrl.testing.contracts.pair import StoreAddress, place
+from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.processes import Processes, run_processes
 
 _DTYPES = (
@@ -84,7 +84,7 @@ class CommContract:
 
 def _group(rank: int, name: str, address: str) -> Group:
     store = connect_store(address)
-    return Comm(place(rank, name)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
+    return Comm(backend_of_rank(rank, name)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
 
 
 def _collect(rank: int, name: str, address: str) -> list[str]:
@@ -139,7 +139,7 @@ def _reduced(group: Group) -> list[str]:
 
 def _shard_over_default_group(rank: int, name: str, address: str) -> list[str]:
     """Return the parameters that a sharded step leaves otherwise than a step of one process on the whole batch."""
-    backend = place(rank, name)
+    backend = backend_of_rank(rank, name)
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=30.0):
         mesh = init_device_mesh(backend.info.device_type, (1, 2), mesh_dim_names=("replicate", "shard"))
         total = torch.tensor(float(rank + 1), device=backend.device())
@@ -205,7 +205,7 @@ def _end_of_receive(group: Group) -> str:
 
 def _survive_or_be_killed(rank: int, name: str, address: str) -> float:
     """Broadcast from rank 0 until rank 1 is killed; return the sum in a group with its replacement."""
-    backend, store = place(rank, name), connect_store(address)
+    backend, store = backend_of_rank(rank, name), connect_store(address)
     store.set(f"started/{rank}", "")  # processes start slowly, and the group is to be impatient
     assert not await_keys(store, ["started/0", "started/1"], timeout_s=60.0)
     group = Comm(backend).standalone_group(store, rank=rank, size=2, name="doomed", timeout_s=_NOTICE_S)
@@ -226,7 +226,7 @@ def _survive_or_be_killed(rank: int, name: str, address: str) -> float:
 
 
 def _replace(_: int, name: str, address: str) -> float:
-    return _sum_in_new_pair(place(1, name), address, rank=1)
+    return _sum_in_new_pair(backend_of_rank(1, name), address, rank=1)
 
 
 def _sum_in_new_pair(backend: Backend, address: str, *, rank: int) -> float:

@@ -1,4 +1,4 @@
-"""What a backend promises about device memory that another process opens."""
+"""A backend's promises about device memory opened by another process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hwrl.comm import await_keys, connect_store
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need
-from hwrl.testing.contracts.pair import StoreAddress, place
+from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.processes import run_processes
 
 _WAIT_S = 60.0
@@ -23,7 +23,7 @@ _FIRST, _END, _LENGTH = 100, 612, 1000
 
 
 class DeviceIpcContract:
-    """Memory that one process exports is opened by another: the same bytes, on the same device, under any number."""
+    """One process exports memory, another opens it: the same bytes, on the same device, under any number."""
 
     @pytest.fixture(autouse=True)
     def _only_where_memory_can_be_opened(self, backend: Backend) -> None:
@@ -31,7 +31,7 @@ class DeviceIpcContract:
 
     @pytest.mark.parametrize("reader", [_HERE, _ELSEWHERE, _RENUMBERED])
     def test_both_processes_see_the_same_bytes(self, backend: Backend, reader: str) -> None:
-        """A part of a larger storage: its values, what the exporter writes later, and what the reader writes."""
+        """A part of a larger storage: its values, later writes of the exporter, and writes of the reader."""
         if reader != _HERE and backend.device_count() < 2:
             pytest.skip("needs two devices")
         address = StoreAddress()
@@ -66,9 +66,9 @@ class DeviceIpcContract:
 
 
 def _export_or_open(rank: int, name: str, address: str, reader: str) -> list[str]:
-    """Return what went wrong, one line each."""
+    """Return the errors, one line each."""
     if rank == 0:
-        return _export(place(int(reader == _RENUMBERED), name), address)
+        return _export(backend_of_rank(int(reader == _RENUMBERED), name), address)
     return _open(name, address, reader)
 
 
@@ -86,7 +86,7 @@ def _export(backend: Backend, address: str) -> list[str]:
     _await(store, "written")
     wanted = torch.arange(1, _LENGTH + 1, dtype=torch.int32)
     wanted[_FIRST:_END] = 0
-    return [] if torch.equal(whole.cpu(), wanted) else ["what the reader wrote is not what the exporter sees"]
+    return [] if torch.equal(whole.cpu(), wanted) else ["the exporter does not see the reader's writes"]
 
 
 def _open(name: str, address: str, reader: str) -> list[str]:
@@ -107,13 +107,13 @@ def _open(name: str, address: str, reader: str) -> list[str]:
     wrong += _differences(opened, again, device=theirs, plus=1)
     del again  # the other mapping stays
     opened.zero_()
-    opened.cpu()  # waits for the tensor's device, which need not be the current one
+    opened.cpu()  # waits for the tensor's device; the current one may be another
     store.set("written", "")
     return wrong
 
 
 def _wrongly_opened(backend: Backend, handle: dict[str, Any]) -> list[str]:
-    """Return the numbers of ``handle`` that may lead out of the exported memory and are believed all the same."""
+    """Return the fields of ``handle`` with a number outside the exported memory that opens all the same."""
     believed = []
     for name in [name for name, value in handle.items() if isinstance(value, int)]:
         try:
