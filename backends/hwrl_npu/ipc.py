@@ -45,9 +45,8 @@ def open(handle: Handle, *, devices: DeviceMap) -> torch.Tensor:
     index = _index_of(int(handle["device"]), devices)
     offset, nbytes = int(handle["offset"]), int(handle["nbytes"])
     kind: Any = torch.UntypedStorage
-    memory = torch.empty(
-        0, dtype=torch.uint8, device=torch.device("npu", index)
-    )  # use the device first: the next call crashes otherwise
+    # Use the device first: the next call crashes otherwise.
+    memory = torch.empty(0, dtype=torch.uint8, device=torch.device("npu", index))
     try:
         storage = kind._new_shared_npu(index, raw, nbytes, offset, _NO_COUNTER, 0, _NO_EVENT, False)
     except RuntimeError as exc:
