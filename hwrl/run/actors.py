@@ -252,7 +252,7 @@ class RolloutActor:
             self._rollouter.run(self._stop)
 
     def evaluate(self) -> Any:
-        """Return an :class:`~hwrl.rollout.rollouter.Evaluation` with the weights that are there when it begins."""
+        """Return an :class:`~hwrl.rollout.evaluator.Evaluation` with the weights that are there when it begins."""
         assert self._rollouter is not None, "set_up comes first"
         return self._rollouter.evaluate(self._evaluation_prompts).result()
 

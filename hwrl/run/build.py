@@ -21,9 +21,10 @@ from hwrl.models import (
 )
 from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout.leases import LedgerClient
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.reward_workers import RewardWorkers
-from hwrl.rollout.rollouter import LedgerClient, Rollouter
+from hwrl.rollout.rollouter import LoopSettings, Rollouter
 from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, ModelUpdater, RetryingReceiver, WeightUpdater
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, TRAIN, RunInputs
@@ -75,11 +76,13 @@ def build_rollouter(
             threads=config.reward.threads,
             timeout_s=config.reward.timeout_s,
         ),
-        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
-        group_size=config.rollout.n,
         weights=_build_updater(config, engine, store_address=store_address, replica=replica),
-        partial_rollout=config.async_training.partial_rollout,
-        sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        settings=LoopSettings(
+            sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+            group_size=config.rollout.n,
+            partial_rollout=config.async_training.partial_rollout,
+            sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        ),
     )
 
 

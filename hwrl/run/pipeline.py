@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 
 from hwrl.discovery import get_backend
 from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
-from hwrl.rollout.rollouter import Evaluation
+from hwrl.rollout.evaluator import Evaluation
 from hwrl.run.actors import Taken
 from hwrl.run.cluster import ray_cluster
 from hwrl.run.config import Config

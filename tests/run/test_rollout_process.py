@@ -84,7 +84,7 @@ def test_a_rollout_process_holds_one_model_and_its_rooms_and_reads_no_weights(
     (config.dir / "checkpoints").mkdir(parents=True)
     store = serve_store()
     with (
-        WeightSender(store, transport=transport) as sender,  # type: ignore[arg-type]  # one of its names
+        WeightSender(store, transport=transport) as sender,
         Processes(roll_out, 1, config, store_address(store), timeout_s=120.0) as processes,
     ):
         sender.wait_for_receivers(1, timeout_s=90.0)

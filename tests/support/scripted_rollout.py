@@ -14,7 +14,7 @@ from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward import Reward
 from hwrl.rollout.reward_workers import RewardWorkers
-from hwrl.rollout.rollouter import Rollouter
+from hwrl.rollout.rollouter import LoopSettings, Rollouter
 
 
 class CountingEngine(RolloutEngine):
@@ -133,11 +133,8 @@ def rollouter_of(
             threads=1,  # in the order in which the responses finished
             timeout_s=reward_timeout_s,
         ),
-        sampling=Sampling(10),
-        group_size=2,
         weights=updater,
-        partial_rollout=partial,
-        sleep_level=sleep_level,
+        settings=LoopSettings(sampling=Sampling(10), group_size=2, partial_rollout=partial, sleep_level=sleep_level),
     )
 
 
