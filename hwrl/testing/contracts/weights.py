@@ -1,4 +1,4 @@
-"""A backend's promises about weights on their way from a trainer to a rollout, in two real processes."""
+"""The contract of weight transfers from a trainer to a rollout, in two real processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SLAB_NBYTES = 1 << 16
 
 
 class WeightsContract:
-    """Every version arrives whole and bit for bit, over each transport."""
+    """Every version arrives complete and bit for bit, over each transport."""
 
     @pytest.mark.parametrize("transport", ["device", "ipc", "host"])
     def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: TransportName) -> None:
         """Scalars, odd sizes, mixed dtypes, every NaN, strided and tied tensors, and one larger than a slab.
 
-        They arrive in the receiver's own memory, and in given tensors.
+        They arrive in new memory of the receiver, and in given tensors.
         """
         if transport == "device":
             need_two_ranks(backend)
@@ -54,7 +54,7 @@ def _send(backend: Backend, store: Store, transport: TransportName) -> list[int]
 
 
 def _receive(backend: Backend, store: Store, link: str) -> dict[int, list[str]]:
-    """Return for each version the names of the tensors with wrong content."""
+    """Return for each version the names of tensors with wrong values."""
     wrong = {}
     given = {key: torch.zeros_like(tensor).contiguous() for key, tensor in _weights(backend, 0).items()}
     into = given if link == "in place" else None
