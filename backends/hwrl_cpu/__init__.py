@@ -57,14 +57,6 @@ def hwrl_create_backend() -> Backend:
     return CpuBackend(INFO)
 
 
-@hwrl.hookimpl
-def hwrl_bootstrap(framework: str) -> None:
-    if framework == "megatron":
-        from hwrl_cpu import megatron
-
-        megatron.install()
-
-
 class CpuBackend(Backend):
     """The CPU: one device, whose work is done when a call returns."""
 

@@ -9,8 +9,16 @@ from collections import defaultdict
 import pluggy
 
 from hwrl.discovery import PLUGIN_ENTRY_POINTS
-from hwrl.discovery.loading import Installed, LoadFailure, PluginFault, ask, contain, in_one_line, load_hooks
-from hwrl.discovery.typed import why_not
+from hwrl.discovery.loading import (
+    Installed,
+    LoadFailure,
+    PluginFault,
+    call_hook,
+    in_one_line,
+    load_hooks,
+    run_plugin_code,
+)
+from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Command
 
@@ -63,9 +71,9 @@ class Commands:
             self.problems.append(f"no commands of a plugin: {manager}")
             return ()
         try:
-            answer = ask(manager.hook.hwrl_commands, object)
-            commands = contain(lambda: tuple(answer or ()))
-            wrong = why_not(commands, tuple[Command, ...], name="its answer") or _why_not_added(commands)
+            answer = call_hook(manager.hook.hwrl_commands, object)
+            commands = run_plugin_code(lambda: tuple(answer or ()))
+            wrong = type_mismatch(commands, tuple[Command, ...], name="its answer") or _why_not_added(commands)
         except (PluginFault, HwrlError) as fault:
             wrong = in_one_line(fault)
         if not wrong:

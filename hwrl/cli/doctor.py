@@ -16,8 +16,8 @@ from typing import Any
 from hwrl import __version__
 from hwrl.cli import livecheck
 from hwrl.discovery import BACKEND_ENTRY_POINTS, Probed, Registry
-from hwrl.discovery.loading import Plugin, PluginFault, contain, in_one_line
-from hwrl.discovery.typed import why_not
+from hwrl.discovery.loading import Plugin, PluginFault, in_one_line, run_plugin_code
+from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import BackendError, HwrlError
 from hwrl.interfaces import Finding, ProbeContext
 
@@ -83,7 +83,7 @@ def _describe(probed: Probed, context: ProbeContext) -> dict[str, Any]:
 
 def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
     try:
-        found = contain(lambda: list(chain.from_iterable(plugin.manager.hook.hwrl_doctor(context=context))))
+        found = run_plugin_code(lambda: list(chain.from_iterable(plugin.manager.hook.hwrl_doctor(context=context))))
     except (PluginFault, HwrlError) as fault:
         return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {in_one_line(fault)}")]
     return [_checked(plugin, finding) for finding in found]
@@ -91,7 +91,7 @@ def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
 
 def _checked(plugin: Plugin, finding: Any) -> Finding:
     """Return ``finding``; in place of what is none, a finding that says so."""
-    wrong = why_not(finding, Finding, name="a finding")
+    wrong = type_mismatch(finding, Finding, name="a finding")
     return Finding("warning", f"hwrl_doctor of {plugin.value} gave a wrong answer: {wrong}") if wrong else finding
 
 

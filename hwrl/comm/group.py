@@ -20,7 +20,7 @@ from hwrl.interfaces import Backend, Capability, Group, Pending, ReduceOp
 
 
 class TorchPending(Pending):
-    """An operation whose ``work`` object torch returned; None if there was nothing to do."""
+    """An operation with torch's ``work`` object; None for an empty tensor."""
 
     __slots__ = ("_group", "_operation", "_work")
 

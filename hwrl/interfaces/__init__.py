@@ -1,4 +1,4 @@
-"""The interfaces that backends and engines implement, and the data that passes through them.
+"""The interfaces of backends, engines and process groups, and the data that passes through them.
 
 Importing it is cheap: it loads neither torch nor numpy, so a probe can run before torch is importable.
 """

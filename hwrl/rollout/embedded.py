@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.discovery import get_backend
+from hwrl.discovery.registry import backend_or_default
 from hwrl.errors import EngineError
 from hwrl.interfaces import (
     MEMORY_TAGS,
@@ -39,9 +39,6 @@ from hwrl.rollout.slots import SlotCache
 
 _StateDict = Mapping[str, torch.Tensor]
 
-_PREFILL_TOKENS = 1 << 14
-"""The padded tokens of new prompts that one forward pass takes; a longer prompt has a pass of its own."""
-
 
 @dataclass(frozen=True)
 class _Generating:
@@ -65,9 +62,20 @@ class EmbeddedEngine(RolloutEngine):
     the device only as far as that rounds differently.
     """
 
-    def __init__(self, model: Any, *, eos_ids: Sequence[int], max_running: int, max_length: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_ids: Sequence[int],
+        max_running: int,
+        max_length: int,
+        seed: int = 0,
+        prefill_tokens: int = 1 << 14,
+        backend: Backend | None = None,
+    ) -> None:
         _require_full_attention(model.config, max_length=max_length)
-        self._model = model.eval()
+        self.model = model.eval()
+        self._backend = backend_or_default(backend)
         self._base, self._adapter = divided(model)
         self._asleep: frozenset[str] = frozenset()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes that each had
@@ -75,6 +83,7 @@ class EmbeddedEngine(RolloutEngine):
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
+        self._prefill_tokens = prefill_tokens
         self._seed = seed % (1 << 64)  # the generator takes no negative one
         self._waiting: deque[GenerationRequest] = deque()
         self._slots: list[_Generating] = []
@@ -98,6 +107,7 @@ class EmbeddedEngine(RolloutEngine):
             max_running=settings.max_running,
             max_length=settings.max_length,
             seed=settings.seed,
+            backend=backend,
         )
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -163,7 +173,7 @@ class EmbeddedEngine(RolloutEngine):
 
     @functools.cached_property
     def _offloader(self) -> Offloader:
-        return Offloader(self._model)
+        return Offloader(self.model, backend=self._backend)
 
     def sleep(self, *, level: int) -> int:
         require_none_pending(self.pending())
@@ -171,7 +181,7 @@ class EmbeddedEngine(RolloutEngine):
             return 0
         freed_nbytes = self._cache.drop()
         if level == 1:
-            storages = _storages([*self._model.parameters(), *self._model.buffers()])
+            storages = _storages([*self.model.parameters(), *self.model.buffers()])
             freed_nbytes += sum(storage.nbytes() for storage in storages)
             self._offloader.offload()
         else:
@@ -180,7 +190,7 @@ class EmbeddedEngine(RolloutEngine):
             for storage, nbytes in self._dropped:
                 storage.resize_(0)
                 freed_nbytes += nbytes
-        get_backend().empty_cache()
+        self._backend.empty_cache()
         self._asleep = MEMORY_TAGS
         return freed_nbytes
 
@@ -226,11 +236,11 @@ class EmbeddedEngine(RolloutEngine):
         self._sample(rows, self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last)))
 
     def _prefill_parts(self, rows: slice) -> list[slice]:
-        """Cut ``rows`` so that no part has more than ``_PREFILL_TOKENS`` padded tokens, unless it is one prompt."""
+        """Cut ``rows`` so that no part has more than ``prefill_tokens`` padded tokens, unless it is one prompt."""
         parts, start, longest = [], rows.start, 0
         for row, length in enumerate(self._length[rows].tolist(), rows.start):
             longest = max(longest, length)
-            if row > start and (row + 1 - start) * longest > _PREFILL_TOKENS:
+            if row > start and (row + 1 - start) * longest > self._prefill_tokens:
                 parts.append(slice(start, row))
                 start, longest = row, length
         return [*parts, slice(start, rows.stop)] if start < rows.stop else parts
@@ -250,7 +260,7 @@ class EmbeddedEngine(RolloutEngine):
     ) -> torch.Tensor:
         """Run the model and return, for each row, the logits (rows × vocabulary) at its place ``last``."""
         return logits_at(
-            self._model,
+            self.model,
             torch.arange(len(tokens), device=self._device),
             last,
             input_ids=tokens,

@@ -25,7 +25,7 @@ from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train.policy import PolicyEngine, recompute
+from hwrl.train import PolicyEngine, recompute
 from hwrl.weights import gather_weights
 from hwrl_megatron.model import build_gpt
 from hwrl_megatron.options import MegatronOptions

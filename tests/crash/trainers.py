@@ -19,10 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 import hwrl
 from hwrl.comm import Comm, Group, HashStore
-from hwrl.discovery import bootstrap
-from hwrl.interfaces import EngineSettings
+from hwrl.interfaces.train import EngineSettings
 from hwrl_cpu import INFO, CpuBackend
-from hwrl_megatron import hwrl_train_engine
+from hwrl_megatron import hwrl_train_engine, prepare_process
 
 BACKEND = CpuBackend(INFO)
 ROWS = 5  # odd: the ranks' shards differ in size
@@ -103,6 +102,6 @@ def write_model(directory: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(directory)
     load_model(directory, dtype=torch.float32)
     hwrl.set_backend("cpu")
-    bootstrap("megatron")
+    prepare_process()
     importlib.import_module("hwrl_megatron.engine")
     return directory

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from hwrl.errors import EngineError
-from hwrl.interfaces import GenerationRequest, Response, Sampling
-from hwrl.rollout import embedded
+from hwrl.interfaces.groups import Response
+from hwrl.interfaces.rollout import GenerationRequest, Sampling
 from hwrl.rollout.embedded import EmbeddedEngine
 from tests.support.tiny_model import END, generate, requests_of, tiny_model
 
 
-def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), max_running: int, max_length: int) -> EmbeddedEngine:
+def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), **options: Any) -> EmbeddedEngine:
     """Return an engine that serves ``model`` with its own weights as version 0."""
-    engine = EmbeddedEngine(model, eos_ids=eos_ids, max_running=max_running, max_length=max_length)
+    engine = EmbeddedEngine(model, eos_ids=eos_ids, **options)
     engine.load_weights({name: tensor.clone() for name, tensor in model.state_dict().items()}.items(), version=0)
     return engine
 
@@ -95,13 +95,12 @@ def test_new_weights_between_two_tokens_are_stamped_and_used() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 100])
-def test_new_prompts_are_taken_in_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+def test_new_prompts_are_taken_in_parts_that_change_nothing(tokens: int) -> None:
     model, requests = tiny_model(), requests_of(20, temperature=0.0)
     wanted = generate(engine_of(model, max_running=20, max_length=24), requests)
-    monkeypatch.setattr(embedded, "_PREFILL_TOKENS", tokens)
     shapes: list[tuple[int, ...]] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    engine = engine_of(model, max_running=20, max_length=24)
+    engine = engine_of(model, max_running=20, max_length=24, prefill_tokens=tokens)
     engine.submit(requests)
     responses = {done.request_id: done.response for done in engine.step()}
     assert sum(rows for rows, _ in shapes) == 20

@@ -10,6 +10,7 @@ from hwrl.errors import ConfigError, EngineError, UnsupportedError
 from hwrl.interfaces import LoraSettings
 from hwrl.lora import add_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl_cpu import INFO, CpuBackend
 from tests.support.adapters import LORA, Weights, expected, reference, tokens_of, trained
 from tests.support.tiny_model import END, requests_of, tiny_model
 
@@ -40,7 +41,7 @@ def test_a_woken_engine_says_what_it_said_before(level: int, tied: bool) -> None
     engine = engine_with(base, adapter, tied=tied)
     before = tokens_of(engine, requests)
     freed_nbytes = engine.sleep(level=level)
-    kept = 0 if level == 1 else sum(buffer.nbytes for buffer in engine._model.buffers())
+    kept = 0 if level == 1 else sum(buffer.nbytes for buffer in engine.model.buffers())
     assert freed_nbytes == _nbytes_of(engine) - kept
     assert engine.sleep(level=level) == 0, "it sleeps already"
     if level == 2:
@@ -56,11 +57,24 @@ def test_a_woken_engine_says_what_it_said_before(level: int, tied: bool) -> None
 
 def _nbytes_of(engine: EmbeddedEngine) -> int:
     """Return the bytes of weights, buffers and attention cache that an engine of the same form holds."""
-    model = add_adapter(tiny_model(tied=engine._model.config.tie_word_embeddings), LORA)
+    model = add_adapter(tiny_model(tied=engine.model.config.tie_word_embeddings), LORA)
     weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     config = model.config
     slots = 4 * 24 * config.num_key_value_heads * config.head_dim * 2 * config.num_hidden_layers
     return int(weights + slots * model.dtype.itemsize)
+
+
+def test_a_sleeping_engine_frees_memory_by_the_backend_that_it_was_given() -> None:
+    class Watched(CpuBackend):
+        emptied = 0
+
+        def empty_cache(self) -> None:
+            self.emptied += 1
+
+    backend = Watched(INFO)
+    engine = EmbeddedEngine(tiny_model(), eos_ids=[END], max_running=2, max_length=8, backend=backend)
+    engine.sleep(level=1)
+    assert backend.emptied >= 1
 
 
 def test_a_sleeping_engine_refuses_to_work() -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 import hwrl
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response
 from hwrl.run.demo import write_demo
-from hwrl.train.collate import collate
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss, group_advantages
+from hwrl.train.padding import collate
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,11 @@ def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
         micro_batch_tokens=64,
     )
     return FsdpEngine(replace(settings, **changes), backend=hwrl.get_backend(), group=group)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor, gathered from all ranks if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(

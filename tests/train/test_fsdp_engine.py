@@ -18,10 +18,9 @@ from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import Batch
 from hwrl.models import build_model, load_model
 from hwrl.testing.processes import run_processes
-from hwrl.train import fsdp, policy
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss
-from tests.support.fsdp_training import batch_of, engine_on, groups_of, join, train
+from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, train
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -48,7 +47,7 @@ def kept_nbytes(engine: FsdpEngine, batch: Batch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine._forward(batch)
+        engine.forward(batch)
     own = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
     return sum(nbytes for place, nbytes in kept.items() if place not in own)
 
@@ -76,7 +75,7 @@ def shard(rank: int, directories: list[Path], address: str) -> tuple[list[str], 
     assert group is not None
     engine = engine_on(directories[rank], group)
     modules = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
-    weights = {name: fsdp._whole(tensor).cpu().clone() for name, tensor in engine.model.state_dict().items()}
+    weights = {name: full(tensor).cpu().clone() for name, tensor in engine.model.state_dict().items()}
     engine.train_batch(batch_of(groups_of(2, seed=0)[rank::2]), loss=PolicyLoss())
     group.close()
     return modules, weights
@@ -184,13 +183,11 @@ def gradients_of(engine: FsdpEngine, logprobs: torch.Tensor) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("chunk", [1 << 25, 100])
-def test_logprobs_in_chunks_equal_the_plain_formula(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_logprobs_in_chunks_equal_the_plain_formula(model_directory: Path, chunk: int) -> None:
     engine, batch = engine_on(model_directory, None, micro_batch_tokens=10_000), batch_of(groups_of(5, seed=0))
     wanted, wanted_entropy = plain_formula(engine, batch)
-    monkeypatch.setattr(policy, "_CHUNK_LOGITS", chunk)
-    logprobs, entropy = engine._forward(batch)
+    engine.chunk_logits = chunk
+    logprobs, entropy = engine.forward(batch)
     torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, wanted_entropy, atol=1e-5, rtol=1e-5)
     for one, other in zip(gradients_of(engine, logprobs), gradients_of(engine, wanted), strict=True):
@@ -202,10 +199,10 @@ def small_steps(rank: int, model_directory: Path, address: str, ranks: int) -> d
     """Take steps in bfloat16 with a learning rate that bfloat16 parameters would round away."""
     group = join(rank, address, ranks)
     engine = engine_on(model_directory, group, learning_rate=1e-6, warmup_steps=0, dtype=torch.bfloat16)
-    before = [fsdp._whole(parameter.detach()).clone() for parameter in engine.model.parameters()]
+    before = [full(parameter.detach()).clone() for parameter in engine.model.parameters()]
     for step in range(3):
         figures = engine.train_batch(batch_of(groups_of(5, seed=step)[rank::ranks]), loss=PolicyLoss())
-    after = [fsdp._whole(parameter.detach()) for parameter in engine.model.parameters()]
+    after = [full(parameter.detach()) for parameter in engine.model.parameters()]
     changed = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
     dtypes = {str(tensor.dtype) for _, tensor in engine.named_weights()}
     if group is not None:
