@@ -1,4 +1,4 @@
-"""Training runs of the demo, for benchmarks that compare two configurations."""
+"""Training runs of the demo, for benchmarks of two configurations."""
 
 from __future__ import annotations
 
