@@ -11,14 +11,7 @@ from tests.support.sources import BACKENDS, FACES, PLUGINS, REPO, imported_modul
 
 NO_FACE_YET: set[str] = set()
 """Packages without ``__all__``. The list may only shrink."""
-INNER_IMPORTS_YET = {
-    "plugins/hwrl_bench/async_training.py: hwrl.run.demo",
-    "plugins/hwrl_bench/lora.py: hwrl.run.demo",
-    "plugins/hwrl_bench/training_runs.py: hwrl.run.config",
-    "plugins/hwrl_bench/training_runs.py: hwrl.run.pipeline",
-    "plugins/hwrl_bench/training_runs.py: hwrl.run.report",
-    "plugins/hwrl_vllm/bench.py: hwrl.run.placement",
-}
+INNER_IMPORTS_YET: set[str] = set()
 """Imports of plugins from inside a package. The list may only shrink."""
 
 
