@@ -42,8 +42,8 @@ def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callabl
     run = start("async_training.staleness_threshold=2", "goals={eval/exact: 1.01, eval/exat: 0.9}")
     assert run.wait() == 1, run.output()
     assert "goal missed: eval/exact" in run.output()
-    said = "no figure is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?\n"
-    assert run.output().count("no figure is called") == 1 and said in run.output().partition("step 24/24")[0]
+    said = "no metric is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?\n"
+    assert run.output().count("no metric is called") == 1 and said in run.output().partition("step 24/24")[0]
     assert_whole(run)
     metrics = run.metrics()
     keys = {"step", "time_s", "reward/mean", "staleness/mean", "weights/version", "actor/loss", "trainer/idle_ratio"}
