@@ -11,29 +11,34 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hwrl.discovery.hookspecs import hookimpl as hookimpl
-    from hwrl.discovery.registry import get_backend as get_backend
-    from hwrl.discovery.registry import set_backend as set_backend
-    from hwrl.errors import HwrlError as HwrlError
-    from hwrl.interfaces.backend import Backend as Backend
-    from hwrl.interfaces.backend import BackendInfo as BackendInfo
-    from hwrl.interfaces.backend import Capability as Capability
-    from hwrl.interfaces.backend import ProbeContext as ProbeContext
-    from hwrl.interfaces.backend import ProbeResult as ProbeResult
+    from hwrl.discovery import get_backend, hookimpl, set_backend
+    from hwrl.errors import HwrlError
+    from hwrl.interfaces import Backend, BackendInfo, Capability, ProbeContext, ProbeResult
 
 _HOME = {
-    "Backend": "hwrl.interfaces.backend",
-    "BackendInfo": "hwrl.interfaces.backend",
-    "Capability": "hwrl.interfaces.backend",
+    "Backend": "hwrl.interfaces",
+    "BackendInfo": "hwrl.interfaces",
+    "Capability": "hwrl.interfaces",
     "HwrlError": "hwrl.errors",
-    "ProbeContext": "hwrl.interfaces.backend",
-    "ProbeResult": "hwrl.interfaces.backend",
-    "get_backend": "hwrl.discovery.registry",
-    "hookimpl": "hwrl.discovery.hookspecs",
-    "set_backend": "hwrl.discovery.registry",
+    "ProbeContext": "hwrl.interfaces",
+    "ProbeResult": "hwrl.interfaces",
+    "get_backend": "hwrl.discovery",
+    "hookimpl": "hwrl.discovery",
+    "set_backend": "hwrl.discovery",
 }
 
-__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604 - every element is a string; the table is the one source
+__all__ = [
+    "Backend",
+    "BackendInfo",
+    "Capability",
+    "HwrlError",
+    "ProbeContext",
+    "ProbeResult",
+    "__version__",
+    "get_backend",
+    "hookimpl",
+    "set_backend",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Where the time goes: busy and idle seconds, integrated event by event."""
+"""Account for time: the busy and idle seconds of one thread."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 
 class ActivityClock:
-    """Accounts every second of one thread to exactly one activity.
+    """Assigns every second of one thread to exactly one activity.
 
-    The seconds of all activities add up to the time since the clock was made, so that an idle ratio taken between
-    any two readings is true, however many pauses lie between them.
+    The seconds of all activities add up to the time since the clock was made. So an idle ratio between any two
+    readings is exact.
 
     >>> ticks = iter([0.0, 2.0, 5.0, 6.0])
     >>> clock = ActivityClock("wait", now=lambda: next(ticks))
@@ -30,7 +30,7 @@ class ActivityClock:
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Account the time inside to ``activity``; what was running before goes on afterwards."""
+        """Assign the time inside the block to ``activity``; afterwards the previous activity continues."""
         before = self._switch(activity)
         try:
             yield
@@ -38,7 +38,7 @@ class ActivityClock:
             self._switch(before)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each activity so far, the running one included."""
+        """Return the seconds of each activity so far, including the current one."""
         self._switch(self._activity)
         return dict(self._seconds)
 

@@ -1,4 +1,4 @@
-"""The environment of this process, changed for a moment."""
+"""Change an environment variable of this process for a short time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import threading
 from collections.abc import Iterator
 
-_changing = threading.Lock()  # the environment is the process's, so two changes at once would restore each other's
+_changing = threading.Lock()  # the whole process shares the environment: two changes at once would restore wrong values
 
 
 @contextlib.contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """While this is entered, the environment variable ``name`` is ``value``; afterwards it is what it was.
+    """Set the environment variable ``name`` to ``value`` inside the block; restore it afterwards.
 
-    For what a library reads once, when it makes something. One thread at a time; the others wait.
+    For settings that a library reads when it creates an object. Only one thread at a time can enter; others wait.
     """
     with _changing:
         before = os.environ.get(name)

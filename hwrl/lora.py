@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import ConfigError
-from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces import LoraSettings
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,7 @@ import os
 from typing import TYPE_CHECKING
 
 import hwrl
-from hwrl.interfaces.backend import Backend, BackendInfo, Capability, MemoryInfo, ProbeContext, ProbeResult, Support
-from hwrl.interfaces.handles import Handle
+from hwrl.interfaces import Backend, BackendInfo, Capability, Handle, MemoryInfo, ProbeContext, ProbeResult, Support
 from hwrl_cpu import heap
 from hwrl_cpu.inline import InlineEvent, InlineStream
 
@@ -22,8 +21,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
 
+    from hwrl.comm import Store
     from hwrl_cpu.gloo import AbortableGroups
 
 INFO = BackendInfo(name="cpu", device_type="cpu", description="any CPU, Gloo collectives", api=(1, 0), fallback=True)
@@ -55,14 +55,6 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
 @hwrl.hookimpl
 def hwrl_create_backend() -> Backend:
     return CpuBackend(INFO)
-
-
-@hwrl.hookimpl
-def hwrl_bootstrap(framework: str) -> None:
-    if framework == "megatron":
-        from hwrl_cpu import megatron
-
-        megatron.install()
 
 
 class CpuBackend(Backend):

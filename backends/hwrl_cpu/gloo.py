@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from hwrl.comm import Store
 from hwrl.errors import CommError, UnsupportedError
 
 _making_device = threading.Lock()

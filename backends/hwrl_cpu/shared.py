@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hwrl.errors import CommError
-from hwrl.interfaces.handles import Handle
+from hwrl.interfaces import Handle
 
 
 def export(memory: torch.Tensor) -> Handle:

@@ -11,27 +11,31 @@ from typing import TYPE_CHECKING, Any
 import hwrl
 from hwrl import environ
 from hwrl.errors import UnsupportedError
-from hwrl.interfaces.backend import (
+from hwrl.interfaces import (
     Backend,
     BackendInfo,
     Capability,
     DeviceMap,
     Finding,
+    Handle,
     ProbeContext,
     ProbeResult,
     Support,
+    without_device_files,
 )
-from hwrl.interfaces.handles import Handle
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+
+    from hwrl.comm import Store
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives", api=(1, 0))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name, and the one that torch 2.9 deprecated
+_DEVICE_FILES = "dev/nvidia[0-9]*"
 _PCI_VENDOR, _PCI_DISPLAY = 0x10DE, 0x03  # NVIDIA; display controllers, which 3D controllers without a screen belong to
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 _PROVEN = Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
@@ -53,31 +57,23 @@ def hwrl_backend_info() -> BackendInfo:
 
 @hwrl.hookimpl
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
-    files = context.device_files("dev/nvidia[0-9]*")
+    files = context.device_files(_DEVICE_FILES)
     subsystem = context.device_files("dev/dxg")  # the only device file under WSL, whoever made the GPU
     if not files and not subsystem:
-        return _without_device_files(context)
+        return without_device_files(
+            context,
+            pattern=_DEVICE_FILES,
+            vendor=_PCI_VENDOR,
+            base_class=_PCI_DISPLAY,
+            device="NVIDIA GPU",
+            fix="load the driver (modprobe nvidia, nvidia-smi), or start the container with its GPUs (--gpus all)",
+        )
     reason = _why_torch_cannot(context)
     if reason:
         return ProbeResult("no", reason, files)
     if not files:
         return ProbeResult("unknown", "/dev/dxg may be an NVIDIA GPU; set HWRL_BACKEND to decide", subsystem)
     return ProbeResult("yes", f"{len(files)} GPU device files and a torch built for CUDA", files, rank=100)
-
-
-def _without_device_files(context: ProbeContext) -> ProbeResult:
-    """Return a no, with the reason, and with what is on the PCI bus: a GPU without a driver is a GPU."""
-    found = context.pci_devices(vendor=_PCI_VENDOR, base_class=_PCI_DISPLAY)
-    reason = "there is no /dev/nvidia[0-9]*"
-    if not found:
-        return ProbeResult("no", f"{reason}: this machine or container shows no NVIDIA GPU")
-    drivers = ", ".join(sorted({f"driver {device.driver}" if device.driver else "no driver" for device in found}))
-    return ProbeResult(
-        "no",
-        f"{reason}, but the PCI bus has {len(found)} NVIDIA GPU(s) ({drivers}): load the driver (modprobe nvidia, "
-        "nvidia-smi), or start the container with its GPUs (--gpus all)",
-        tuple(device.path for device in found),
-    )
 
 
 def _why_torch_cannot(context: ProbeContext) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.handles import Handle
+from hwrl.interfaces import Handle
 
 _HANDLE_NBYTES = 64  # CU_IPC_HANDLE_SIZE
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.errors import BackendUnavailableError
-from hwrl.interfaces.backend import (
+from hwrl.interfaces import (
     Backend,
     BackendInfo,
     Capability,
     Finding,
+    Handle,
     MemoryInfo,
     ProbeContext,
     ProbeResult,
     Support,
+    without_device_files,
 )
-from hwrl.interfaces.handles import Handle
 from hwrl_npu import settings
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+
+    from hwrl.comm import Store
 
 INFO = BackendInfo(
     name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)", api=(1, 0)
@@ -57,28 +60,21 @@ def hwrl_backend_info() -> BackendInfo:
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
     files = context.device_files(_DEVICE_FILES)
     if not files:
-        return _without_device_files(context)
+        return without_device_files(
+            context,
+            pattern=_DEVICE_FILES,
+            vendor=_PCI_VENDOR,
+            base_class=_PCI_ACCELERATOR,
+            device="Ascend NPU",
+            fix="install and load the NPU driver (npu-smi info), or start the container with its NPUs "
+            "(--device /dev/davinci0 and the others)",
+        )
     missing = [name for name in ("torch", "torch_npu") if not context.has_module(name)]
     if missing:
         return ProbeResult("no", f"{' and '.join(missing)} not installed", files)
     if re.search(r"^cuda\b[^=\n]*=\s*'", context.module_text("torch", "version.py") or "", re.MULTILINE):
         return ProbeResult("no", "torch is built for CUDA, and torch_npu refuses that; install the CPU build", files)
     return ProbeResult("yes", f"{len(files)} NPU device files, and torch_npu is installed", files, rank=100)
-
-
-def _without_device_files(context: ProbeContext) -> ProbeResult:
-    """Return a no, with the reason, and with what is on the PCI bus: an NPU without a driver is an NPU."""
-    found = context.pci_devices(vendor=_PCI_VENDOR, base_class=_PCI_ACCELERATOR)
-    reason = "there is no /dev/davinci[0-9]*"
-    if not found:
-        return ProbeResult("no", f"{reason}: this machine or container shows no Ascend NPU")
-    drivers = ", ".join(sorted({f"driver {device.driver}" if device.driver else "no driver" for device in found}))
-    return ProbeResult(
-        "no",
-        f"{reason}, but the PCI bus has {len(found)} Ascend NPU(s) ({drivers}): install and load the NPU driver "
-        "(npu-smi info), or start the container with its NPUs (--device /dev/davinci0 and the others)",
-        tuple(device.path for device in found),
-    )
 
 
 @hwrl.hookimpl

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from hwrl import environ
+from hwrl.comm import Store
 from hwrl.errors import UnsupportedError
 
 _NAME_LENGTH = 100  # HCCL's 127 less torch_npu's own prefix; the end is kept, which makes hwrl's names unique

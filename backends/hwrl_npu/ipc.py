@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.backend import DeviceMap
-from hwrl.interfaces.handles import Handle
+from hwrl.interfaces import DeviceMap, Handle
 
 _NO_EVENT = bytes(64)  # ACL_IPC_EVENT_HANDLE_SIZE
 _NO_COUNTER = b"/hwrl-counts-no-readers"  # a shared memory file that does not exist: torch_npu ignores that

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hwrl.errors import ConfigError
-from hwrl.interfaces.backend import DeviceMap, Finding, ProbeContext
+from hwrl.interfaces import DeviceMap, Finding, ProbeContext
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the conformance kit on the named backend and print each result; return 0 only if every check passed."""
-    from hwrl.discovery.registry import get_backend, set_backend
+    from hwrl.discovery import get_backend, set_backend
     from hwrl.testing.conformance import run_kit
 
     set_backend(args.backend)

@@ -15,11 +15,11 @@ from typing import Any
 
 from hwrl import __version__
 from hwrl.cli import livecheck
-from hwrl.discovery.loading import Plugin, PluginFault, contain, in_one_line
-from hwrl.discovery.registry import GROUP, Probed, Registry
-from hwrl.discovery.typed import why_not
+from hwrl.discovery import BACKEND_ENTRY_POINTS, Probed, Registry
+from hwrl.discovery.loading import Plugin, PluginFault, in_one_line, run_plugin_code
+from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import BackendError, HwrlError
-from hwrl.interfaces.backend import Finding, ProbeContext
+from hwrl.interfaces import Finding, ProbeContext
 
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 
@@ -83,7 +83,7 @@ def _describe(probed: Probed, context: ProbeContext) -> dict[str, Any]:
 
 def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
     try:
-        found = contain(lambda: list(chain.from_iterable(plugin.manager.hook.hwrl_doctor(context=context))))
+        found = run_plugin_code(lambda: list(chain.from_iterable(plugin.manager.hook.hwrl_doctor(context=context))))
     except (PluginFault, HwrlError) as fault:
         return [Finding("warning", f"hwrl_doctor of {plugin.value} raised {in_one_line(fault)}")]
     return [_checked(plugin, finding) for finding in found]
@@ -91,7 +91,7 @@ def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
 
 def _checked(plugin: Plugin, finding: Any) -> Finding:
     """Return ``finding``; in place of what is none, a finding that says so."""
-    wrong = why_not(finding, Finding, name="a finding")
+    wrong = type_mismatch(finding, Finding, name="a finding")
     return Finding("warning", f"hwrl_doctor of {plugin.value} gave a wrong answer: {wrong}") if wrong else finding
 
 
@@ -100,7 +100,9 @@ def _versions() -> dict[str, str]:
 
     Development tools are left out.
     """
-    needed = [text for name in {"hwrl", *_packages(GROUP)} for text in importlib.metadata.requires(name) or []]
+    needed = [
+        text for name in {"hwrl", *_packages(BACKEND_ENTRY_POINTS)} for text in importlib.metadata.requires(name) or []
+    ]
     used = {re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in needed if not re.search(r"extra == .dev", text)}
     return {"python": platform.python_version(), "platform": platform.platform()} | {
         name: _version(name) for name in sorted((used | _packages(_TORCH_EXTENSIONS)) - {"hwrl"})

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwrl.discovery.registry import VARIABLE
+from hwrl.discovery import BACKEND_VARIABLE
 
 if TYPE_CHECKING:
-    from hwrl.interfaces.backend import Backend
+    from hwrl.interfaces import Backend
 
 _LAST_LINES = 5
 _SHOWN = 3
@@ -27,7 +27,7 @@ def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         # The child finds the same hwrl and the same plugins as this process, not those of its working directory.
-        env = os.environ | {VARIABLE: name, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = os.environ | {BACKEND_VARIABLE: name, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-P", "-m", "hwrl.cli.livecheck", str(report)]
         try:
             child = subprocess.run(
@@ -43,8 +43,8 @@ def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
 
 
 def _report() -> dict[str, Any]:
-    from hwrl.discovery.registry import get_backend
-    from hwrl.interfaces.backend import Capability
+    from hwrl.discovery import get_backend
+    from hwrl.interfaces import Capability
 
     report: dict[str, Any] = {"ok": False, "why": ""}
     try:

@@ -1,17 +1,37 @@
-"""Process groups and the key-value store that processes meet at."""
+"""Process groups, and the key-value store where processes meet."""
 
-from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from hwrl.comm.factory import Comm as Comm
-from hwrl.comm.factory import forget_group as forget_group
-from hwrl.comm.group import TorchGroup as TorchGroup
-from hwrl.comm.store import await_keys as await_keys
-from hwrl.comm.store import clone_store as clone_store
-from hwrl.comm.store import connect_store as connect_store
-from hwrl.comm.store import serve_store as serve_store
-from hwrl.comm.store import store_address as store_address
-from hwrl.comm.store import store_failures as store_failures
-from hwrl.comm.tensors import raw_bytes as raw_bytes
-from hwrl.interfaces.comm import Group as Group
-from hwrl.interfaces.comm import Pending as Pending
-from hwrl.interfaces.comm import ReduceOp as ReduceOp
+from hwrl.comm.factory import Comm, forget_group
+from hwrl.comm.group import TorchGroup
+from hwrl.comm.store import (
+    await_keys,
+    clone_store,
+    connect_store,
+    first_line,
+    serve_store,
+    store_address,
+    store_failures,
+)
+from hwrl.comm.tensors import raw_bytes
+from hwrl.interfaces import Group, Pending, ReduceOp
+
+__all__ = [
+    "Comm",
+    "Group",
+    "HashStore",
+    "Pending",
+    "PrefixStore",
+    "ReduceOp",
+    "Store",
+    "TorchGroup",
+    "await_keys",
+    "clone_store",
+    "connect_store",
+    "first_line",
+    "forget_group",
+    "raw_bytes",
+    "serve_store",
+    "store_address",
+    "store_failures",
+]

@@ -10,10 +10,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.comm.failures import translated
 from hwrl.comm.group import TorchGroup, make_standalone_group
-from hwrl.discovery.registry import backend_or_default
+from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError
-from hwrl.interfaces.backend import Backend, Capability
-from hwrl.interfaces.comm import Group
+from hwrl.interfaces import Backend, Capability, Group
 
 
 class Comm:
@@ -30,7 +29,7 @@ class Comm:
         size: int | None = None,
         timeout_s: float = 600.0,
     ) -> Group:
-        """Make torch's default group, the one that DeviceMesh and FSDP2 use, and return it.
+        """Make torch's default group, the group of DeviceMesh and FSDP2, and return it.
 
         Without ``store`` the ranks meet by torchrun's environment (MASTER_ADDR, RANK, …). Blocks until all ranks came.
         """
@@ -50,7 +49,7 @@ class Comm:
     def default_group(self) -> Group:
         """Return torch's default group; raises CommError if there is none."""
         if not dist.is_initialized():
-            raise CommError("there is no default group", why="nobody made it", fix="call Comm.init_default() first")
+            raise CommError("there is no default group", why="it was not made", fix="call Comm.init_default() first")
         from torch.distributed import distributed_c10d as c10d
 
         return TorchGroup(self.backend, dist.group.WORLD, name="default", store=c10d._get_default_store())

@@ -1,4 +1,4 @@
-"""Translate what torch and the collective libraries raise into hwrl's errors."""
+"""Translate exceptions of torch and of collective libraries into hwrl's errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hwrl.comm.store import first_line
 from hwrl.errors import CommError, CommTimeoutError, PeerLostError
 
 _LOST_PEER = ("connection closed", "connection reset", "broken pipe", "remote process", "refused")
-"""Parts of the messages with which collective libraries report a lost connection."""
+"""Parts of collective libraries' messages about a lost connection."""
 
 
 def missing_ranks(operation: str, ranks: Sequence[int], *, size: int, timeout_s: float) -> CommTimeoutError:
-    """Return the error for ``operation``, to which ``ranks`` did not come in time."""
+    """Return the error for an ``operation`` with ``ranks`` missing."""
     return CommTimeoutError(
         operation,
         why=f"of {size} ranks, these did not come within {timeout_s:g} s: {', '.join(map(str, ranks))}",
@@ -21,7 +21,7 @@ def missing_ranks(operation: str, ranks: Sequence[int], *, size: int, timeout_s:
 
 
 def translated(exc: Exception, operation: str, *, timeout_s: float | None = None) -> CommError:
-    """Return ``exc``, which torch raised in ``operation``, as an error of hwrl: a timeout, a lost peer, or neither."""
+    """Return torch's ``exc`` from ``operation`` as an error of hwrl: a timeout, a lost peer, or another failure."""
     text = str(exc).lower()
     if "timed out" in text or "timeout" in text:
         limit = "" if timeout_s is None else f" within {timeout_s:g} s"

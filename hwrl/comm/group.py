@@ -16,12 +16,11 @@ from hwrl.comm.failures import missing_ranks, translated
 from hwrl.comm.store import await_keys, pause
 from hwrl.comm.tensors import check_lengths, flat, movable, reduction
 from hwrl.errors import CommAbortedError, CommError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
-from hwrl.interfaces.comm import Group, Pending, ReduceOp
+from hwrl.interfaces import Backend, Capability, Group, Pending, ReduceOp
 
 
 class TorchPending(Pending):
-    """An operation whose ``work`` object torch returned; None if there was nothing to do."""
+    """An operation with torch's ``work`` object; None for an empty tensor."""
 
     __slots__ = ("_group", "_operation", "_work")
 

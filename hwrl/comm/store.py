@@ -1,4 +1,4 @@
-"""Stores, over which processes find each other before they have a group."""
+"""Stores: key-value servers where processes meet before they have a group."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hwrl.errors import CommError, CommTimeoutError, PeerLostError
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
-    """Return a store that other processes reach at ``store_address(store)``; it lives as long as this object.
+    """Return a new store, served by this process at ``store_address(store)`` while the object lives.
 
-    It listens on the address of ``host`` and on no other; "0.0.0.0" means every IPv4 interface. Anyone who reaches the
-    port may read and write. ``port`` 0 takes a free one. ``timeout_s`` bounds its blocking calls. Raises CommError if
-    the port is taken, or if ``host`` is no address of this machine.
+    It listens only on the address of ``host``; "0.0.0.0" means every IPv4 interface. Any process with access to the
+    port may read and write. ``port`` 0 takes a free port. ``timeout_s`` bounds blocking calls of the store. Raises
+    CommError if the port is taken, or if ``host`` is not an address of this machine.
     """
     listener = _listen(host, port)
     bound, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
-    try:  # by itself TCPStore listens on every interface, whatever its host is
+    try:  # without a socket, TCPStore listens on every interface, whatever its host is
         return TCPStore(
             host, bound, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
         )
@@ -32,7 +32,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on the first address of ``host`` that this machine has."""
+    """Return a listening socket on the first address of ``host`` on this machine."""
     if not 0 <= port < 65536:
         raise _cannot_serve(host, port, "ports are 0 to 65535")
     why = "the name has no address"
@@ -42,7 +42,7 @@ def _listen(host: str, port: int) -> socket.socket:
                 return socket.create_server((address, port, *scope), family=family)
             except OSError as exc:
                 why = str(exc)
-    except (OSError, UnicodeError) as exc:  # there is no such name
+    except (OSError, UnicodeError) as exc:  # the name does not resolve
         why = str(exc)
     raise _cannot_serve(host, port, why)
 
@@ -56,13 +56,13 @@ def _cannot_serve(host: str, port: int, why: str) -> CommError:
 
 
 def store_address(store: TCPStore) -> str:
-    """Return ``host:port`` ("[host]:port" for IPv6), which :func:`connect_store` takes."""
+    """Return ``host:port`` ("[host]:port" for IPv6), for :func:`connect_store`."""
     host = f"[{store.host}]" if ":" in store.host else store.host
     return f"{host}:{store.port}"
 
 
 def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
-    """Return a client of the store at ``address`` ("host:port"), waiting up to ``timeout_s`` for it to be served.
+    """Return a client of the store at ``address`` ("host:port"); wait up to ``timeout_s`` for the server.
 
     Raises CommTimeoutError if nothing answers there in time.
     """
@@ -70,15 +70,15 @@ def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise CommError(f"{address!r} is no store address", why="it must be host:port", fix="use store_address(store)")
-    _await_server(host, int(port), timeout_s)
+    _wait_for_server(host, int(port), timeout_s)
     try:
         return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=max(timeout_s, 1.0)))
     except dist.DistError as exc:
         raise CommError(f"cannot use the store at {address}", why=first_line(exc), fix="is it a torch store?") from exc
 
 
-def _await_server(host: str, port: int, timeout_s: float) -> None:
-    # TCPStore retries too, but prints a C++ stack for every try and overruns its timeout (torch 2.13).
+def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
+    # TCPStore retries, too, but prints a C++ stack for each attempt and exceeds its timeout (torch 2.13).
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -95,9 +95,9 @@ def _await_server(host: str, port: int, timeout_s: float) -> None:
 
 
 def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tuple[str, ...]:
-    """Block until ``keys`` are in ``store`` or ``timeout_s`` passed; return those still missing, in order.
+    """Block until ``keys`` are in ``store`` or ``timeout_s`` has passed; return the missing keys, in order.
 
-    Asks again and again, because ``Store.wait`` locks the client for other threads and logs each timeout.
+    It polls, because ``Store.wait`` locks the client for other threads and logs each timeout.
     """
     begin = time.monotonic()
     with store_failures():
@@ -112,20 +112,21 @@ def await_keys(store: Store, keys: Collection[str], *, timeout_s: float) -> tupl
 
 
 def pause(passed_s: float) -> None:
-    """Sleep between two looks at a store or a device: not at all in the first millisecond, then 0.1 to 5 ms, so that
-    after ``passed_s`` an answer is seen half a hundredth of that late.
+    """Sleep between two polls of a store or a device, ``passed_s`` after the first one.
+
+    No sleep in the first millisecond, then 0.1 to 5 ms: polling adds at most 0.5 % to a wait.
     """
     time.sleep(0.0 if passed_s < 0.001 else min(max(0.0001, passed_s / 200), 0.005))
 
 
 @contextlib.contextmanager
 def store_failures() -> Iterator[None]:
-    """Raise PeerLostError for what torch raises when a store cannot be reached."""
+    """Raise PeerLostError if a store cannot be reached inside the block."""
     try:
         yield
     except dist.DistError as exc:
         raise PeerLostError(
-            "the store cannot be reached", why=first_line(exc), fix="is the process alive that serves it?"
+            "the store cannot be reached", why=first_line(exc), fix="check that the process that serves it is alive"
         ) from exc
 
 
@@ -137,5 +138,5 @@ def clone_store(store: Store) -> Store:
 
 
 def first_line(exc: BaseException) -> str:
-    """Return what torch's error says, without the C++ stack below it."""
+    """Return the message of torch's error without the C++ stack below it."""
     return str(exc).partition("\n")[0]

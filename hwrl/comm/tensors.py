@@ -1,4 +1,4 @@
-"""The form in which collective libraries take tensors: contiguous, and of a dtype that they support."""
+"""Tensors for collective libraries: contiguous, with a supported dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.comm import ReduceOp
+from hwrl.interfaces import ReduceOp
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Every collective library moves these as they are, in every operation (one library accepts no uint8 and no 64-bit
@@ -28,7 +28,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def movable(tensor: torch.Tensor, operation: str) -> torch.Tensor:
-    """Return ``tensor``, or its bytes as int8, in a dtype that every library moves."""
+    """Return ``tensor`` in a dtype that every library moves: unchanged, or its bytes as int8."""
     if not tensor.is_contiguous():
         raise CommError(
             f"{operation} needs a contiguous tensor", why=f"its strides are {tensor.stride()}", fix=".contiguous()"

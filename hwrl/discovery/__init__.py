@@ -1,1 +1,42 @@
-"""How backends and plugins are found: hooks, entry points, the registry."""
+"""Find backends and plugins: hooks, entry points, and the registry that chooses this process's backend."""
+
+from hwrl.discovery.hookspecs import hookimpl, hookspec
+from hwrl.discovery.loading import MANDATORY_HOOKS, LoadFailure, Plugin, PluginFault
+from hwrl.discovery.plugins import PLUGIN_ENTRY_POINTS, load_hook
+from hwrl.discovery.registry import (
+    BACKEND_ENTRY_POINTS,
+    BACKEND_VARIABLE,
+    Choice,
+    Probed,
+    Registry,
+    Survey,
+    backend_or_default,
+    bootstrap,
+    engine_args,
+    get_backend,
+    process_env,
+    set_backend,
+)
+
+__all__ = [
+    "BACKEND_ENTRY_POINTS",
+    "BACKEND_VARIABLE",
+    "MANDATORY_HOOKS",
+    "PLUGIN_ENTRY_POINTS",
+    "Choice",
+    "LoadFailure",
+    "Plugin",
+    "PluginFault",
+    "Probed",
+    "Registry",
+    "Survey",
+    "backend_or_default",
+    "bootstrap",
+    "engine_args",
+    "get_backend",
+    "hookimpl",
+    "hookspec",
+    "load_hook",
+    "process_env",
+    "set_backend",
+]

@@ -1,7 +1,7 @@
-"""The whole extension surface of hwrl: every hook that a plugin can implement.
+"""Every hook of hwrl's plugins: the whole extension surface.
 
-A hook is used where code must run before torch, take part in choosing a backend, or be contributed by several
-plugins; what acts on a live device is a method of :class:`~hwrl.interfaces.backend.Backend`. No hook is on a hot path.
+Hooks serve code that runs before torch, takes part in the choice of a backend, or comes from several plugins. Work on
+a live device is in methods of :class:`~hwrl.Backend` instead. No hook is on a hot path.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from hwrl.interfaces.backend import Backend, BackendInfo, Finding, ProbeContext, ProbeResult
-    from hwrl.interfaces.comm import Group
-    from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings
-    from hwrl.interfaces.train import EngineSettings, TrainEngine
+    from hwrl.interfaces import (
+        Backend,
+        BackendInfo,
+        Command,
+        EngineSettings,
+        Finding,
+        Group,
+        ProbeContext,
+        ProbeResult,
+        RolloutEngine,
+        RolloutSettings,
+        TrainEngine,
+    )
 
 hookspec = pluggy.HookspecMarker("hwrl")
 hookimpl = pluggy.HookimplMarker("hwrl")
@@ -24,19 +33,19 @@ hookimpl = pluggy.HookimplMarker("hwrl")
 
 @hookspec(firstresult=True)
 def hwrl_backend_info() -> BackendInfo:
-    """Return the backend's identity. Must import nothing beyond hwrl and the standard library."""
+    """Return the backend's identity. Must import only hwrl and the standard library."""
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
-    """Say whether the backend can run here, with the reason, in milliseconds, without importing torch."""
+    """Return whether the backend can run here, with the reason, within milliseconds; must not import torch."""
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def hwrl_create_backend() -> Backend:
-    """Return the backend. May import torch and the vendor's library; called once per process, when chosen."""
+    """Return the backend. May import torch and the vendor's library. Called once per process, after the choice."""
     raise NotImplementedError
 
 
@@ -48,42 +57,43 @@ def hwrl_process_env(
     shares_device: bool,  # noqa: FBT001 - pluggy passes by name
     devices: tuple[int, ...],
 ) -> dict[str, str]:
-    """Return the variables with which a worker of ``role`` should start, given the driver's ``env``. Optional.
+    """Return environment variables for a new worker of ``role``, given the driver's ``env``. Optional.
 
-    ``exports_memory``: other processes will open its device memory. ``shares_device``: others use its device, too.
-    ``devices``: the worker's devices, by their numbers among those that the driver (on a cluster, the worker's machine)
-    sees; hwrl shows it these alone. Empty where Ray chooses them.
+    ``exports_memory``: other processes will open the worker's device memory. ``shares_device``: other processes use
+    its device, too. ``devices``: the worker's devices, numbered as the driver (on a cluster, the worker's machine)
+    sees them; hwrl makes only these visible. Empty if Ray chooses them.
     """
     raise NotImplementedError
 
 
 @hookspec
 def hwrl_bootstrap(framework: str) -> None:
-    """Prepare this process for ``framework``, an import name such as ``megatron``, before its first import. Optional.
+    """Prepare this process for ``framework``, an import name, before its first import. Optional.
 
-    Called on the chosen backend's plugin, in the process that will import the framework, once.
+    hwrl calls it on the chosen backend's plugin, once, in the process that will import the framework.
     """
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
-    """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need here. Optional."""
+    """Return arguments for engines of ``framework``, an import name, on this device. Optional."""
     raise NotImplementedError
 
 
 @hookspec
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
-    """Yield what ``hwrl doctor`` should tell about this device's environment; same limits as a probe. Optional."""
+    """Yield lines for ``hwrl doctor`` about this device's environment; same limits as a probe. Optional."""
     raise NotImplementedError
 
 
 @hookspec
 def hwrl_check_engine(asked_by: str, options: Mapping[str, Any]) -> None:
-    """Look, before anything starts, whether this machine has the framework, and whether it knows ``options``. Optional.
+    """Check, before anything starts, that this machine has the framework and that ``options`` are valid. Optional.
 
-    ``asked_by`` is the key that names the plugin, ``train.engine`` or ``rollout.engine``; ``options`` are the user's
-    for it. Raise what the engine's own hook would raise. The limits are a probe's: no torch, milliseconds.
+    ``asked_by`` is the configuration key with the plugin's name, ``train.engine`` or ``rollout.engine``; ``options``
+    are the user's options for it. Raise the errors of the engine's own hook. Same limits as a probe: no torch,
+    milliseconds.
     """
     raise NotImplementedError
 
@@ -92,19 +102,28 @@ def hwrl_check_engine(asked_by: str, options: Mapping[str, Any]) -> None:
 def hwrl_train_engine(
     settings: EngineSettings, options: Mapping[str, Any], backend: Backend, group: Group | None
 ) -> TrainEngine:
-    """Return this rank's train engine; ``options`` are the user's ``train.engine_options``, to be validated here.
+    """Return this rank's train engine; validate ``options``, the user's ``train.engine_options``. Optional.
 
-    ``group`` holds the training ranks; None if there is one. Called once per process. Raise ConfigError for an option
-    or a model that the engine does not have, EngineError if the framework is not installed. Optional.
+    ``group`` holds the training ranks; None for a single rank. hwrl calls it once per process. Raise ConfigError for
+    an unknown option or model, EngineError if the framework is not installed.
     """
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], backend: Backend) -> RolloutEngine:
-    """Return a replica's rollout engine; ``options`` are the user's ``rollout.engine_options``, to be validated here.
+    """Return a replica's rollout engine; validate ``options``, the user's ``rollout.engine_options``. Optional.
 
-    Called once per process, which generates and does nothing else. Raise ConfigError for an option or a model that the
-    engine does not have, EngineError if the framework is not installed. Optional.
+    hwrl calls it once per process, in a process of its own for generation. Raise ConfigError for an unknown option or
+    model, EngineError if the framework is not installed.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_commands() -> Iterable[Command]:
+    """Return the subcommands that the plugin adds to ``hwrl``. Optional.
+
+    Called by ``hwrl --help``, and when a command is not built in. Must import no torch and need milliseconds.
     """
     raise NotImplementedError

@@ -1,7 +1,7 @@
-"""Turn entry points into checked plugins; what is wrong with one is recorded and touches no other.
+"""Load entry points as checked plugins. A broken plugin becomes a record and does not affect the others.
 
-Each plugin has a plugin manager of its own. pluggy's loader is not used, because one broken entry point aborts it for
-all, and because it drops the second of two entry points of one name without a word.
+Each plugin has its own plugin manager. pluggy's loader does not fit: one broken entry point aborts the loading of all,
+and of two entry points with one name it silently drops the second.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import pluggy
 
 from hwrl.discovery import hookspecs
-from hwrl.discovery.typed import why_not
+from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import HwrlError
-from hwrl.interfaces.backend import API_VERSION, BackendInfo
+from hwrl.interfaces import API_VERSION, BackendInfo
 
 MANDATORY_HOOKS = ("hwrl_backend_info", "hwrl_probe", "hwrl_create_backend")
-"""What every backend plugin must give."""
+"""The hooks of every backend plugin."""
 
 _Loaded = TypeVar("_Loaded")
 _Answer = TypeVar("_Answer")
@@ -29,13 +29,13 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 class PluginFault(Exception):
-    """A plugin raised, or broke a rule; the message is the reason, for a person."""
+    """A plugin raised an exception or broke a rule; the message is the reason, for users."""
 
 
-def contain(call: Callable[[], _Answer]) -> _Answer:
-    """Return what ``call``, which runs a plugin's code, returns; raise PluginFault for whatever else ends it.
+def run_plugin_code(call: Callable[[], _Answer]) -> _Answer:
+    """Run a plugin's code and return its result; raise PluginFault for any exception in it.
 
-    That includes ``sys.exit`` and a vendor's own BaseException: a plugin must not end its caller. HwrlError and
+    This includes ``sys.exit`` and a vendor's own BaseException: a plugin must not end its caller. HwrlError and
     KeyboardInterrupt pass.
     """
     try:
@@ -47,22 +47,23 @@ def contain(call: Callable[[], _Answer]) -> _Answer:
 
 
 def in_one_line(fault: Exception) -> str:
-    """Return what a PluginFault, or the HwrlError that a plugin raised, says."""
+    """Return a PluginFault, or a plugin's HwrlError, in one line."""
     if isinstance(fault, HwrlError):
         return f"{type(fault).__name__}: {fault.what}: {fault.why}"
     return str(fault)
 
 
-def ask(caller: pluggy.HookCaller, kind: Any, **arguments: Any) -> Any:
-    """Return a plugin's answer to a hook, which must be of ``kind``, as :func:`hwrl.discovery.typed.why_not` takes it.
+def call_hook(caller: pluggy.HookCaller, kind: Any, **arguments: Any) -> Any:
+    """Call a plugin's hook; return its answer, checked against the type ``kind`` (see :func:`type_mismatch`).
 
-    Raises PluginFault if the plugin raises or answers otherwise, and what it raises itself if that is a HwrlError.
+    Raises PluginFault if the plugin raises an exception or its answer has another type. A HwrlError of the plugin
+    passes.
     """
     try:
-        answer = contain(lambda: caller(**arguments))
+        answer = run_plugin_code(lambda: caller(**arguments))
     except PluginFault as fault:
         raise PluginFault(f"its {caller.name} raised {fault}") from fault.__cause__
-    wrong = why_not(answer, kind)
+    wrong = type_mismatch(answer, kind)
     if wrong:
         raise PluginFault(f"its {caller.name} gave a wrong answer: {wrong}")
     return answer
@@ -70,7 +71,7 @@ def ask(caller: pluggy.HookCaller, kind: Any, **arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoadFailure:
-    """An entry point that cannot be used, and why. ``names`` are its entry-point names, aliases included."""
+    """An unusable entry point, and the reason. ``names`` are its entry-point names, aliases included."""
 
     names: tuple[str, ...]
     value: str
@@ -83,7 +84,7 @@ class LoadFailure:
 
 @dataclass(frozen=True)
 class Plugin:
-    """A loaded backend plugin: its identity, its names, and the manager that calls its hooks."""
+    """A loaded backend plugin: its identity, its names, and the manager of its hooks."""
 
     info: BackendInfo
     names: tuple[str, ...]
@@ -93,9 +94,9 @@ class Plugin:
 
 
 class Installed(Generic[_Loaded]):
-    """The entry points that are installed, by name; each is loaded when it is asked for, and once.
+    """The installed entry points, by name. Each loads on first use, once.
 
-    ``load`` turns an entry point, with all its names, into what it gives; what it raises becomes a LoadFailure.
+    ``load`` loads an entry point, given all its names. An exception in it becomes a LoadFailure.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Installed(Generic[_Loaded]):
         return sorted([*self._entries, *self._duplicates])
 
     def load(self, name: str) -> _Loaded | LoadFailure:
-        """Return what the entry point ``name``, one of :meth:`names`, gives; import nothing else."""
+        """Load the entry point ``name``, one of :meth:`names`, and no other; return the result or the failure."""
         if name in self._duplicates:
             return self._duplicates[name]
         entry = self._entries[name]
@@ -124,7 +125,7 @@ class Installed(Generic[_Loaded]):
         return self._loaded[entry.value]
 
     def load_all(self) -> list[_Loaded | LoadFailure]:
-        """Return what every entry point gives once, however many names it has, and every failure."""
+        """Load every entry point; return each result and each failure once, however many names it has."""
         return list({id(loaded): loaded for loaded in map(self.load, self.names())}.values())
 
 
@@ -142,26 +143,26 @@ def _attempt(
     load: Callable[[EntryPoint, tuple[str, ...]], _Loaded], entry: EntryPoint, names: tuple[str, ...]
 ) -> _Loaded | LoadFailure:
     try:
-        return contain(lambda: load(entry, names))
+        return run_plugin_code(lambda: load(entry, names))
     except (PluginFault, HwrlError) as fault:
         return LoadFailure(names, entry.value, _distribution(entry), in_one_line(fault))
 
 
 def load_backend(entry: EntryPoint, names: tuple[str, ...]) -> Plugin:
-    """Import and check a backend plugin; raise whatever is wrong with it."""
+    """Import a backend plugin and check it; raise an exception if it is broken."""
     info, manager = _checked(entry.load(), names)
     return Plugin(info, names, entry.value, _distribution(entry), manager)
 
 
 def load_hooks(entry: EntryPoint, names: tuple[str, ...]) -> pluggy.PluginManager:
-    """Import a plugin that is no backend and check its hooks; raise whatever is wrong with it."""
+    """Import a plugin other than a backend and check its hooks; raise an exception if it is broken."""
     return _managed(entry.load())
 
 
 def _checked(plugin: object, names: tuple[str, ...]) -> tuple[BackendInfo, pluggy.PluginManager]:
     info = _identity(plugin)
     if info is not None:
-        _check_api(info)  # before its hooks: another version may have others
+        _check_api(info)  # before the hooks: another version may have different ones
     manager = _managed(plugin)
     missing = [name for name in MANDATORY_HOOKS if not getattr(manager.hook, name).get_hookimpls()]
     if missing:
@@ -173,16 +174,16 @@ def _checked(plugin: object, names: tuple[str, ...]) -> tuple[BackendInfo, plugg
 
 
 def _check_api(info: BackendInfo) -> None:
-    """Raise unless the plugin says for which version of the interface it was written, and that is this one's."""
+    """Raise unless the plugin names its version of the interface, and this hwrl supports it."""
     installed = _dotted(API_VERSION)
     if info.api is None:
         raise PluginFault(
-            f"its hwrl_backend_info does not say for which plugin API it was written; give BackendInfo the version in "
-            f"figures, such as api={API_VERSION} if it was written for the hooks of this hwrl"
+            f"its hwrl_backend_info does not say for which plugin API it was written; give BackendInfo the version as "
+            f"numbers, such as api={API_VERSION} if it was written for the hooks of this hwrl"
         )
-    wrong = why_not(info.api, get_type_hints(BackendInfo)["api"], name="api")
+    wrong = type_mismatch(info.api, get_type_hints(BackendInfo)["api"], name="api")
     if wrong:
-        raise PluginFault(f"its hwrl_backend_info gave a wrong answer: {wrong}; give two figures, like {API_VERSION}")
+        raise PluginFault(f"its hwrl_backend_info gave a wrong answer: {wrong}; give two numbers, like {API_VERSION}")
     if info.api[0] != API_VERSION[0]:
         raise PluginFault(
             f"it is written for hwrl's plugin API {_dotted(info.api)} and this is {installed}; install a matching "
@@ -199,13 +200,13 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _check_info(info: BackendInfo, names: tuple[str, ...]) -> None:
-    wrong = why_not(info, BackendInfo)
+    wrong = type_mismatch(info, BackendInfo)
     if wrong:
         raise PluginFault(f"its hwrl_backend_info gave a wrong answer: {wrong}")
     if not _NAME.fullmatch(info.name):
         raise PluginFault(
-            f"it calls itself {info.name!r}, and a name is written in small letters, figures and . _ - alone, because "
-            f"it stands in an environment variable"
+            f"it calls itself {info.name!r}, but a name has only small letters, digits and . _ -, because it is the "
+            f"value of an environment variable"
         )
     if info.name not in names:
         raise PluginFault(f"it calls itself {info.name!r}, which must be one of its entry-point names {names}")

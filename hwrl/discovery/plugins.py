@@ -1,7 +1,7 @@
-"""Plugins that are no backends: train engines and what else cuts across devices, chosen by name in the configuration.
+"""Plugins other than backends, such as train engines. The configuration names them.
 
-They are entry points of the group ``hwrl.plugins``: the name is what a user writes, the value the plugin module. Only
-the plugin that is asked for is imported.
+They are entry points of the group ``hwrl.plugins``: the name is for the configuration, the value is the plugin module.
+hwrl imports only the named plugin.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import pluggy
 
-from hwrl.discovery.loading import Installed, LoadFailure, PluginFault, ask, load_hooks
+from hwrl.discovery.loading import Installed, LoadFailure, PluginFault, call_hook, load_hooks
 from hwrl.errors import ConfigError, EngineError
 
-GROUP = "hwrl.plugins"
-"""The entry-point group in which plugins are registered."""
+PLUGIN_ENTRY_POINTS = "hwrl.plugins"
+"""The entry-point group of plugins."""
 
 
 def load_hook(
@@ -30,14 +30,15 @@ def load_hook(
     optional: bool = False,
     entry_points: Iterable[EntryPoint] | None = None,
 ) -> Any:
-    """Return the function that calls ``hook`` of the plugin ``name``; it takes keyword arguments.
+    """Return a function with keyword arguments: it calls ``hook`` of the plugin ``name``.
 
-    ``asked_by`` is the configuration key that holds ``name``, and ``built_in`` are the names that need no plugin: both
-    for the errors. If the hook is ``optional`` and the plugin does not have it, the function does nothing.
-    ``entry_points`` default to what is installed. Raises ConfigError if no plugin has that name, EngineError if it is
-    broken or does not have the hook. The function raises what the plugin does if that is a HwrlError, else EngineError.
+    For the error messages, ``asked_by`` is the configuration key with the value ``name``, and ``built_in`` are the
+    names without a plugin. If the hook is ``optional`` and the plugin lacks it, the function does nothing.
+    ``entry_points`` default to the installed ones. Raises ConfigError if no plugin has this name, EngineError if the
+    plugin is broken or lacks the hook. The function passes a HwrlError of the plugin on, and raises EngineError for
+    any other exception.
     """
-    found = importlib.metadata.entry_points(group=GROUP) if entry_points is None else entry_points
+    found = importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS) if entry_points is None else entry_points
     installed = Installed(found, load_hooks)
     if name not in installed.names():
         raise _unknown(name, asked_by, sorted({*built_in, *_with_hook(installed, hook)}))
@@ -56,19 +57,19 @@ def load_hook(
 
     def call(**arguments: Any) -> Any:
         try:
-            return ask(caller, Any, **arguments)
+            return call_hook(caller, Any, **arguments)
         except PluginFault as fault:
             raise EngineError(
                 f"{asked_by}={name} cannot be used",
                 why=f"the plugin {name!r} failed: {fault}",
-                fix="look at the exception that this one was raised from",
+                fix="look at the cause of this exception",
             ) from fault.__cause__
 
     return call
 
 
 def _with_hook(installed: Installed[pluggy.PluginManager], hook: str) -> Iterator[str]:
-    """Yield the names that may be chosen; of a plugin that cannot be loaded, too, for choosing it tells why."""
+    """Yield the names of plugins with ``hook``, and of broken plugins: choosing one shows the reason."""
     for name in installed.names():
         manager = installed.load(name)
         if isinstance(manager, LoadFailure) or getattr(manager.hook, hook).get_hookimpls():
@@ -81,5 +82,5 @@ def _unknown(name: str, asked_by: str, known: list[str]) -> ConfigError:
     return ConfigError(
         f"{asked_by}={name} is not possible",
         why=f"the installed names are {', '.join(known)}",
-        fix=f"{suggestion}choose an installed name, or install the package that brings {name!r}",
+        fix=f"{suggestion}choose an installed name, or install the package with {name!r}",
     )

@@ -1,8 +1,8 @@
 """Choose one backend for this process.
 
-Backends are entry points of the group ``hwrl.backends``: the name is the backend's, the value its plugin module; an
-alias is one more name for the same value. In this order decide: :func:`set_backend`; the variable ``HWRL_BACKEND``,
-which decides alone; detection, by asking each plugin's probe.
+Backends are entry points of the group ``hwrl.backends``: the name is the backend's name, the value its plugin module.
+An alias is one more name for the same value. The choice follows, in this order: :func:`set_backend`; the variable
+``HWRL_BACKEND``, without any detection; the probes of all plugins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from hwrl.discovery.loading import Installed, LoadFailure, Plugin, PluginFault, ask, in_one_line, load_backend
+from hwrl.discovery.loading import Installed, LoadFailure, Plugin, PluginFault, call_hook, in_one_line, load_backend
 from hwrl.errors import (
     BackendAlreadyChosenError,
     BackendAmbiguousError,
@@ -27,19 +27,19 @@ from hwrl.errors import (
     BackendUnavailableError,
     HwrlError,
 )
-from hwrl.interfaces.backend import Backend, ProbeContext, ProbeResult
+from hwrl.interfaces import Backend, ProbeContext, ProbeResult
 
-GROUP = "hwrl.backends"
-"""The entry-point group in which backends are registered."""
-VARIABLE = "HWRL_BACKEND"
-"""The environment variable that names the backend; empty is the same as unset."""
+BACKEND_ENTRY_POINTS = "hwrl.backends"
+"""The entry-point group of backends."""
+BACKEND_VARIABLE = "HWRL_BACKEND"
+"""The environment variable with the backend's name; empty is the same as unset."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """One plugin's answer, and how long it took.
+    """One plugin's answer, and the duration of its probe.
 
-    ``faulty``: the probe raised or answered with a wrong type. The ``result`` is then ``unknown``, with that reason.
+    ``faulty``: the probe raised an exception or returned a wrong type. Then ``result`` is ``unknown``, with the reason.
     """
 
     plugin: Plugin
@@ -54,7 +54,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything that is installed: the loaded plugins with their answers, and what failed to load."""
+    """All installed backends: the loaded plugins with their answers, and the load failures."""
 
     probed: tuple[Probed, ...]
     failures: tuple[LoadFailure, ...]
@@ -66,17 +66,17 @@ class Survey:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plugin that was chosen, and a sentence that says why."""
+    """The chosen plugin, and the reason in one sentence."""
 
     plugin: Plugin
     why: str
 
 
 class Registry:
-    """The backends of one process: chooses at most once, and is safe to use from several threads.
+    """The backends of one process. Chooses at most once; thread-safe.
 
-    ``entry_points``, ``env`` and ``context`` default to what is installed, ``os.environ`` and this machine. The chosen
-    backend's name is written to ``env``, so that child processes choose the same.
+    ``entry_points``, ``env`` and ``context`` default to the installed entry points, ``os.environ`` and this machine.
+    The registry writes the chosen backend's name to ``env``, so child processes choose the same.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Registry:
     def get_backend(self) -> Backend:
         """Return this process's backend, choosing and creating it at the first call.
 
-        The backend may see no device (:meth:`~hwrl.Backend.why_no_device` says why). Its devices are not asked
-        for here: a process may still narrow them. Raises a :class:`~hwrl.errors.BackendError` with all reasons if none
-        can be chosen safely; a later call then tries again.
+        The backend may see no device (:meth:`~hwrl.Backend.why_no_device` has the reason). This method does not touch
+        devices: a process may still restrict them. Raises a :class:`~hwrl.errors.BackendError` with all reasons if no
+        choice is safe; a later call tries again.
         """
         with self._lock:
             if self._backend is None:
@@ -107,10 +107,10 @@ class Registry:
             return self._backend
 
     def set_backend(self, choice: str | Backend) -> None:
-        """Choose the backend by name or as an object, before its first use; ``HWRL_BACKEND`` is then not read.
+        """Choose the backend by name or as an object, before its first use. It overrides ``HWRL_BACKEND``.
 
-        The same choice again is fine; another one raises :class:`~hwrl.errors.BackendAlreadyChosenError`. Raises what
-        :meth:`get_backend` raises.
+        The same choice again is fine; a different one raises :class:`~hwrl.errors.BackendAlreadyChosenError`. Also
+        raises the errors of :meth:`get_backend`.
         """
         with self._lock:
             if self._backend is not None:
@@ -121,16 +121,16 @@ class Registry:
                 self._adopt(_create(self._choose_named(choice, asked_by="set_backend").plugin))
 
     def choose(self) -> Choice:
-        """Return what ``HWRL_BACKEND`` or detection chooses; creates no backend and imports no torch."""
+        """Return the choice by ``HWRL_BACKEND`` or detection; create no backend and import no torch."""
         with self._lock:
-            name = self._env.get(VARIABLE, "").strip()
+            name = self._env.get(BACKEND_VARIABLE, "").strip()
             if name:
-                return self._choose_named(name, asked_by=VARIABLE)
+                return self._choose_named(name, asked_by=BACKEND_VARIABLE)
             _refuse_misspelling(self._env)
             return _detect(self.survey())
 
     def survey(self) -> Survey:
-        """Load and probe everything that is installed."""
+        """Load and probe all installed backends."""
         with self._lock:
             loaded = self._plugins().load_all()
             plugins = [item for item in loaded if isinstance(item, Plugin)]
@@ -140,16 +140,15 @@ class Registry:
     def process_env(
         self, role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
     ) -> dict[str, str]:
-        """Return the variables that the chosen backend wants for a worker of ``role`` and that nobody has set here.
+        """Return the chosen backend's environment variables for a worker of ``role``, except those set already.
 
-        ``exports_memory`` says that other processes will open the worker's device memory, ``shares_device`` that they
-        use its device, ``devices`` which it gets.
-        Empty if the backend wants none, or was given as an object that no plugin made.
+        With ``exports_memory`` other processes will open the worker's device memory; with ``shares_device`` they use
+        its device, too. ``devices`` are the worker's devices. Empty if the backend needs none, or if no plugin made it.
         """
         plugin = self._chosen_plugin()
         if plugin is None:
             return {}
-        wanted = _ask(
+        wanted = _call_hook(
             plugin,
             "hwrl_process_env",
             dict[str, str] | None,
@@ -162,11 +161,11 @@ class Registry:
         return {variable: value for variable, value in (wanted or {}).items() if variable not in self._env}
 
     def bootstrap(self, framework: str) -> None:
-        """Have the chosen backend's plugin prepare this process for ``framework``, before that is imported.
+        """Let the chosen backend's plugin prepare this process for ``framework``. Call it before the import.
 
-        ``framework`` is an import name, such as ``megatron``. The first call for it does the work. Raises
-        :class:`~hwrl.errors.BackendUnavailableError` if the framework was imported before and the plugin wanted to
-        prepare it.
+        ``framework`` is an import name. Only the first call for it does anything. Raises
+        :class:`~hwrl.errors.BackendUnavailableError` if the plugin has this hook but the process has already imported
+        the framework.
         """
         with self._lock:
             plugin = self._chosen_plugin()
@@ -177,34 +176,38 @@ class Registry:
             if framework in sys.modules:
                 raise BackendUnavailableError(
                     f"{framework} cannot be prepared for backend {self.get_backend().info.name!r}",
-                    why="it was imported before, and what it imported then cannot be changed any more",
-                    fix=f"call hwrl.discovery.registry.bootstrap({framework!r}) before anything imports {framework}",
+                    why="this process has already imported it, so it is too late to change its imports",
+                    fix=f"call hwrl.discovery.bootstrap({framework!r}) before anything imports {framework}",
                 )
-            _ask(plugin, "hwrl_bootstrap", Any, framework=framework)
+            _call_hook(plugin, "hwrl_bootstrap", Any, framework=framework)
             self._bootstrapped.add(framework)
 
     def engine_args(self, framework: str) -> dict[str, Any]:
-        """Return the arguments that engines of ``framework``, an import name such as ``vllm``, need on this device."""
+        """Return arguments for engines of ``framework``, an import name, on this device."""
         plugin = self._chosen_plugin()
         if plugin is None:
             return {}
-        return _ask(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework) or {}
+        return _call_hook(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework) or {}
 
     def _chosen_plugin(self) -> Plugin | None:
-        """Return the chosen backend's plugin; None if the backend was given as an object that no plugin made."""
+        """Return the chosen backend's plugin; None if set_backend got an object without one."""
         name = self.get_backend().info.name
         plugin = self._plugins().load(name) if name in self._plugins().names() else None
         return plugin if isinstance(plugin, Plugin) else None
 
     def _plugins(self) -> Installed[Plugin]:
         if self._installed is None:
-            found = importlib.metadata.entry_points(group=GROUP) if self._entry_points is None else self._entry_points
+            found = (
+                importlib.metadata.entry_points(group=BACKEND_ENTRY_POINTS)
+                if self._entry_points is None
+                else self._entry_points
+            )
             self._installed = Installed(found, load_backend)
         return self._installed
 
     def _adopt(self, backend: Backend) -> Backend:
         self._backend = backend
-        self._env[VARIABLE] = backend.info.name
+        self._env[BACKEND_VARIABLE] = backend.info.name
         return backend
 
     def _check_same(self, chosen: Backend, choice: str | Backend) -> None:
@@ -246,12 +249,12 @@ class Registry:
         known = self._plugins().names()
         close = difflib.get_close_matches(name.lower(), known, n=1)
         suggestion = f"did you mean {close[0]!r}? " if close else ""
-        # Nothing can be chosen any more: the others are imported only to say what is wrong with them.
+        # This only collects load failures for the message: one may explain the missing name.
         failures = "".join(f"; {failure}" for failure in self.survey().failures)
         return BackendNotFoundError(
             f"there is no backend {name!r}",
             why=f"{asked_by} asks for it, but the installed names are {', '.join(known) or '(none)'}{failures}",
-            fix=f"{suggestion}choose an installed name, or install the package that brings {name!r}",
+            fix=f"{suggestion}choose an installed name, or install the package with {name!r}",
         )
 
 
@@ -259,7 +262,7 @@ def _probe(plugin: Plugin, context: ProbeContext) -> Probed:
     started_s = time.perf_counter()
     faulty = False
     try:
-        result = ask(plugin.manager.hook.hwrl_probe, ProbeResult, context=context)
+        result = call_hook(plugin.manager.hook.hwrl_probe, ProbeResult, context=context)
     except (PluginFault, HwrlError) as fault:
         result, faulty = ProbeResult("unknown", f"its plugin is broken: {in_one_line(fault)}"), True
     return Probed(plugin, result, (time.perf_counter() - started_s) * 1000, faulty)
@@ -273,22 +276,22 @@ def _broken(plugin: Plugin, reason: str) -> BackendLoadError:
     )
 
 
-def _ask(plugin: Plugin, hook: str, kind: Any, **arguments: Any) -> Any:
-    """Return the plugin's answer to ``hook``, of type ``kind``; raise BackendLoadError, by its name, for any other."""
+def _call_hook(plugin: Plugin, hook: str, kind: Any, **arguments: Any) -> Any:
+    """Return the plugin's answer to ``hook``; raise BackendLoadError if it is not of type ``kind``."""
     try:
-        return ask(getattr(plugin.manager.hook, hook), kind, **arguments)
+        return call_hook(getattr(plugin.manager.hook, hook), kind, **arguments)
     except PluginFault as fault:
         raise _broken(plugin, str(fault)) from fault.__cause__
 
 
 def _create(plugin: Plugin) -> Backend:
     try:
-        backend: Backend = ask(plugin.manager.hook.hwrl_create_backend, Any)
+        backend: Backend = call_hook(plugin.manager.hook.hwrl_create_backend, Any)
     except PluginFault as fault:
         raise BackendUnavailableError(
             f"backend {plugin.info.name!r} cannot be created",
             why=f"{plugin.value}: {fault}",
-            fix="fix what the reason names; `hwrl doctor` shows versions and variables",
+            fix="fix the cause; `hwrl doctor` shows versions and variables",
         ) from fault.__cause__
     if not isinstance(backend, Backend):
         raise _broken(plugin, f"its hwrl_create_backend returned {backend!r}, not a hwrl.Backend")
@@ -298,14 +301,14 @@ def _create(plugin: Plugin) -> Backend:
 
 
 def _refuse_misspelling(env: Iterable[str]) -> None:
-    """Raise if a variable is nearly the one that would have decided: what was meant must not be passed over."""
-    others = {name.upper(): name for name in env if name != VARIABLE}
-    for close in difflib.get_close_matches(VARIABLE, others, n=1, cutoff=0.85):
+    """Raise if a variable's name looks like a misspelt ``HWRL_BACKEND``: never ignore what the user asked for."""
+    others = {name.upper(): name for name in env if name != BACKEND_VARIABLE}
+    for close in difflib.get_close_matches(BACKEND_VARIABLE, others, n=1, cutoff=0.85):
         name = others[close]
         raise BackendNotFoundError(
             f"the environment variable {name} chooses no backend",
-            why=f"hwrl reads {VARIABLE}, which is not set, and {name} looks like it",
-            fix=f"set {VARIABLE} instead, or unset {name}",
+            why=f"hwrl reads {BACKEND_VARIABLE}, which is not set, and {name} looks like it",
+            fix=f"set {BACKEND_VARIABLE} instead, or unset {name}",
         )
 
 
@@ -331,13 +334,13 @@ def _highest(able: list[Probed]) -> Choice:
         raise BackendAmbiguousError(
             f"cannot choose between {names}",
             why=f"both can run here with rank {rank}: {'; '.join(map(str, best))}",
-            fix=f"set {VARIABLE} to {names}",
+            fix=f"set {BACKEND_VARIABLE} to {names}",
         )
     return Choice(best[0].plugin, f"detected; {best[0]}")
 
 
 def _refuse_unsafe_fallback(choice: Choice, survey: Survey) -> None:
-    """Raise if anything hints at a device that could not be used: it must not turn into a slow run unseen."""
+    """Raise if there are signs of an unusable device: a slow run on the fallback must not go unnoticed."""
     others = [probed for probed in survey.probed if not probed.plugin.info.fallback]
     hints = [probed for probed in others if probed.result.answer == "unknown" or probed.result.evidence]
     doubts = [str(item) for item in (*survey.failures, *hints)]
@@ -346,7 +349,7 @@ def _refuse_unsafe_fallback(choice: Choice, survey: Survey) -> None:
         raise BackendAmbiguousError(
             f"will not fall back to {name!r} by itself",
             why="; ".join(doubts),
-            fix=f"fix what the reasons name; or set {VARIABLE}={name} if {name!r} is meant",
+            fix=f"fix these causes; or set {BACKEND_VARIABLE}={name} if {name!r} is meant",
         )
 
 
@@ -371,15 +374,15 @@ def set_backend(choice: str | Backend) -> None:
 def process_env(
     role: str, *, exports_memory: bool = False, shares_device: bool = False, devices: tuple[int, ...] = ()
 ) -> dict[str, str]:
-    """Return the variables that a worker of ``role`` should start with; see :meth:`Registry.process_env`."""
+    """Return environment variables for a worker of ``role``; see :meth:`Registry.process_env`."""
     return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device, devices=devices)
 
 
 def bootstrap(framework: str) -> None:
-    """Have the backend prepare this process for ``framework``; see :meth:`Registry.bootstrap`."""
+    """Let the backend prepare this process for ``framework``; see :meth:`Registry.bootstrap`."""
     _PROCESS.bootstrap(framework)
 
 
 def engine_args(framework: str) -> dict[str, Any]:
-    """Return what engines of ``framework`` need on this device; see :meth:`Registry.engine_args`."""
+    """Return arguments for engines of ``framework`` on this device; see :meth:`Registry.engine_args`."""
     return _PROCESS.engine_args(framework)

@@ -1,4 +1,4 @@
-"""Check at run time that an answer from foreign code has the type that was asked for."""
+"""Check at run time the type of a value from foreign code."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
-def why_not(value: object, kind: Any, *, name: str = "it") -> str:
-    """Return why ``value``, called ``name`` in the sentence, is not a ``kind``; an empty text if it is one.
+def type_mismatch(value: object, kind: Any, *, name: str = "it") -> str:
+    """Return the reason why ``value`` is not of type ``kind``; an empty text if it is; ``name`` is its name there.
 
     ``kind`` is ``Any``, a class, a dataclass with fields of these kinds, ``Literal``, a union, or ``tuple`` or ``dict``
-    of these kinds. A bool is no int.
+    of these kinds. A bool is not an int.
 
-    >>> why_not({"PORT": 1}, dict[str, str])
+    >>> type_mismatch({"PORT": 1}, dict[str, str])
     "it['PORT'] is 1, not of type str"
     """
     if kind is Any or _matches(value, kind):
         return ""
     for part, part_kind, part_name in _parts(value, kind, name):
-        wrong = why_not(part, part_kind, name=part_name)
+        wrong = type_mismatch(part, part_kind, name=part_name)
         if wrong:
             return wrong
     return f"{name} is {reprlib.repr(value)}, not {_in_words(kind)}"
@@ -36,7 +36,7 @@ def _matches(value: object, kind: Any) -> bool:
         return False
     if origin is tuple and args[-1] is not ... and len(value) != len(args):  # type: ignore[arg-type] # a tuple
         return False
-    return not any(why_not(part, part_kind) for part, part_kind, _ in _parts(value, kind, ""))
+    return not any(type_mismatch(part, part_kind) for part, part_kind, _ in _parts(value, kind, ""))
 
 
 def _is_instance(value: object, kind: type) -> bool:
@@ -44,9 +44,9 @@ def _is_instance(value: object, kind: type) -> bool:
 
 
 def _parts(value: Any, kind: Any, name: str) -> list[tuple[object, Any, str]]:
-    """Return the parts of ``value`` that have kinds of their own, each with its kind and its name."""
+    """Return the parts of ``value`` with types of their own, each with its type and its name."""
     origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):  # of "X | None", what is wrong with the X says more
+    if origin in (Union, UnionType):  # of "X | None", the reason for X says more
         others = [arg for arg in args if arg is not type(None)]
         return [(value, others[0], name)] if len(others) == 1 and value is not None else []
     if not isinstance(origin or kind, type) or not isinstance(value, origin or kind):

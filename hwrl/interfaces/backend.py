@@ -1,8 +1,8 @@
-"""What a device is: :class:`Backend`, its :class:`BackendInfo`, its capabilities, and what a probe answers.
+"""The interface of a device: :class:`Backend`, its :class:`BackendInfo` and its capabilities.
 
-A backend package gives three hooks (:mod:`hwrl.discovery.hookspecs`): its info, a probe, a factory. ``Backend(info)``
-is already complete for a device that torch knows; a subclass overrides a method only where the device differs or can
-do it faster. This module imports torch inside functions, so that a probe can run before torch is importable.
+A backend package implements three hooks (:mod:`hwrl.discovery.hookspecs`): its info, a probe, a factory.
+``Backend(info)`` is complete for any device known to torch. A subclass overrides a method only if its device differs
+or has a faster way. This module imports torch inside functions, so a probe can run before torch is importable.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hwrl.errors import CommError, DeviceMemoryError, UnsupportedError
 from hwrl.interfaces import torchapi
-from hwrl.interfaces.devicemap import DeviceMap as DeviceMap  # part of this face
+from hwrl.interfaces.devicemap import DeviceMap
 from hwrl.interfaces.handles import Handle, seal, unseal
-from hwrl.interfaces.probing import PROBE_ROOT as PROBE_ROOT
-from hwrl.interfaces.probing import Finding as Finding
-from hwrl.interfaces.probing import PciDevice as PciDevice
-from hwrl.interfaces.probing import ProbeContext as ProbeContext
-from hwrl.interfaces.probing import ProbeResult as ProbeResult
 
 if TYPE_CHECKING:
     import torch
@@ -33,33 +28,33 @@ if TYPE_CHECKING:
     from hwrl.interfaces.comm import Store
 
 API_VERSION = (1, 0)
-"""(major, minor) of the plugin interface. A plugin of another major version, or of a newer minor one, is refused."""
+"""(major, minor) of the plugin interface. hwrl refuses plugins of another major or a newer minor version."""
 
 
 class Capability(StrEnum):
-    """What a backend may or may not be able to do. Ask with :meth:`Backend.supports`, insist with ``require``."""
+    """Features that some devices lack. Check with :meth:`Backend.supports`, insist with :meth:`Backend.require`."""
 
     STREAMS = "streams"
-    """Work can be queued on a side stream and run while the caller goes on."""
+    """Work on a side stream runs while the caller continues."""
     PINNED_MEMORY = "pinned_memory"
-    """Host memory can be page-locked, so that copies to and from the device are asynchronous."""
+    """The backend allocates page-locked host memory, so copies to and from the device are asynchronous."""
     REGISTERED_MEMORY = "registered_memory"
-    """Host memory that exists already, such as what processes share, can be page-locked where it lies."""
+    """Existing host memory, such as memory shared by processes, can be page-locked in place."""
     MEMORY_STATS = "memory_stats"
     """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
     COLLECTIVES = "collectives"
-    """torch has a collective library for the device: processes can form groups that move its tensors."""
+    """torch has a collective library for the device, so processes can form groups."""
     COMM_ABORT = "comm_abort"
-    """A collective that is blocked can be ended from another thread."""
+    """Another thread can end a blocked collective."""
     SHARED_DEVICE_GROUPS = "shared_device_groups"
-    """Two processes that use the same device can be members of one process group."""
+    """Two processes on the same device can join one process group."""
     DEVICE_IPC = "device_ipc"
-    """Device memory can be opened by another process of the same host."""
+    """Another process of the same host can open device memory."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something works, and why. ``unverified`` means: expected to work, not proven on this device."""
+    """Whether a feature works, and why. ``unverified`` means: expected to work, not proven on this device."""
 
     state: Literal["supported", "unsupported", "unverified"]
     reason: str
@@ -72,12 +67,12 @@ class Support:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """The identity of a backend; plain data, needed before anything is imported.
+    """The identity of a backend: plain data, read before anything is imported.
 
-    ``device_type`` is torch's word for the device, kept as a string because torch may not know it yet.
-    ``api`` is the version of the plugin interface for which the plugin was written, in figures: never ``API_VERSION``,
-    which is the installed one. A plugin that does not give it is refused. ``fallback`` marks a backend that runs
-    anywhere: detection takes it only when no evidence of any other device exists and nothing went wrong.
+    ``device_type`` is torch's name for the device; it is a string, because torch may not know the device yet.
+    ``api`` is the version of the plugin interface at the time of writing, as two numbers. Never pass ``API_VERSION``:
+    it changes with the installed hwrl. hwrl refuses a plugin without ``api``. ``fallback`` marks a backend for any
+    machine: detection chooses it only if nothing hints at another device and every probe worked.
     """
 
     name: str
@@ -89,7 +84,7 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes on one device. ``free`` and ``total`` are device-wide; the others count this process's tensors."""
+    """Bytes on one device. ``free`` and ``total`` are device-wide; the others count tensors of this process."""
 
     free_nbytes: int
     total_nbytes: int
@@ -99,22 +94,22 @@ class MemoryInfo:
 
 
 class StreamLike(Protocol):
-    """The part of ``torch.Stream`` that hwrl uses."""
+    """The part of ``torch.Stream`` used by hwrl."""
 
     def synchronize(self) -> None:
-        """Block the host until everything queued here is done."""
+        """Block the host until all queued work is done."""
 
     def wait_event(self, event: Any) -> None:
         """Make later work on this stream wait for ``event``; does not block the host."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Make later work on this stream wait for what ``stream`` holds now; does not block the host."""
+        """Make later work on this stream wait for the current work of ``stream``; does not block the host."""
 
     def record_event(self, event: Any = None) -> Any:
         """Mark this point of the stream in ``event`` (a new one if None) and return it."""
 
     def query(self) -> bool:
-        """Return whether everything queued here is done."""
+        """Return whether all queued work is done."""
         raise NotImplementedError
 
     def __enter__(self) -> Any: ...
@@ -124,9 +119,9 @@ class StreamLike(Protocol):
 class Backend:
     """One kind of device, in this process.
 
-    Complete for any device with a torch device module; override only what differs. Methods act on the current
-    device of the calling thread. None of them is a silent no-op: what a device cannot do raises
-    :class:`~hwrl.errors.UnsupportedError`.
+    Complete for any device with a torch device module; a subclass overrides only the differences. Methods act on the
+    current device of the calling thread. If a device lacks a feature, the method raises
+    :class:`~hwrl.errors.UnsupportedError`; it never does nothing instead.
     """
 
     devices: DeviceMap = DeviceMap()
@@ -163,14 +158,14 @@ class Backend:
             raise UnsupportedError(
                 f"cannot {needed_for}",
                 why=f"backend {self.info.name!r} lacks {capability.value!r}: {support.reason}",
-                fix="choose another backend, or turn the feature off that needs it",
+                fix="choose another backend, or turn off the feature that needs it",
             )
 
     # -- device and streams -------------------------------------------------------------------------------------
 
     @functools.cached_property
     def device_module(self) -> Any:
-        """torch's module for this device, for what hwrl does not cover."""
+        """torch's module for this device, for calls not covered by hwrl."""
         return torchapi.device_module(self.info.device_type)
 
     def device(self, index: int | None = None) -> torch.device:
@@ -180,11 +175,11 @@ class Backend:
         return torch.device(self.info.device_type, self.current_index() if index is None else index)
 
     def device_count(self) -> int:
-        """Return the number of devices that this process sees; 0 is an answer, not an error."""
+        """Return the number of devices visible to this process; 0 is an answer, not an error."""
         return int(torchapi.function(self.info.device_type, "device_count")())
 
     def why_no_device(self) -> str:
-        """Return why :meth:`device_count` is 0, in words; an empty text if this process sees a device."""
+        """Return the reason why :meth:`device_count` is 0; an empty text if this process sees a device."""
         if self.device_count():
             return ""
         variable = self.devices.visible_variable
@@ -205,7 +200,7 @@ class Backend:
         torchapi.function(self.info.device_type, "set_device")(index)
 
     def device_uuid(self, index: int) -> str | None:
-        """Return what identifies device ``index`` on every machine and under every number; None if it does not say."""
+        """Return the UUID of device ``index``, the same on every machine and under every number; None if unknown."""
         properties = getattr(self.device_module, "get_device_properties", None)
         uuid = "" if properties is None else str(getattr(properties(index), "uuid", None) or "")
         return uuid if uuid.strip("0-") else None
@@ -215,13 +210,13 @@ class Backend:
         torchapi.function(self.info.device_type, "synchronize", general="synchronize")()
 
     def stream(self) -> StreamLike:
-        """Return a new side stream of the current device; without streams, one whose work is done as it is queued."""
+        """Return a new side stream of the current device; without streams, it runs work in the caller at once."""
         import torch
 
         return torch.Stream(device=self.device())  # type: ignore[no-any-return, unused-ignore] # untyped before 2.12
 
     def current_stream(self) -> StreamLike:
-        """Return the stream on which this thread's work is queued."""
+        """Return the stream of this thread's current work."""
         import torch
 
         return torch.accelerator.current_stream()
@@ -233,7 +228,7 @@ class Backend:
         return torch.Event(self.info.device_type, enable_timing=timing)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that marks a named range in the profiler's timeline."""
+        """Return a context manager; it marks a named range in the profiler's timeline."""
         import torch
 
         return torch.profiler.record_function(name)
@@ -241,9 +236,9 @@ class Backend:
     # -- memory -------------------------------------------------------------------------------------------------
 
     def memory_info(self) -> MemoryInfo:
-        """Return what is used and free on the current device."""
+        """Return the used and free memory of the current device."""
         free, total = torchapi.function(self.info.device_type, "mem_get_info", general="get_memory_info")()
-        # Once: each of torch's shorter questions asks for all of them.
+        # One call: torch's functions for single numbers each compute all statistics.
         stats = torchapi.function(self.info.device_type, "memory_stats", general="memory_stats")()
         return MemoryInfo(
             free_nbytes=free,
@@ -257,7 +252,7 @@ class Backend:
     def allocating(self, what: str) -> Iterator[None]:
         """Raise :class:`~hwrl.errors.DeviceMemoryError`, with the device's numbers, if torch runs out of memory inside.
 
-        ``what`` is what the memory is for, as the subject of "does not fit".
+        ``what`` names the content of the memory. It is the subject of the message: "``what`` does not fit".
         """
         import torch
 
@@ -267,15 +262,15 @@ class Backend:
             raise _out_of_memory(what, str(self.device()), self._numbers(), exc) from exc
 
     def _numbers(self) -> str:
-        """Return what :meth:`memory_info` says, in words; why it says nothing, if it cannot."""
+        """Return :meth:`memory_info` in words, or the reason why it is not available."""
         try:
             info = self.memory_info()
         except UnsupportedError as error:
-            return f"how much is free is not known: {error.why}"
+            return f"its free memory is not known: {error.why}"
         return (
             f"{_gib(info.free_nbytes)} of its {_gib(info.total_nbytes)} are free; tensors of this process hold "
             f"{_gib(info.allocated_nbytes)} (at most {_gib(info.peak_nbytes)}), and {_gib(info.reserved_nbytes)} with "
-            f"what its allocator caches"
+            f"the allocator's cache"
         )
 
     def empty_cache(self) -> None:
@@ -283,19 +278,19 @@ class Backend:
         torchapi.function(self.info.device_type, "empty_cache", general="empty_cache")()
 
     def pinned_empty(self, nbytes: int) -> torch.Tensor:
-        """Return ``nbytes`` of uninitialised page-locked host memory as a 1-d uint8 tensor; the caller owns it."""
+        """Return ``nbytes`` of uninitialised page-locked host memory, a 1-d uint8 tensor; the caller owns it."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def export_memory(self, memory: torch.Tensor) -> Handle:
-        """Return a JSON-able handle with which other processes of this host can open ``memory``.
+        """Return a JSON-able handle of ``memory``, for :meth:`open_memory` in other processes of this host.
 
-        ``memory`` is contiguous, on this backend's device and not empty; a part of a larger storage will do. It stays
-        the caller's: the handle is good for any number of :meth:`open_memory` as long as this process keeps the
-        storage alive. Nothing is ordered between the processes: wait for the device before you tell a reader that
-        data is there, and let readers answer before you free the storage or write again. Raises UnsupportedError if
-        the backend cannot, or not with memory of this allocator, and CommError for another tensor.
+        ``memory`` is contiguous, not empty and on this backend's device; it may be a part of a larger storage. The
+        caller keeps it: any number of processes can open the handle while this process keeps the storage alive. The
+        processes must synchronise: wait for the device before you tell a reader about new data, and wait for the
+        readers' answers before you free the storage or write again. Raises UnsupportedError if the backend, or the
+        allocator behind ``memory``, does not support it, and CommError for an unsuitable tensor.
         """
         self.require(Capability.DEVICE_IPC, needed_for="export device memory")
         if memory.device.type != self.info.device_type or not memory.is_contiguous() or memory.numel() == 0:
@@ -307,33 +302,33 @@ class Backend:
         return seal(self._export_memory(memory))
 
     def open_memory(self, handle: Mapping[str, str | int]) -> torch.Tensor:
-        """Return the bytes that another process exported, as a 1-d uint8 tensor over the same memory.
+        """Return the memory behind another process's ``handle``: its bytes, as a 1-d uint8 tensor.
 
-        It lives on the exporter's device, under the number that this process has for it. Its memory is mapped until
-        the last tensor over it is gone. Raises UnsupportedError in the exporting process itself, and CommError for a
-        handle that is damaged, stale, from another host, or of a device that this process does not see.
+        The tensor is on the exporter's device, under this process's number for it. The memory stays mapped until the
+        last tensor over it is gone. Raises UnsupportedError in the exporting process itself. Raises CommError if the
+        handle is damaged, stale or from another host, or if its device is not visible here.
         """
         self.require(Capability.DEVICE_IPC, needed_for="open another process's device memory")
         return self._open_memory(unseal(handle))
 
     def _export_memory(self, memory: torch.Tensor) -> Handle:
-        """Return what :meth:`_open_memory` will need; backends with ``device_ipc`` implement both."""
-        raise NotImplementedError(f"{self!r} says that it has device_ipc, and does not implement it")
+        """Return the fields for :meth:`_open_memory`; backends with ``device_ipc`` implement both."""
+        raise NotImplementedError(f"{self!r} claims device_ipc, but does not implement it")
 
     def _open_memory(self, handle: Handle) -> torch.Tensor:
-        """Return the memory of ``handle``, which is unchanged and another process's."""
-        raise NotImplementedError(f"{self!r} says that it has device_ipc, and does not implement it")
+        """Return the memory of ``handle``; it is unchanged and from another process."""
+        raise NotImplementedError(f"{self!r} claims device_ipc, but does not implement it")
 
     def register_host_memory(self, memory: torch.Tensor) -> None:
-        """Page-lock ``memory``, 1-d uint8 on the host, where it lies; it stays the caller's.
+        """Page-lock ``memory`` (1-d uint8, on the host) in place; the caller keeps it.
 
-        Blocks for seconds where there are gigabytes. Call :meth:`unregister_host_memory` before the memory goes.
+        Blocks: gigabytes take seconds. Call :meth:`unregister_host_memory` before you free the memory.
         """
-        self.require(Capability.REGISTERED_MEMORY, needed_for="page-lock host memory where it lies")
+        self.require(Capability.REGISTERED_MEMORY, needed_for="page-lock host memory in place")
 
     def unregister_host_memory(self, memory: torch.Tensor) -> None:
-        """End what :meth:`register_host_memory` began; no copy of ``memory`` may be under way."""
-        self.require(Capability.REGISTERED_MEMORY, needed_for="release host memory that was page-locked")
+        """Undo :meth:`register_host_memory`; no copy from or to ``memory`` may be in progress."""
+        self.require(Capability.REGISTERED_MEMORY, needed_for="release page-locked host memory")
 
     # -- random numbers -----------------------------------------------------------------------------------------
 
@@ -343,15 +338,15 @@ class Backend:
         return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore a state that :meth:`rng_state` returned."""
+        """Restore a state from :meth:`rng_state`."""
         torchapi.function(self.info.device_type, "set_rng_state")(state)
 
-    # -- collectives: what :mod:`hwrl.comm` builds on -----------------------------------------------------------
+    # -- collectives, for :mod:`hwrl.comm` ----------------------------------------------------------------------
 
     def comm_library(self) -> str:
-        """Return the name under which torch.distributed knows this device's collective library.
+        """Return torch.distributed's name for this device's collective library.
 
-        Raises UnsupportedError if it knows none.
+        Raises UnsupportedError if there is none.
         """
         import torch.distributed as dist
 
@@ -365,35 +360,35 @@ class Backend:
             ) from exc
 
     def library_timeout(self, timeout_s: float) -> timedelta:
-        """Return what to tell torch.distributed, so that the library takes ``timeout_s`` as it is meant."""
+        """Return ``timeout_s`` in the form for torch.distributed; override it if a library misreads some values."""
         return timedelta(seconds=timeout_s)
 
     def create_process_group(
         self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
     ) -> ProcessGroup:
-        """Return a process group of its own over ``store``; it joins no default group and changes none.
+        """Return a new process group over ``store``, independent of torch's default group.
 
-        All ``size`` ranks must call it with the same ``store`` contents and ``name``. Blocks until the library's own
-        rendezvous is done, where it has one.
+        All ``size`` ranks must call it with the same ``store`` contents and ``name``. Blocks until the library's
+        rendezvous, if any, is done.
         """
         from torch.distributed import distributed_c10d as c10d
 
-        # The helper is private but is the only entry that serves built-in and third-party libraries alike, without
-        # touching the default group; its annotations differ by version. Replace when torch has a public one.
+        # Only this private helper serves built-in and third-party libraries alike without touching the default group.
+        # Its annotations differ by version. Replace it when torch has a public function.
         helper: Any = c10d._new_process_group_helper
         group: ProcessGroup = helper(size, rank, [], self.comm_library(), store, group_name=name, timeout=timeout)[0]
-        c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}  # else it cannot be destroyed
+        c10d._world.pg_group_ranks[group] = {member: member for member in range(size)}  # needed by destroy
         return group
 
     def await_work(self, work: Any) -> None:
-        """Order this thread's current stream after ``work``, which a group's operation returned.
+        """Make this thread's current stream wait for ``work``, the result of a group's operation.
 
-        Blocks only on a device without streams, until the work is done; may raise what the library found.
+        Blocks only on a device without streams, until the work is done. May raise the library's error.
         """
         work.wait()
 
     def abort_process_group(self, group: ProcessGroup) -> None:
-        """End every collective of ``group`` that is blocked in another thread, and make the group unusable."""
+        """End every collective of ``group`` that blocks in another thread; the group is unusable afterwards."""
         self.require(Capability.COMM_ABORT, needed_for="abort a process group")
         group.abort()
 
@@ -406,5 +401,5 @@ def _out_of_memory(what: str, device: str, numbers: str, exc: Exception) -> Devi
     return DeviceMemoryError(
         f"{what} does not fit in the memory of {device}",
         why=f"{numbers}; torch said: {str(exc).strip().splitlines()[0]}",
-        fix="make the parts of a step smaller, offload what is not needed all the time, or use more devices",
+        fix="use smaller micro-batches, offload more, or use more devices",
     )

@@ -1,4 +1,4 @@
-"""How processes are given devices: :class:`DeviceMap`, a part of :mod:`hwrl.interfaces.backend`'s face."""
+"""How processes get their devices: :class:`DeviceMap`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hwrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """How processes are given devices: pure functions of an environment, no device context.
+    """How processes get their devices: pure functions of an environment, without a device context.
 
-    ``visible_variable`` is the variable that narrows the devices a process sees (None: the device cannot be
-    narrowed). ``ray_resource`` is the device's resource name in Ray (None: it is scheduled by CPU cores).
+    ``visible_variable`` is the environment variable with a process's visible devices (None: all are always visible).
+    ``ray_resource`` is the device's resource name in Ray (None: Ray schedules it by CPU cores).
     """
 
     visible_variable: str | None = None
     ray_resource: str | None = None
 
     def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
-        """Return the physical ids that ``env`` makes visible, in order, or None if it does not narrow them."""
+        """Return the physical ids of the devices visible under ``env``, in order; None if it does not restrict them."""
         if self.visible_variable is None or self.visible_variable not in env:
             return None
         text = env[self.visible_variable].strip()
@@ -36,13 +36,13 @@ class DeviceMap:
         if len(set(ids)) != len(ids) or any(index < 0 for index in ids):
             raise ConfigError(
                 f"{self.visible_variable}={text!r} is not a set of devices",
-                why="a number is negative or stands there twice",
-                fix=f"give each device once, like {self.visible_variable}=0,1",
+                why="a number is negative or appears twice",
+                fix=f"name each device once, like {self.visible_variable}=0,1",
             )
         return ids
 
     def to_physical(self, logical: int, env: Mapping[str, str]) -> int:
-        """Return the machine's number of the device that a process under ``env`` calls ``logical``."""
+        """Return the machine's number of device ``logical`` of a process under ``env``."""
         ids = self.visible(env)
         if ids is None:
             return logical
@@ -50,27 +50,28 @@ class DeviceMap:
             raise ConfigError(
                 f"device {logical} is not visible",
                 why=f"{self.visible_variable} shows {len(ids)} devices",
-                fix="ask for a smaller number or show more devices",
+                fix="use a smaller number, or make more devices visible",
             )
         return ids[logical]
 
     def render(self, physical: Sequence[int]) -> dict[str, str]:
-        """Return the environment that makes exactly the devices ``physical`` visible."""
+        """Return the environment under which exactly the devices ``physical`` are visible."""
         if self.visible_variable is None:
             return {}
         return {self.visible_variable: ",".join(str(index) for index in physical)}
 
     def narrow(self, logical: Sequence[int], env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment that shows only ``logical``, of the devices that a process under ``env`` sees."""
+        """Return the environment under which only the devices ``logical`` of ``env`` are visible."""
         return self.render([self.to_physical(index, env) for index in logical])
 
     def name(self, logical: int, env: Mapping[str, str]) -> str:
-        """Return the machine's name of the device that a process under ``env`` calls ``logical``: its number there."""
+        """Return the machine's name of device ``logical`` of a process under ``env``: by default its number."""
         return str(self.to_physical(logical, env))
 
     def ray_options(self, count: float) -> dict[str, Any]:
-        """Return the options with which ``ray.remote`` reserves ``count`` devices, a share of one if below 1, for an
-        actor; and ``ray.init`` takes them for the number of devices that a machine has.
+        """Return the options of ``ray.remote`` for an actor with ``count`` devices; below 1, a share of one device.
+
+        ``ray.init`` takes the same options as the machine's number of devices.
         """
         if self.ray_resource is None:
             return {"num_cpus": count}

@@ -17,10 +17,10 @@ Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 @dataclass(frozen=True)
 class Response:
-    """One generated response: a token's id, its log-probability under the behaviour policy, its weight version.
+    """One generated response: each token's id, log-probability under the behaviour policy, and weight version.
 
-    The three arrays have one element a generated token, the end-of-sequence token included. ``truncated`` says that
-    the length limit ended the response.
+    The three arrays have one element per generated token, including the end-of-sequence token. ``truncated`` is true
+    if the length limit ended the response.
     """
 
     token_ids: Ints
@@ -37,10 +37,10 @@ class Response:
 class PromptGroup:
     """A prompt's responses with their rewards, ready for training.
 
-    ``sequence_number`` is the prompt's place in the stream, ``lease_id`` the permit under which it was generated
-    (:mod:`hwrl.rollout.ledger`), ``incarnation`` the life of the trainer that published all of its weights: a trainer
-    that goes back to a checkpoint counts versions anew. Arrays of all responses are concatenated; ``lengths`` (int32,
-    one a response) separates them.
+    ``sequence_number`` is the prompt's place in the stream. ``lease_id`` is the lease of the rollout
+    (:mod:`hwrl.rollout`). ``incarnation`` is the life of the trainer behind all of its weights: after a restart from a
+    checkpoint, versions count from there again. The arrays concatenate all responses; ``lengths`` (int32, one per
+    response) separates them.
     """
 
     sequence_number: int
@@ -87,7 +87,7 @@ class PromptGroup:
         rewards: Sequence[float],
         metrics: dict[str, float],
     ) -> PromptGroup:
-        """Return the group of ``responses`` to one prompt; ``rewards`` has one number a response."""
+        """Return the group of ``responses`` to one prompt; ``rewards`` has one number per response."""
         import numpy as np
 
         return cls(

@@ -1,4 +1,4 @@
-"""What the handles of lent memory have in common, on every backend: they are whole, and another process's."""
+"""Handles of exported memory, on every backend: a checksum and the exporting process's identity."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ _LOADED = uuid.uuid4().hex
 
 
 def seal(fields: Mapping[str, str | int]) -> Handle:
-    """Return ``fields`` with this process's name and a checksum, as they are sent to other processes."""
+    """Return ``fields`` with this process's identity and a checksum, ready for other processes."""
     sealed = {**fields, "process": _process()}
-    return {**sealed, "sum": _sum(sealed)}
+    return {**sealed, "sum": _checksum(sealed)}
 
 
 def unseal(handle: Mapping[str, str | int]) -> Handle:
-    """Return the fields that another process sealed. Raises CommError if they are not as they were then.
+    """Return the fields sealed by another process. Raises CommError if they changed on the way.
 
-    Drivers map memory into other processes only: a handle of this one raises UnsupportedError.
+    Drivers map memory only into other processes: a handle of this process raises UnsupportedError.
     """
     fields = {name: value for name, value in handle.items() if name != "sum"}
-    if "process" not in fields or handle.get("sum") != _sum(fields):
+    if "process" not in fields or handle.get("sum") != _checksum(fields):
         raise CommError(
             "this is no handle of device memory",
-            why=f"the sum of its fields is wrong in {dict(handle)!r:.200}",
-            fix="pass on unchanged what export_memory returned",
+            why=f"the checksum of its fields is wrong in {dict(handle)!r:.200}",
+            fix="pass the result of export_memory on unchanged",
         )
     if fields.pop("process") == _process():
         raise UnsupportedError(
             "cannot open the memory of this process itself",
             why="memory is mapped into other processes only",
-            fix="use the tensor that was exported",
+            fix="use the exported tensor",
         )
     return fields
 
 
 def _process() -> str:
-    return f"{os.getpid()}-{_LOADED}"  # a number is used again, a forked child has its parent's name
+    return f"{os.getpid()}-{_LOADED}"  # both: the system reuses numbers, and a forked child has its parent's id
 
 
-def _sum(fields: Mapping[str, str | int]) -> int:
+def _checksum(fields: Mapping[str, str | int]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

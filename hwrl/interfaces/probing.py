@@ -1,4 +1,4 @@
-"""What a probe may look at, and what it answers: no torch, no vendor's library, no device context."""
+"""The input and the answer of a probe. A probe loads no torch and no vendor library, and makes no device context."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 PROBE_ROOT = "HWRL_PROBE_ROOT"
-"""The environment variable that names the folder under which probes look for devices, instead of /."""
+"""The environment variable with the root folder for probes, instead of /."""
 _PCI_DEVICES = "sys/bus/pci/devices"
 
 
 @dataclass(frozen=True)
 class PciDevice:
-    """A device on the PCI bus: its folder in sysfs, and the kernel driver that is bound to it, ``""`` if none is."""
+    """A device on the PCI bus: its folder in sysfs, and its kernel driver, ``""`` if it has none."""
 
     path: str
     driver: str
@@ -24,9 +24,9 @@ class PciDevice:
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """What a probe may look at, injectable so that probes are testable without hardware.
+    """A probe's view of the machine. Tests inject one, so probes are testable without hardware.
 
-    ``root`` is the folder that holds ``dev`` and ``sys``: that of ``HWRL_PROBE_ROOT``, else the file system's.
+    ``root`` is the folder with ``dev`` and ``sys``: ``HWRL_PROBE_ROOT``, else the root of the file system.
     """
 
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -34,7 +34,7 @@ class ProbeContext:
     root: Path = field(default_factory=lambda: Path(os.environ.get(PROBE_ROOT, "/")))
 
     def device_files(self, pattern: str) -> tuple[str, ...]:
-        """Return the paths under the file-system root that match ``pattern``, sorted, as absolute strings.
+        """Return the paths under ``root`` for the glob ``pattern``, sorted, as absolute strings.
 
         >>> ProbeContext().device_files("dev/nul[l]")
         ('/dev/null',)
@@ -42,16 +42,17 @@ class ProbeContext:
         return tuple(sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern)))
 
     def pci_devices(self, *, vendor: int, base_class: int) -> tuple[PciDevice, ...]:
-        """Return the devices on the PCI bus that have this vendor and base class (the class code's highest byte).
+        """Return the devices on the PCI bus with this vendor and base class (the highest byte of the class code).
 
-        They show also where no driver is loaded, and in a container that was given no device.
+        The bus also lists devices without a driver, and all devices of the host inside a container without devices.
         """
         bus = self.root / _PCI_DEVICES
         names = sorted(os.listdir(bus)) if bus.is_dir() else []
         return tuple(
             PciDevice(f"/{_PCI_DEVICES}/{name}", _driver(f"{bus}/{name}"))
             for name in names
-            if _figure(f"{bus}/{name}/vendor") == vendor and _figure(f"{bus}/{name}/class") >> 16 == base_class
+            if _hexadecimal(f"{bus}/{name}/vendor") == vendor
+            and _hexadecimal(f"{bus}/{name}/class") >> 16 == base_class
         )
 
     def has_module(self, name: str) -> bool:
@@ -71,7 +72,7 @@ class ProbeContext:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """A probe's answer. ``evidence`` lists what shows that the device exists, even if it can't run.
+    """A probe's answer. ``evidence`` lists the signs of a device, even of a device that cannot run.
 
     Evidence is device files, or places on a bus. ``rank`` orders several ``yes``: the highest wins, a tie is an error.
     """
@@ -84,17 +85,39 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of ``hwrl doctor``. An ``error`` is what will surely stop a run; it says its ``fix``."""
+    """One line of ``hwrl doctor``. An ``error`` will stop a run, and comes with its ``fix``."""
 
     level: Literal["info", "warning", "error"]
     message: str
     fix: str = ""
 
 
-def _figure(file: str) -> int:
+def without_device_files(
+    context: ProbeContext, *, pattern: str, vendor: int, base_class: int, device: str, fix: str
+) -> ProbeResult:
+    """Return the answer "no" for a machine without the device files ``pattern``.
+
+    If the PCI bus lists such devices, they are evidence, and the reason names their drivers and the ``fix``: the
+    machine has the device but no driver, or the container did not get it. ``device`` is its name in messages.
+    """
+    found = context.pci_devices(vendor=vendor, base_class=base_class)
+    reason = f"there is no /{pattern}"
+    if not found:
+        return ProbeResult("no", f"{reason}: this machine or container shows no {device}")
+    drivers = ", ".join(sorted({f"driver {item.driver}" if item.driver else "no driver" for item in found}))
+    return ProbeResult(
+        "no",
+        f"{reason}, but the PCI bus has {len(found)} {device}(s) ({drivers}): {fix}",
+        tuple(item.path for item in found),
+    )
+
+
+def _hexadecimal(file: str) -> int:
     """Return the hexadecimal number in a file of sysfs, or -1 if the device was unplugged meanwhile."""
     try:
-        with open(file, "rb", buffering=0) as text:  # a server has a thousand devices, and a probe has milliseconds
+        with open(
+            file, "rb", buffering=0
+        ) as text:  # unbuffered: a server has a thousand devices, a probe has milliseconds
             return int(text.read(), 16)
     except FileNotFoundError:
         return -1

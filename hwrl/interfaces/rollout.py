@@ -1,4 +1,4 @@
-"""What a rollout engine is: the interface that the embedded engine and vLLM both fill."""
+"""The interface of rollout engines: :class:`RolloutEngine`, with its settings, requests and completions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """What every rollout engine is told.
+    """The settings of every rollout engine.
 
-    ``model_directory`` describes the model; its weights are not read, they come from the trainer, in ``dtype``. The
-    tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each of at most ``max_length``
-    tokens, prompt and response together. ``seed`` is that of sampling, and ``temperature`` that of the requests to
-    come, so that an engine can refuse it at once. With ``lora`` the weights come in two parts, a base and an adapter of
-    that form. ``may_sleep`` says whether :meth:`RolloutEngine.sleep` will be called. The engine uses the first
-    ``tensor_parallel`` devices that the process sees, and takes weights on the first.
+    ``model_directory`` describes the model. The engine does not read its weights: they come from the trainer, in
+    ``dtype``. The tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each with at most
+    ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``temperature`` is the temperature of later
+    requests, so an engine can refuse it at once. With ``lora`` the weights come in two parts: a base model, and an
+    adapter of this form. ``may_sleep`` announces calls of :meth:`RolloutEngine.sleep`. The engine uses the process's
+    first ``tensor_parallel`` devices, and takes weights on the first.
     """
 
     model_directory: Path
@@ -42,7 +42,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to generate. ``temperature`` 0 is greedy; then log-probabilities are those of temperature 1."""
+    """How to sample a response. ``temperature`` 0 is greedy, with log-probabilities of temperature 1."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -66,89 +66,90 @@ class Completion:
 
 
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
-"""What of an engine's device memory sleeps and wakes."""
+"""The parts of an engine's device memory, for :meth:`RolloutEngine.sleep` and :meth:`RolloutEngine.wake`."""
 
 
 class RolloutEngine(ABC):
-    """Generates responses, step by step, so that weights can change between two tokens of a response.
+    """Generates responses step by step, so weights can change between two tokens of a response.
 
-    The caller's loop is ``submit``, ``step`` until nothing is pending, and ``load_weights`` between two steps at any
-    time. Requests in flight go on with the new weights: each token carries the version that it came from. Not
-    thread-safe: one thread owns the engine.
+    The caller submits requests and calls ``step`` until none is pending; it may call ``load_weights`` between any two
+    steps. Running requests continue with the new weights, and each token records its weight version. Not thread-safe:
+    one thread owns the engine.
 
-    An engine that was made with ``settings.lora`` gets its weights by :meth:`load_base`, once, and then
-    :meth:`load_adapter`, version by version. Both attributes say what the engine really holds, whatever put it there.
+    With ``settings.lora``, the caller loads the base model once, with :meth:`load_base`, and then one adapter per
+    version, with :meth:`load_adapter`. ``version`` and ``base`` always describe the weights in the model.
     """
 
     version: int = -1
-    """The version of the weights that the next token will come from; -1 while the model is not whole."""
+    """The weight version of the next token; -1 while the model has no complete weights."""
 
     base: int | None = None
-    """The identity of the base whose weights the model holds; None without, and always without ``settings.lora``."""
+    """The identity of the loaded base model; None before :meth:`load_base`, and always without ``settings.lora``."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue ``requests``. Does not block; raises EngineError for one that can never be served."""
+        """Queue ``requests``. Does not block; raises EngineError for a request that can never run."""
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Advance every running request by at least one token; return those that finished. Blocks for one step."""
+        """Advance every running request by at least one token; return finished requests. Blocks for one step."""
 
     @abstractmethod
     def pending(self) -> int:
-        """Return how many requests are queued or running."""
+        """Return the number of queued and running requests."""
 
     @abstractmethod
     def capacity(self) -> int:
-        """Return how many more requests would run at once, were they submitted now."""
+        """Return the number of further requests that would run at once."""
 
     @abstractmethod
     def abort(self) -> int:
-        """Drop every pending request; return how many they were."""
+        """Drop every pending request; return their number."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Copy ``weights`` (Hugging Face names) into the model; after it returns, ``version`` is served.
+        """Copy ``weights`` (Hugging Face names) into the model; later tokens come from ``version``.
 
-        The tensors are read before it returns and not kept. Unknown or missing names raise EngineError and leave
-        the old version serving.
+        Reads the tensors before it returns, and keeps none. Unknown or missing names raise EngineError, and the old
+        version stays.
         """
 
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
-        """Copy the base that ``base`` identifies into the model; :attr:`version` is -1 until an adapter is loaded.
+        """Copy the base model with identity ``base`` into the model; :attr:`version` is -1 until an adapter follows.
 
-        Names and errors are those of :meth:`load_weights`. If it fails in the middle, :attr:`base` is None.
+        Names and errors are as in :meth:`load_weights`. After an error in the middle, :attr:`base` is None.
         """
         raise adapter_unsupported()
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base: int) -> None:
-        """Copy ``weights``, a whole adapter, into the model; after it returns, ``version`` is served.
+        """Copy ``weights``, a whole adapter, into the model; later tokens come from ``version``.
 
-        Names are those of PEFT's checkpoints (``base_model.model.….lora_A.weight``); the form is ``settings.lora``. The
-        tensors are read before it returns and not kept. EngineError, with the old version serving, if the model does
-        not hold the ``base`` that the adapter was trained on, or if names or shapes are not those of the adapter.
+        Names are as in PEFT's checkpoints (``base_model.model.….lora_A.weight``); the form is ``settings.lora``. Reads
+        the tensors before it returns, and keeps none. Raises EngineError, and the old version stays, if the model does
+        not hold ``base``, the adapter's base model, or if names or shapes do not fit the adapter.
         """
         raise adapter_unsupported()
 
     def sleep(self, *, level: int) -> int:
-        """Free device memory, for others to use, and return how many bytes; nothing and 0 if any of it sleeps. Blocks.
+        """Free device memory for other users, and return the freed bytes; 0 if a part sleeps already. Blocks.
 
-        The attention cache is dropped. Level 1 keeps the weights in host memory, and :attr:`version` and :attr:`base`
-        stay. Level 2 keeps none: they are -1 and None until weights are loaded again, after ``wake(["weights"])``.
-        Raises EngineError if requests are pending, UnsupportedError if the engine cannot sleep.
+        Drops the attention cache. Level 1 keeps the weights in host memory; :attr:`version` and :attr:`base` stay.
+        Level 2 drops the weights; :attr:`version` is -1 and :attr:`base` None until the caller loads weights again,
+        after ``wake(["weights"])``. Raises EngineError if requests are pending, UnsupportedError if the engine cannot
+        sleep.
         """
         raise _without_sleep()
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
-        """Take device memory again for ``tags``, of MEMORY_TAGS; nothing for those that are awake. Blocks.
+        """Allocate device memory again for ``tags``, of MEMORY_TAGS; skip parts that are awake. Blocks.
 
-        Weights are loaded only while "weights" is awake, and ``step`` needs both. UnsupportedError if the engine
+        Loading weights needs "weights" awake, and ``step`` needs both tags. Raises UnsupportedError if the engine
         cannot sleep.
         """
         raise _without_sleep()
 
     def close(self) -> None:
-        """Release what the engine holds."""
+        """Release the engine's resources."""
         self.abort()
 
 

@@ -1,7 +1,7 @@
-"""Which functions this torch offers for a device: the one place that asks, for torches and vendors differ.
+"""Look up torch's functions for a device. They differ by torch version and by vendor; only this module looks them up.
 
-``torch.accelerator`` is general, and serves the one device for which torch was built or extended; a device's own module
-(``torch.<device>``) has what its vendor gave it. Imports torch inside functions only.
+``torch.accelerator`` is general and serves one device, the one for which torch was built or extended. A device's own
+module (``torch.<device>``) has the vendor's functions. This module imports torch inside functions only.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from hwrl.errors import UnsupportedError
 
-_NOT_GIVEN = ("is not a DeviceAllocator", "doesn't support", "not implemented")
-"""With which words torch 2.13 says that a vendor's extension lacks what torch.accelerator rests on."""
+_GAP_MESSAGES = ("is not a DeviceAllocator", "doesn't support", "not implemented")
+"""torch 2.13's messages when a vendor's extension does not implement a function of torch.accelerator."""
 
 
 def device_module(device_type: str) -> Any:
@@ -33,9 +33,9 @@ def device_module(device_type: str) -> Any:
 def function(device_type: str, name: str, *, general: str = "") -> Callable[..., Any]:
     """Return the function ``name`` of the device's module; if it has none, torch.accelerator's ``general``.
 
-    The module comes first, because torch.accelerator has each function for every device, whether or not the vendor gave
-    what it rests on. Raises UnsupportedError if there is neither, and so does the function if torch says that the
-    vendor did not give it.
+    The module comes first: torch.accelerator always has the function, even if the vendor's extension does not
+    implement it. Raises UnsupportedError if there is neither. The returned function raises it, too, if the call shows
+    such a gap.
     """
     import torch
 
@@ -45,7 +45,7 @@ def function(device_type: str, name: str, *, general: str = "") -> Callable[...,
         found = getattr(module, name)
         return found
     if general and _serves(device_type) and hasattr(torch.accelerator, general):
-        return functools.partial(_ask, device_type, name, getattr(torch.accelerator, general))
+        return functools.partial(_call_accelerator, device_type, name, getattr(torch.accelerator, general))
     raise _missing(
         device_type,
         name,
@@ -61,14 +61,14 @@ def _serves(device_type: str) -> bool:
     return accelerator is not None and accelerator.type == device_type
 
 
-def _ask(device_type: str, name: str, call: Callable[..., Any], *args: Any) -> Any:
+def _call_accelerator(device_type: str, name: str, call: Callable[..., Any], *args: Any) -> Any:
     try:
         return call(*args)
     except RuntimeError as exc:
-        said = str(exc).strip().partition("\n")[0]
-        if isinstance(exc, NotImplementedError) or any(words in said for words in _NOT_GIVEN):
+        message = str(exc).strip().partition("\n")[0]
+        if isinstance(exc, NotImplementedError) or any(part in message for part in _GAP_MESSAGES):
             raise _missing(
-                device_type, name, why=f"torch.{device_type} does not have it, and torch says: {said}"
+                device_type, name, why=f"torch.{device_type} does not have it, and torch says: {message}"
             ) from exc
         raise
 
@@ -77,5 +77,5 @@ def _missing(device_type: str, name: str, *, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"device {device_type!r} has no {name}",
         why=why,
-        fix="use a torch extension that has it, or override the method of Backend that needs it",
+        fix="use a torch extension that has it, or override the method of Backend",
     )

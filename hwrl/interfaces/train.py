@@ -1,4 +1,4 @@
-"""What a train engine is: the interface that the FSDP2 engine and Megatron-core both fill."""
+"""The interface of train engines: :class:`TrainEngine`, with its :class:`EngineSettings`."""
 
 from __future__ import annotations
 
@@ -43,16 +43,15 @@ def _float32() -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What every train engine is told.
+    """The settings of every train engine.
 
     ``total_steps`` shapes the learning-rate schedule: linear warm-up over ``warmup_steps``, then linear decay to
-    ``min_learning_rate_ratio``. A step is split into parts of at most ``micro_batch_tokens`` padded tokens.
-    ``temperature`` is that of sampling, and so of the policy. Parameters and optimizer state are float32; ``dtype`` is
-    what forward and backward passes compute in, and the dtype of the weights that leave the engine. With ``lora``
-    the model is the frozen base of an adapter, which alone is trained; its first values depend on ``seed``. With
-    ``param_offload`` and ``optimizer_offload`` parameters and optimizer state live in host memory, but for
-    :meth:`TrainEngine.on_device`. With ``activation_checkpointing`` a layer keeps nothing but its inputs for the
-    backward pass, and is computed twice.
+    ``min_learning_rate_ratio``. A micro-batch has at most ``micro_batch_tokens`` padded tokens. ``temperature`` is the
+    sampling temperature, and so part of the policy. Parameters and optimizer state are float32; ``dtype`` is the dtype
+    of forward and backward passes, and of published weights. With ``lora`` the engine freezes the model and trains an
+    adapter on it; the adapter's initial values depend on ``seed``. With ``param_offload`` and ``optimizer_offload``,
+    parameters and optimizer state are in host memory outside :meth:`TrainEngine.on_device`. With
+    ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice.
     """
 
     model_directory: Path
@@ -84,35 +83,35 @@ class EngineSettings:
 class TrainEngine(ABC):
     """Holds the training model and its optimizer, on one rank or several.
 
-    On several ranks every method is collective: all ranks call it, in the same order, each with the rows of its share.
+    On several ranks every method is collective: all ranks call it, in the same order, each with its share of the rows.
     """
 
     base: int | None = None
-    """The identity of the frozen base under the adapter that is trained; None if the whole model is trained."""
+    """The identity of the frozen base model under the adapter; None if the engine trains the whole model."""
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which share of a batch this rank trains on. Ranks that hold parts of one copy of the model have the same."""
+        """The index of this rank's share of a batch. Ranks with parts of one copy of the model have the same index."""
         return 0
 
     @property
     def data_parallel_size(self) -> int:
-        """Into how many shares a batch is divided."""
+        """The number of shares of a batch."""
         return 1
 
     @abstractmethod
     def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
-        """Have parameters (and the ``optimizer``'s state) on the device inside; offload again what was, errors or not.
+        """Load parameters (with ``optimizer``, its state, too) to the device for the block; offload again at its end.
 
-        Nothing moves for an engine that offloads nothing, nor for what is there already. The context's value tells
-        what moved; its ``offload`` after the end.
+        It offloads after an error, too, but never a part that was on the device before. The context's value reports
+        the transfers; its ``offload`` is complete after the block.
         """
 
     @abstractmethod
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
-        """Take one optimizer step on ``batch`` (this rank's rows); return figures averaged over all ranks' tokens.
+        """Take one optimizer step on ``batch`` (this rank's rows); return metrics averaged over all ranks' tokens.
 
-        Raises EngineError, on all ranks and with the weights as they were, if the gradients are not finite.
+        Raises EngineError on all ranks, with unchanged weights, if the gradients are not finite.
         """
 
     @abstractmethod
@@ -121,50 +120,50 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter and persistent buffer whole, under its Hugging Face name, on the first rank.
+        """Yield every whole parameter and persistent buffer, under its Hugging Face name, on the first rank.
 
-        With an adapter, those of the base, which never change.
+        With an adapter, yield the base model's; they never change.
 
-        All ranks must exhaust it, since gathering is collective; the others yield nothing. A tensor that was yielded
-        is the reader's to drop; it may be the engine's own memory, so that nothing is changed in the engine while the
-        reader still needs it.
+        Gathering is collective: all ranks must exhaust the iterator, and the other ranks yield nothing. The reader may
+        drop a tensor at any time. The tensor may share the engine's memory, so the engine must not change until the
+        reader has dropped it.
         """
 
     @abstractmethod
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what :meth:`named_weights` yields, as tensors on the meta device; not collective."""
+        """Yield the tensors of :meth:`named_weights` on the meta device; not collective."""
 
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapter's parameters like :meth:`named_weights`, under the names of PEFT's checkpoints."""
+        """Yield the adapter's parameters like :meth:`named_weights`, under the names in PEFT's checkpoints."""
         yield from ()
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what :meth:`named_adapter` yields, as tensors on the meta device; not collective."""
+        """Yield the tensors of :meth:`named_adapter` on the meta device; not collective."""
         yield from ()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and the place in the schedule, for :class:`~hwrl.checkpoint.CheckpointManager`.
+        """Return model, optimizer and schedule position, for :class:`~hwrl.checkpoint.CheckpointManager`.
 
-        With an adapter, the adapter alone.
+        With an adapter, the model's part is the adapter alone.
         """
 
     @contextmanager
     def saved_state(self) -> Iterator[tuple[dict[str, Any], OffloadedState | None]]:
-        """Give :meth:`state_dict` to be saved inside, and the offloader that has what is offloaded of it, if any."""
+        """Yield :meth:`state_dict` to save inside the block, and the owner of its offloaded part, or None."""
         with self.on_device(optimizer=True):
             yield self.state_dict(), None
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, but for the optimizer's settings, which are this run's."""
+        """Restore a :meth:`state_dict`. The optimizer's settings stay those of this run."""
 
     @abstractmethod
     def export(self, directory: Path) -> None:
-        """Write the model to ``directory`` so that ``from_pretrained`` loads it; the first rank writes.
+        """Write the model to ``directory`` for ``from_pretrained``; the first rank writes.
 
         An adapter is written alone, for ``PeftModel.from_pretrained``.
         """
 
     def close(self) -> None:  # noqa: B027 - most engines start nothing
-        """End what the engine started beside itself, such as process groups; the engine is not used afterwards."""
+        """End process groups and other things started by the engine. The engine is unusable afterwards."""

@@ -1,6 +1,6 @@
 """Host memory that is kept, and device memory that is given back: see ``docs/memory.md``."""
 
-from hwrl.interfaces.memory import Moved, Transfer
+from hwrl.interfaces import Moved, Transfer
 from hwrl.memory.lending import HostCopies, HostCopy
 from hwrl.memory.offload import Offloader
 from hwrl.memory.pool import PinnedPool

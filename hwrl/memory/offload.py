@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import backend_or_default
 from hwrl.errors import HwrlError, MemoryStateError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.memory import Moved, Transfer
+from hwrl.interfaces import Backend, Moved, Transfer
 from hwrl.memory.fingerprint import bytes_of, fingerprints
 from hwrl.memory.guards import Guards, optimizers_in
 from hwrl.memory.lending import HostCopies, HostCopy, Loans
@@ -63,7 +62,7 @@ class Offloader:
     """
 
     def __init__(self, model: nn.Module, optimizer: object = None, *, backend: Backend | None = None) -> None:
-        self._backend = backend or get_backend()
+        self._backend = backend_or_default(backend)
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
         self._lending = threading.Event()

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 
 
 class PageLocked:

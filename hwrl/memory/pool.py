@@ -7,9 +7,9 @@ import mmap
 
 import torch
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import backend_or_default
 from hwrl.errors import UnsupportedError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.memory.pagelock import PageLocked
 
 
@@ -18,7 +18,7 @@ class PinnedPool:
 
     The pool owns its slabs; they are freed by :meth:`close` or on leaving the context, and must not be used after.
 
-    >>> from hwrl.discovery.registry import get_backend
+    >>> from hwrl.discovery import get_backend
     >>> with PinnedPool(get_backend()) as pool:
     ...     first = pool.slab("parameters", nbytes=1000)
     ...     pool.slab("parameters", nbytes=10) is first, pool.nbytes
@@ -26,7 +26,7 @@ class PinnedPool:
     """
 
     def __init__(self, backend: Backend | None = None) -> None:
-        self._backend = backend or get_backend()
+        self._backend = backend_or_default(backend)
         self._slabs: dict[str, torch.Tensor] = {}
         self._locks: dict[str, PageLocked] = {}
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hwrl.errors import DataError
-from hwrl.interfaces.groups import Ints
+from hwrl.interfaces import Ints
 
 Messages = list[dict[str, Any]]
 """A conversation: each message has the texts ``role`` and ``content``, and what else the chat template reads."""

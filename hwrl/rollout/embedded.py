@@ -11,11 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery.registry import backend_or_default
 from hwrl.errors import EngineError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, RolloutSettings
+from hwrl.interfaces import (
+    MEMORY_TAGS,
+    Backend,
+    Completion,
+    GenerationRequest,
+    Response,
+    RolloutEngine,
+    RolloutSettings,
+)
 from hwrl.lora import add_adapter, divided
 from hwrl.memory import Offloader
 from hwrl.models import build_model, logits_at
@@ -31,14 +37,11 @@ from hwrl.rollout.checks import (
 )
 from hwrl.rollout.slots import SlotCache
 
-_Tensors = Mapping[str, torch.Tensor]
-
-_PREFILL_TOKENS = 1 << 14
-"""The padded tokens of new prompts that one forward pass takes; a longer prompt has a pass of its own."""
+_StateDict = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Running:
+class _Generating:
     """A request in a slot, and its own source of random numbers."""
 
     request: GenerationRequest
@@ -59,9 +62,20 @@ class EmbeddedEngine(RolloutEngine):
     the device only as far as that rounds differently.
     """
 
-    def __init__(self, model: Any, *, eos_ids: Sequence[int], max_running: int, max_length: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_ids: Sequence[int],
+        max_running: int,
+        max_length: int,
+        seed: int = 0,
+        prefill_tokens: int = 1 << 14,
+        backend: Backend | None = None,
+    ) -> None:
         _require_full_attention(model.config, max_length=max_length)
-        self._model = model.eval()
+        self.model = model.eval()
+        self._backend = backend_or_default(backend)
         self._base, self._adapter = divided(model)
         self._asleep: frozenset[str] = frozenset()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes that each had
@@ -69,9 +83,10 @@ class EmbeddedEngine(RolloutEngine):
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
+        self._prefill_tokens = prefill_tokens
         self._seed = seed % (1 << 64)  # the generator takes no negative one
         self._waiting: deque[GenerationRequest] = deque()
-        self._slots: list[_Running] = []
+        self._slots: list[_Generating] = []
         self._tokens = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
         self._logprobs = torch.zeros(max_running, max_length, device=self._device)
         self._versions = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
@@ -92,6 +107,7 @@ class EmbeddedEngine(RolloutEngine):
             max_running=settings.max_running,
             max_length=settings.max_length,
             seed=settings.seed,
+            backend=backend,
         )
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -143,21 +159,21 @@ class EmbeddedEngine(RolloutEngine):
         self._copy(given, self._adapter)
         self.version = version
 
-    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: _Tensors) -> _Tensors:
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: _StateDict) -> _StateDict:
         require_awake(self._asleep, {"weights"}, needed_for="load weights")
         given = dict(weights)
         require_same_model(own, given)
         return given
 
     @torch.inference_mode()
-    def _copy(self, given: _Tensors, own: _Tensors) -> None:
+    def _copy(self, given: _StateDict, own: _StateDict) -> None:
         torch._foreach_copy_([own[name] for name in given], list(given.values()))
 
     # -- sleep --------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _offloader(self) -> Offloader:
-        return Offloader(self._model)
+        return Offloader(self.model, backend=self._backend)
 
     def sleep(self, *, level: int) -> int:
         require_none_pending(self.pending())
@@ -165,7 +181,7 @@ class EmbeddedEngine(RolloutEngine):
             return 0
         freed_nbytes = self._cache.drop()
         if level == 1:
-            storages = _storages([*self._model.parameters(), *self._model.buffers()])
+            storages = _storages([*self.model.parameters(), *self.model.buffers()])
             freed_nbytes += sum(storage.nbytes() for storage in storages)
             self._offloader.offload()
         else:
@@ -174,7 +190,7 @@ class EmbeddedEngine(RolloutEngine):
             for storage, nbytes in self._dropped:
                 storage.resize_(0)
                 freed_nbytes += nbytes
-        get_backend().empty_cache()
+        self._backend.empty_cache()
         self._asleep = MEMORY_TAGS
         return freed_nbytes
 
@@ -193,7 +209,7 @@ class EmbeddedEngine(RolloutEngine):
         first = len(self._slots)
         while self._waiting and len(self._slots) < self._max_running:
             request = self._waiting.popleft()
-            self._slots.append(_Running(request, np.random.default_rng([self._seed, request.request_id])))
+            self._slots.append(_Generating(request, np.random.default_rng([self._seed, request.request_id])))
         started = [slot.request for slot in self._slots[first:]]
         if started:
             self._fill(slice(first, len(self._slots)), started)
@@ -220,11 +236,11 @@ class EmbeddedEngine(RolloutEngine):
         self._sample(rows, self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last)))
 
     def _prefill_parts(self, rows: slice) -> list[slice]:
-        """Cut ``rows`` so that no part has more than ``_PREFILL_TOKENS`` padded tokens, unless it is one prompt."""
+        """Cut ``rows`` so that no part has more than ``prefill_tokens`` padded tokens, unless it is one prompt."""
         parts, start, longest = [], rows.start, 0
         for row, length in enumerate(self._length[rows].tolist(), rows.start):
             longest = max(longest, length)
-            if row > start and (row + 1 - start) * longest > _PREFILL_TOKENS:
+            if row > start and (row + 1 - start) * longest > self._prefill_tokens:
                 parts.append(slice(start, row))
                 start, longest = row, length
         return [*parts, slice(start, rows.stop)] if start < rows.stop else parts
@@ -244,7 +260,7 @@ class EmbeddedEngine(RolloutEngine):
     ) -> torch.Tensor:
         """Run the model and return, for each row, the logits (rows × vocabulary) at its place ``last``."""
         return logits_at(
-            self._model,
+            self.model,
             torch.arange(len(tokens), device=self._device),
             last,
             input_ids=tokens,

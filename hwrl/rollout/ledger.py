@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 
 
 @dataclass(frozen=True)
-class Lease:
+class PromptLease:
     """One prompt, given to one replica to work on.
 
     It may begin with weights of version ``version`` or newer, published by incarnation ``incarnation`` of the trainer.
@@ -36,8 +36,8 @@ class Lease:
 
 
 @dataclass
-class _Running:
-    lease: Lease
+class _Leased:
+    lease: PromptLease
     replica: str
     deadline_s: float
 
@@ -88,8 +88,8 @@ class PromptLedger:
         self._returned: list[int] = []
         self._failed_attempts: dict[int, int] = {}
         self._next_lease = 0
-        self._running: dict[int, _Running] = {}
-        self._accepted: dict[int, tuple[Lease, PromptGroup]] = {}
+        self._running: dict[int, _Leased] = {}
+        self._accepted: dict[int, tuple[PromptLease, PromptGroup]] = {}
         self._failures = self._expired = self._rejected = 0
 
     # -- rollout side -------------------------------------------------------------------------------------------
@@ -101,14 +101,14 @@ class PromptLedger:
         left = len(self._returned) + self._total_groups - self._next
         return max(0, min(bound - open_groups, left)) if self._open else 0
 
-    def lease(self, count: int, *, replica: str, now_s: float) -> list[Lease]:
+    def lease(self, count: int, *, replica: str, now_s: float) -> list[PromptLease]:
         """Give up to ``count`` prompts to ``replica``: returned ones first, oldest first, then new ones."""
         leases = []
         for _ in range(min(count, self.capacity())):
             number = self._pop_number()
-            lease = Lease(self._next_lease, number, self.version, self.incarnation)
+            lease = PromptLease(self._next_lease, number, self.version, self.incarnation)
             self._next_lease += 1
-            self._running[number] = _Running(lease, replica, now_s + self._group_timeout_s)
+            self._running[number] = _Leased(lease, replica, now_s + self._group_timeout_s)
             leases.append(lease)
         return leases
 
@@ -131,7 +131,7 @@ class PromptLedger:
         self._accepted[group.sequence_number] = (running.lease, group)
         return True
 
-    def _foreign(self, group: PromptGroup, lease: Lease) -> str | None:
+    def _foreign(self, group: PromptGroup, lease: PromptLease) -> str | None:
         """Return why the weights of ``group`` are not those of ``lease``, or None.
 
         The trainer publishes a version before it advances the ledger, so tokens may be one version ahead.
@@ -145,7 +145,7 @@ class PromptLedger:
             f"{lease.version} to {self.version + 1} are possible"
         )
 
-    def fail(self, lease: Lease, *, reason: str) -> None:
+    def fail(self, lease: PromptLease, *, reason: str) -> None:
         """Count a failed try of a prompt and put it back; raise when it has failed ``max_attempts`` times."""
         running = self._running.get(lease.sequence_number)
         if running is None or running.lease != lease:

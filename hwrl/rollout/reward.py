@@ -43,10 +43,10 @@ def load_reward(target: str) -> Reward:
             why=f"reward.function={target} asks for it",
             fix=_fix_for_name(module, name=name),
         )
-    return function  # type: ignore[no-any-return] # the user's function; judge() checks what it returns
+    return function  # type: ignore[no-any-return] # the user's function; score_response() checks what it returns
 
 
-def judge(reward: Reward, *, prompt: str, response: str, answer: Any) -> dict[str, float]:
+def score_response(reward: Reward, *, prompt: str, response: str, answer: Any) -> dict[str, float]:
     """Call ``reward`` and return its figures, ``reward`` among them.
 
     Raises DataError if one is no number that training can compute with, or if its name is one that hwrl itself uses,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from hwrl.errors import DataError
-from hwrl.interfaces.groups import Response
+from hwrl.interfaces import Response
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.reward import Reward, judge
+from hwrl.rollout.reward import Reward, score_response
 
 
 @dataclass
@@ -126,7 +126,7 @@ class RewardWorkers:
         for _ in range(self._attempts):
             job.called_s = time.monotonic()
             try:
-                return judge(self._reward, prompt=job.prompt.text, response=job.text, answer=job.prompt.answer)
+                return score_response(self._reward, prompt=job.prompt.text, response=job.text, answer=job.prompt.answer)
             except BaseException as exc:  # noqa: BLE001 - the user's code may do anything; it is reported
                 job.errors += 1
                 failure = f"the reward function raised {exc!r} for the response {job.text!r}"

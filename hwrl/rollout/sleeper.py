@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hwrl.interfaces.rollout import MEMORY_TAGS, RolloutEngine
+from hwrl.interfaces import MEMORY_TAGS, RolloutEngine
 
 AFTER_S = 0.2
 """How long an engine has nothing to do before it sleeps: falling asleep and waking take about as long."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from hwrl.errors import CommError, ReceiverExcludedError, TransferFailedError
-from hwrl.interfaces.rollout import RolloutEngine
+from hwrl.interfaces import RolloutEngine
 from hwrl.lora import is_adapters
 from hwrl.weights import POLICY, POLICY_BASE, Received, WeightReceiver
 
@@ -37,11 +37,11 @@ class WeightUpdater(Protocol):
         """
         ...
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Free device memory: the engine sleeps. What it has dropped may come with the next version."""
         ...
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Ask to be sent now what the engine needs to generate."""
         ...
 
@@ -50,14 +50,14 @@ class WeightUpdater(Protocol):
         ...
 
 
-class Link:
+class RetryingReceiver:
     """A receiver for which a failed transfer is no error: it keeps what it has, and the transfer is tried again.
 
-    A receive waits ``patience_s`` for a version to become whole.
+    A receive waits ``timeout_s`` for a version to become whole.
     """
 
-    def __init__(self, receiver: WeightReceiver, *, patience_s: float) -> None:
-        self.receiver, self._patience_s = receiver, patience_s
+    def __init__(self, receiver: WeightReceiver, *, timeout_s: float) -> None:
+        self.receiver, self._timeout_s = receiver, timeout_s
         self.nbytes = 0
         """What was received so far."""
 
@@ -72,7 +72,7 @@ class Link:
     def receive(self) -> Received | None:
         """Return what is offered, None if the transfer failed. Blocks."""
         try:
-            received = self.receiver.receive(timeout_s=self._patience_s)
+            received = self.receiver.receive(timeout_s=self._timeout_s)
             self.nbytes += received.nbytes
             return received
         except ReceiverExcludedError as exc:
@@ -86,10 +86,10 @@ class Link:
         self.receiver.join()
 
 
-class ModelInlet:
+class ModelUpdater:
     """Brings whole models from one link into ``engine``."""
 
-    def __init__(self, engine: RolloutEngine, link: Link) -> None:
+    def __init__(self, engine: RolloutEngine, link: RetryingReceiver) -> None:
         self._engine, self._link = engine, link
         self.incarnation = -1
 
@@ -104,10 +104,10 @@ class ModelInlet:
         self.incarnation = int(received.metadata[INCARNATION])
         return True
 
-    def rest(self) -> None:
+    def release(self) -> None:
         self._link.receiver.release()
 
-    def ask(self) -> None:
+    def request(self) -> None:
         self._link.receiver.join()
 
     def totals(self) -> dict[str, float]:
@@ -117,10 +117,10 @@ class ModelInlet:
 class Connect(Protocol):
     """Joins the link ``name``; without ``newest`` only later versions come."""
 
-    def __call__(self, name: str, *, newest: bool = True) -> Link: ...
+    def __call__(self, name: str, *, newest: bool = True) -> RetryingReceiver: ...
 
 
-class AdapterInlet:
+class AdapterUpdater:
     """Brings adapters into ``engine``, and beneath them their base whenever the engine does not hold it.
 
     ``connect`` joins a link, POLICY or POLICY_BASE. The base's is joined exactly as long as that is missing, which is
@@ -130,7 +130,9 @@ class AdapterInlet:
 
     def __init__(self, engine: RolloutEngine, connect: Connect) -> None:
         self._engine, self._connect = engine, connect
-        self._base: Link | None = connect(POLICY_BASE)  # before the other: who has joined that is known to lack this
+        self._base: RetryingReceiver | None = connect(
+            POLICY_BASE
+        )  # before the other: who has joined that is known to lack this
         self._policy = connect(POLICY)
         self._held: Received | None = None
         self._base_loads = self._base_nbytes = 0
@@ -138,7 +140,7 @@ class AdapterInlet:
 
     def poll(self) -> bool:
         if self._base is None and self._lacks_base():
-            self.ask()
+            self.request()
         return (self._base is not None and self._base.poll()) or self._policy.poll()
 
     def update(self) -> bool:
@@ -158,14 +160,14 @@ class AdapterInlet:
             self._held = adapter
         loaded = self._load_held()
         if not loaded and self._held is not None:
-            self.ask()  # its base was lost, or never came, after the sender had decided not to send that
+            self.request()  # its base was lost, or never came, after the sender had decided not to send that
         return loaded
 
-    def rest(self) -> None:
+    def release(self) -> None:
         if self._base is None and self._lacks_base():
             self._base = self._connect(POLICY_BASE, newest=False)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         if self._base is not None:
             self._base.receiver.join()
         elif self._lacks_base():

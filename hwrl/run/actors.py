@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from hwrl.discovery.registry import get_backend, set_backend
+from hwrl.discovery import get_backend, set_backend
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import PromptGroup
-from hwrl.rollout.ledger import Lease, PromptLedger
+from hwrl.interfaces import PromptGroup
+from hwrl.rollout.ledger import PromptLease, PromptLedger
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.placement import Assignment, Holding, check_devices, has_devices, held_devices, show_devices
@@ -73,7 +73,7 @@ class LedgerActor:
     async def alive(self) -> None:
         """Answer a heartbeat."""
 
-    async def lease(self, count: int, replica: str) -> list[Lease]:
+    async def lease(self, count: int, replica: str) -> list[PromptLease]:
         """Give ``replica`` up to ``count`` prompts; wait a while until there is one."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
@@ -93,7 +93,7 @@ class LedgerActor:
                     self._ledger.complete(group)
             self._changed.notify_all()
 
-    async def fail(self, lease: Lease, reason: str) -> None:
+    async def fail(self, lease: PromptLease, reason: str) -> None:
         """Put a prompt back; after too many tries the next ``take`` raises."""
         async with self._changed:
             with self._fatal_errors():
@@ -171,16 +171,16 @@ class RemoteLedger:
     def __init__(self, handle: Any, *, replica: str) -> None:
         self._handle, self._replica = handle, replica
 
-    def lease(self, count: int) -> Future[list[Lease]]:
+    def lease(self, count: int) -> Future[list[PromptLease]]:
         """Ask for prompts."""
-        future: Future[list[Lease]] = self._handle.lease.remote(count, self._replica).future()
+        future: Future[list[PromptLease]] = self._handle.lease.remote(count, self._replica).future()
         return future
 
     def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
         """Hand in groups."""
         self._handle.complete.remote(groups, self._replica, stats)
 
-    def fail(self, lease: Lease, reason: str) -> None:
+    def fail(self, lease: PromptLease, reason: str) -> None:
         """Report a failed prompt."""
         self._handle.fail.remote(lease, reason)
 
@@ -209,8 +209,8 @@ class RolloutActor:
         self._rollouter: Rollouter | None = None
 
     def alive(self) -> float:
-        """Answer a heartbeat: for how many seconds the present turn of the rollouter's loop has lasted."""
-        return 0.0 if self._rollouter is None else self._rollouter.turn_s()
+        """Answer a heartbeat: for how many seconds the present step of the rollouter's loop has lasted."""
+        return 0.0 if self._rollouter is None else self._rollouter.step_s()
 
     def set_up(
         self,
@@ -252,7 +252,7 @@ class RolloutActor:
             self._rollouter.run(self._stop)
 
     def evaluate(self) -> Any:
-        """Return an :class:`~hwrl.rollout.rollouter.Evaluation` with the weights that are there when it begins."""
+        """Return an :class:`~hwrl.rollout.evaluator.Evaluation` with the weights that are there when it begins."""
         assert self._rollouter is not None, "set_up comes first"
         return self._rollouter.evaluate(self._evaluation_prompts).result()
 

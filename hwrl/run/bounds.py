@@ -62,7 +62,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER]
 Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), _NUMBER]
 """AdamW's, which divides by 1 - decay."""
 Temperature = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), _NUMBER]
-"""vLLM takes a lower temperature for 0.01, and the trainer would compute with another."""
+"""Some engines sample at 0.01 instead of a lower temperature. The trainer would compute with another one then."""
 Seconds = Annotated[float, Field(ge=0.1, le=1e7, allow_inf_nan=False), _NUMBER]
 """A time limit. Below 0.1 s no process on a busy machine answers; above 115 days it is no limit."""
 

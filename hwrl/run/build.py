@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch._C._distributed_c10d import PrefixStore
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.comm import Comm, Group, connect_store
-from hwrl.discovery.registry import get_backend
+from hwrl.comm import Comm, Group, PrefixStore, connect_store
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
-from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings, Sampling
-from hwrl.interfaces.train import EngineSettings, TrainEngine
+from hwrl.interfaces import EngineSettings, RolloutEngine, RolloutSettings, Sampling, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
@@ -23,10 +21,11 @@ from hwrl.models import (
 )
 from hwrl.rollout.data import Prompt, PromptStream, check_vocabulary, load_prompts
 from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout.leases import LedgerClient
 from hwrl.rollout.reward import load_reward
 from hwrl.rollout.reward_workers import RewardWorkers
-from hwrl.rollout.rollouter import LedgerClient, Rollouter
-from hwrl.rollout.weight_updater import INCARNATION, AdapterInlet, Link, ModelInlet, WeightUpdater
+from hwrl.rollout.rollouter import LoopSettings, Rollouter
+from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, ModelUpdater, RetryingReceiver, WeightUpdater
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
@@ -77,22 +76,24 @@ def build_rollouter(
             threads=config.reward.threads,
             timeout_s=config.reward.timeout_s,
         ),
-        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
-        group_size=config.rollout.n,
-        weights=_build_inlet(config, engine, store_address=store_address, replica=replica),
-        partial_rollout=config.async_training.partial_rollout,
-        sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        weights=_build_updater(config, engine, store_address=store_address, replica=replica),
+        settings=LoopSettings(
+            sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+            group_size=config.rollout.n,
+            partial_rollout=config.async_training.partial_rollout,
+            sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        ),
     )
 
 
-def _build_inlet(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
+def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
     store = connect_store(store_address)
 
-    def connect(name: str, *, newest: bool = True) -> Link:
+    def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
         receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
-        return Link(receiver, patience_s=_transfer_timeout_s(config))
+        return RetryingReceiver(receiver, timeout_s=_transfer_timeout_s(config))
 
-    return ModelInlet(engine, connect(POLICY)) if config.model.lora is None else AdapterInlet(engine, connect)
+    return ModelUpdater(engine, connect(POLICY)) if config.model.lora is None else AdapterUpdater(engine, connect)
 
 
 def _transfer_timeout_s(config: Config) -> float:

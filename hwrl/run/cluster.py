@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, attempt_all
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hwrl.errors import ConfigError, manual
-from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces import LoraSettings
 from hwrl.run.bounds import (
     AbsolutePath,
     Decay,

@@ -8,9 +8,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hwrl.discovery.registry import process_env
+from hwrl.discovery import process_env
 from hwrl.errors import ConfigError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.run.cluster import local_devices
 from hwrl.run.config import Config
 from hwrl.run.inputs import is_local

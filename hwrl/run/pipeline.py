@@ -8,9 +8,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
-from hwrl.rollout.rollouter import Evaluation
+from hwrl.rollout.evaluator import Evaluation
 from hwrl.run.actors import Taken
 from hwrl.run.cluster import ray_cluster
 from hwrl.run.config import Config
@@ -228,7 +228,7 @@ class Pipeline:
         if evaluation.incarnation != self._fleet.incarnation:
             self._view.say("an evaluation of weights that were lost with a trainer does not count")
             return None
-        figures = {f"eval/{name}": value for name, value in evaluation.figures.items()}
+        figures = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         return self._figures.amend({**figures, "eval/version": float(evaluation.version)})
 
     # -- end ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hwrl.errors import ConfigError, PlacementError
-from hwrl.interfaces.backend import Backend, Capability, DeviceMap, Support
+from hwrl.interfaces import Backend, Capability, DeviceMap, Support
 from hwrl.run.config import Config
 
 if TYPE_CHECKING:

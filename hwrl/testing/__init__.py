@@ -1,1 +1,55 @@
-"""What backends, engines and their tests share; shipped, so that a package outside this repository can use it."""
+"""Test tools that ship with hwrl: the conformance kit for backends, and real processes for tests.
+
+Names load on first use, because the contracts need pytest and torch, and child processes of tests need neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hwrl.testing.conformance import (
+        CapabilityContract,
+        CommContract,
+        ComputeContract,
+        DeviceContract,
+        DeviceIpcContract,
+        DeviceMapContract,
+        DeviceMemoryContract,
+        OffloadContract,
+        PinnedMemoryContract,
+        PluginContract,
+        RegisteredMemoryContract,
+        WeightsContract,
+        run_kit,
+    )
+    from hwrl.testing.processes import Outcome, Processes, run_processes
+
+__all__ = [
+    "CapabilityContract",
+    "CommContract",
+    "ComputeContract",
+    "DeviceContract",
+    "DeviceIpcContract",
+    "DeviceMapContract",
+    "DeviceMemoryContract",
+    "OffloadContract",
+    "Outcome",
+    "PinnedMemoryContract",
+    "PluginContract",
+    "Processes",
+    "RegisteredMemoryContract",
+    "WeightsContract",
+    "run_kit",
+    "run_processes",
+]
+
+_IN_PROCESSES = {"Outcome", "Processes", "run_processes"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "processes" if name in _IN_PROCESSES else "conformance"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 
 TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """How far a tensor may be from the host's, as a part of its norm.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.errors import ConfigError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 

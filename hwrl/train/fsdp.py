@@ -18,10 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.lora import LoraSettings
-from hwrl.interfaces.memory import Moved, OffloadedState
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces import Backend, EngineSettings, LoraSettings, Moved, OffloadedState
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
 from hwrl.models import build_model, load_model, load_tokenizer, logits_at, model_identity

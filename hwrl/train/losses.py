@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.train.choices import AdvantageName, LossName
 
 

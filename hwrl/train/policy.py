@@ -12,16 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss, TrainEngine
 from hwrl.train.losses import mismatch_kl
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-
-_CHUNK_LOGITS = 1 << 25
-"""The logits that are worked on at once in float32: 128 MiB a copy."""
 
 
 def recompute(layers: Iterable[torch.nn.Module]) -> None:
@@ -43,6 +38,8 @@ class PolicyEngine(TrainEngine):
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         self.settings = settings
+        self.chunk_logits = 1 << 25
+        """The number of logits that are processed at once in float32: 128 MiB a copy."""
         self.updates = 0
         self._backend, self._group = backend, group
 
@@ -104,14 +101,14 @@ class PolicyEngine(TrainEngine):
         result = torch.zeros(batch.tokens.shape)
         for rows in self._micro_batches(batch):
             part = batch.select(rows)
-            values, _ = self._forward(part)
+            values, _ = self.forward(part)
             row, column = part.mask[:, 1:].nonzero(as_tuple=True)
             result[rows[row], column + 1] = values.cpu()
         return result
 
     def _backward(self, part: Batch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share of the mean over all ranks' ``tokens``; return sums over its tokens."""
-        logprobs, entropy = self._forward(part)
+        logprobs, entropy = self.forward(part)
         mask, device = part.mask[:, 1:], logprobs.device
         behaviour = part.behaviour_logprobs[:, 1:][mask].to(device)
         proximal = None if part.proximal_logprobs is None else part.proximal_logprobs[:, 1:][mask].to(device)
@@ -123,7 +120,7 @@ class PolicyEngine(TrainEngine):
         figures = {**figures, "mismatch_kl": kl, "entropy": entropy}
         return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in figures.items()}}
 
-    def _forward(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy (detached) of ``part``'s response tokens, row by row (one dimension).
 
         Padding is on the right, so causal attention alone keeps it out of every real token's sight. A part without
@@ -138,8 +135,8 @@ class PolicyEngine(TrainEngine):
         )
 
     def _score_in_chunks(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score at most ``_CHUNK_LOGITS`` logits at a time: what a chunk computes is computed again backwards."""
-        size = max(1, _CHUNK_LOGITS // logits.shape[-1])
+        """Score at most :attr:`chunk_logits` logits at a time: what a chunk computes is computed again backwards."""
+        size = max(1, self.chunk_logits // logits.shape[-1])
         if len(targets) <= size:
             return self._score(logits, targets)
         chunks = zip(logits.split(size), targets.split(size), strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 
 _log = logging.getLogger(__name__)
 

@@ -12,13 +12,10 @@ import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup
-from hwrl.interfaces.memory import Moved
-from hwrl.interfaces.train import TrainEngine
+from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
 from hwrl.train.choices import AdvantageName
-from hwrl.train.collate import collate
 from hwrl.train.losses import PolicyLoss, group_advantages
+from hwrl.train.padding import collate
 
 Publish = Callable[[int, TrainEngine], Mapping[str, float]]
 """``publish(version, engine)``: send the engine's weights, on all ranks together; return figures of the transfer."""

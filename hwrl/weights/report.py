@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from hwrl_megatron.options import parse_options
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-    from hwrl.interfaces.backend import Backend
-    from hwrl.interfaces.train import EngineSettings, TrainEngine
+    from hwrl.interfaces import Backend, EngineSettings, TrainEngine
 
 
 @hwrl.hookimpl
@@ -42,12 +41,27 @@ def hwrl_train_engine(
             why="PEFT, which makes adapters, knows no layers of Megatron-core's",
             fix="use train.engine=fsdp, or train the whole model with model.lora_rank=0",
         )
-    from hwrl.discovery.registry import bootstrap
-
     chosen = parse_options(options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron's, of its own defaults and of libraries that are not installed
-        bootstrap("megatron")
+        warnings.simplefilter("ignore")  # Megatron warns of its own defaults and of missing optional libraries
+        prepare_process(backend)
         from hwrl_megatron.engine import MegatronEngine
 
         return MegatronEngine(settings, backend=backend, group=group, options=chosen)
+
+
+def prepare_process(backend: Backend | None = None) -> None:
+    """Prepare this process for Megatron-core on ``backend`` (None: the process's); call it before importing megatron.
+
+    Megatron-core asks ``torch.cuda`` for its device. The backend's plugin may install an adaptor, in its hook
+    ``hwrl_bootstrap``. A backend without streams has no device module like ``torch.cuda``: its device is the host, and
+    Megatron's modules are redirected to it. Later calls do nothing.
+    """
+    from hwrl.discovery import backend_or_default, bootstrap
+
+    backend = backend_or_default(backend)
+    bootstrap("megatron")
+    if not backend.supports(hwrl.Capability.STREAMS).usable:
+        from hwrl_megatron.host import redirect
+
+        redirect(backend.device())

@@ -18,21 +18,18 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from torch._C._distributed_c10d import HashStore
 
 from hwrl.checkpoint import LocalShards
-from hwrl.comm import Comm
+from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError
-from hwrl.interfaces.backend import Backend
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.train import EngineSettings, TokenLoss
+from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train.policy import PolicyEngine, recompute
+from hwrl.train import PolicyEngine, recompute
 from hwrl.weights import gather_weights
 from hwrl_megatron.model import build_gpt
-from hwrl_megatron.options import Options
-from hwrl_megatron.weights import Weight, load_weights, map_weights
+from hwrl_megatron.options import MegatronOptions
+from hwrl_megatron.weights import MappedWeight, load_weights, map_weights
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -50,7 +47,9 @@ class MegatronEngine(PolicyEngine):
     One engine at a time in a process: Megatron's parallel state is global. ``close`` ends it.
     """
 
-    def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None, options: Options) -> None:
+    def __init__(
+        self, settings: EngineSettings, *, backend: Backend, group: Group | None, options: MegatronOptions
+    ) -> None:
         super().__init__(settings, backend=backend, group=group)
         _require_divisible(self._ranks, options.tensor_parallel)
         with contextlib.ExitStack() as started:
@@ -61,7 +60,7 @@ class MegatronEngine(PolicyEngine):
             self._build(options)
             self._started = started.pop_all()
 
-    def _build(self, options: Options) -> None:
+    def _build(self, options: MegatronOptions) -> None:
         settings, backend = self.settings, self._backend
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         model = build_gpt(settings.model_directory, tensor_parallel=options.tensor_parallel, dtype=settings.dtype)
@@ -78,7 +77,7 @@ class MegatronEngine(PolicyEngine):
         self._offloader = Offloader(model, self.optimizer.optimizer, backend=backend)
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
 
-    def _load(self, directory: Path) -> list[Weight]:
+    def _load(self, directory: Path) -> list[MappedWeight]:
         whole = load_model(directory, dtype=torch.float32)
         place = {"rank": self._tensor_group.rank(), "ranks": self._tensor_group.size()}
         weights = map_weights(self.model.module, whole.config, **place)
@@ -209,7 +208,7 @@ class MegatronEngine(PolicyEngine):
             model["lm_head.weight"] = model["model.embed_tokens.weight"]  # transformers' state has both
         return {"model": model, "optimizer": optimizer, "updates": self.updates}
 
-    def _optimizer_tensors(self, weight: Weight) -> dict[str, LocalShards]:
+    def _optimizer_tensors(self, weight: MappedWeight) -> dict[str, LocalShards]:
         """Return ``weight`` in float32 and its moments, as far as this rank has them."""
         flat: dict[str, torch.Tensor] = {}
         start = stop = 0
@@ -230,7 +229,7 @@ class MegatronEngine(PolicyEngine):
             for key in ("param", *_MOMENTS)
         }
 
-    def _require_moments(self, weight: Weight) -> None:
+    def _require_moments(self, weight: MappedWeight) -> None:
         """Give the optimizer its moments, which it makes in its first step."""
         main = self.optimizer._get_main_param_and_optimizer_states(weight.parameter)["param"]
         state = self.optimizer.optimizer.state[main]

@@ -11,15 +11,15 @@ from hwrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Options:
+class MegatronOptions:
     """``tensor_parallel``: over how many ranks each layer is divided; the rest of the ranks is data-parallel."""
 
     tensor_parallel: int = 1
 
 
-def parse_options(options: Mapping[str, Any]) -> Options:
+def parse_options(options: Mapping[str, Any]) -> MegatronOptions:
     """Return ``options``, checked; ConfigError names the key that is wrong, and the likely one."""
-    known = [field.name for field in fields(Options)]
+    known = [field.name for field in fields(MegatronOptions)]
     for key, value in options.items():
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -34,4 +34,4 @@ def parse_options(options: Mapping[str, Any]) -> Options:
                 why="it is a number of ranks",
                 fix="give 1 or more",
             )
-    return Options(**options)
+    return MegatronOptions(**options)

@@ -28,7 +28,7 @@ _PLAIN = {
 
 
 @dataclass(frozen=True)
-class Weight:
+class MappedWeight:
     """A Hugging Face tensor ``name`` of ``shape``, and the part of it that is ``view``, a view of ``parameter``.
 
     The leading dimensions of ``view`` together are the part's rows. The part is all of the tensor (``dim`` None), or
@@ -93,7 +93,7 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
         start += size[0] * size[1]
 
 
-def map_weights(model: nn.Module, config: Any, *, rank: int, ranks: int) -> list[Weight]:
+def map_weights(model: nn.Module, config: Any, *, rank: int, ranks: int) -> list[MappedWeight]:
     """Return every tensor of the Hugging Face model that ``config`` describes, with its place in the GPTModel.
 
     ``rank`` of ``ranks`` is the place in the tensor-parallel group.
@@ -105,7 +105,7 @@ def map_weights(model: nn.Module, config: Any, *, rank: int, ranks: int) -> list
             shape = _hf_shape(view, parameter)
             if dim is not None:
                 shape[dim] *= ranks
-            weights.append(Weight(prefix + hf_name, parameter, view, tuple(shape), dim, rank, ranks))
+            weights.append(MappedWeight(prefix + hf_name, parameter, view, tuple(shape), dim, rank, ranks))
     return weights
 
 
@@ -114,7 +114,7 @@ def head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def load_weights(weights: list[Weight], whole: Mapping[str, torch.Tensor]) -> None:
+def load_weights(weights: list[MappedWeight], whole: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's part of the tensors ``whole`` into the model."""
     with torch.no_grad():
         for weight in weights:

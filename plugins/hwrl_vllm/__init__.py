@@ -14,8 +14,7 @@ import hwrl
 from hwrl.errors import EngineError
 
 if TYPE_CHECKING:
-    from hwrl.interfaces.backend import Backend
-    from hwrl.interfaces.rollout import RolloutEngine, RolloutSettings
+    from hwrl.interfaces import Backend, RolloutEngine, RolloutSettings
 
 
 @hwrl.hookimpl

@@ -23,7 +23,7 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TensorView:
     """A part of the given tensor ``name``: ``shape`` and ``stride``, from element ``offset`` on."""
 
     name: str
@@ -41,14 +41,14 @@ class _Write:
 
     begin: int
     end: int
-    source: _Part | float
+    source: _TensorView | float
 
 
 @dataclass(frozen=True)
 class CopyPlan:
     """Pairs of places in a model and what they get: parts of given tensors, and constants."""
 
-    copies: list[tuple[torch.Tensor, _Part]]
+    copies: list[tuple[torch.Tensor, _TensorView]]
     constants: list[tuple[torch.Tensor, float]]
 
     def suits(self, weights: Mapping[str, torch.Tensor]) -> bool:
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
                 return None
             for write in writes:
                 place = parameter.as_strided((write.end - write.begin,), (1,), write.begin)
-                if isinstance(write.source, _Part):
+                if isinstance(write.source, _TensorView):
                     plan.copies.append((place.view(write.source.shape), write.source))
                 else:
                     plan.constants.append((place, write.source))
@@ -121,7 +121,9 @@ class Recorder(TorchDispatchMode):
     def _kept_elsewhere(self, parameters: Set[StorageWeakRef]) -> bool:
         """Return whether something that came out of the weights is still held, and is no parameter."""
         copied = (
-            storage for storage, writes in self._writes.items() if any(isinstance(w.source, _Part) for w in writes)
+            storage
+            for storage, writes in self._writes.items()
+            if any(isinstance(w.source, _TensorView) for w in writes)
         )
         return any(not storage.expired() for storage in copied if storage not in parameters)
 
@@ -148,7 +150,7 @@ class Recorder(TorchDispatchMode):
             self._give_up("a fill goes where it is not contiguous")
         self._add(to, value)
 
-    def _add(self, to: torch.Tensor, source: _Part | float | None) -> None:
+    def _add(self, to: torch.Tensor, source: _TensorView | float | None) -> None:
         if source is None:
             self._give_up("the weights are seen as another dtype")
         else:
@@ -158,7 +160,7 @@ class Recorder(TorchDispatchMode):
     def _give_up(self, why: str) -> None:
         self.obstacle = self.obstacle or why
 
-    def _part(self, view: torch.Tensor) -> _Part | None:
+    def _part(self, view: torch.Tensor) -> _TensorView | None:
         """Return which part of which given tensor ``view`` is; None if it is seen as another dtype."""
         begins = self._given[_storage(view)]
         begin = _offset(view) * view.itemsize
@@ -166,7 +168,7 @@ class Recorder(TorchDispatchMode):
         tensor = self._weights[name]
         if view.dtype != tensor.dtype:
             return None
-        return _Part(name, tuple(view.shape), view.stride(), _offset(view) - _offset(tensor))
+        return _TensorView(name, tuple(view.shape), view.stride(), _offset(view) - _offset(tensor))
 
     def _is_of_weights(self, value: Any) -> bool:
         return (

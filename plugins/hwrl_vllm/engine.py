@@ -11,11 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.discovery.registry import engine_args
+from hwrl.discovery import engine_args
 from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, RolloutSettings, Sampling
+from hwrl.interfaces import (
+    MEMORY_TAGS,
+    Backend,
+    Capability,
+    Completion,
+    GenerationRequest,
+    Response,
+    RolloutEngine,
+    RolloutSettings,
+    Sampling,
+)
 from hwrl.lora import add_adapter, divided
 from hwrl.models import build_model
 from hwrl.rollout.checks import (
@@ -36,7 +44,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass
-class _Growing:
+class _PartialResponse:
     """A request and what it has generated."""
 
     request: GenerationRequest
@@ -73,7 +81,7 @@ class VllmEngine(RolloutEngine):
             model = build_model(settings.model_directory, dtype=settings.dtype)
             self._base, self._adapter = divided(add_adapter(model, settings.lora) if settings.lora else model)
         self._form = settings.lora.peft_config() if settings.lora else {}
-        self._requests: dict[str, _Growing] = {}
+        self._requests: dict[str, _PartialResponse] = {}
         self._cache = 0
         self._asleep: frozenset[str] = frozenset()
         self._vllm = _start(settings, options)
@@ -233,22 +241,22 @@ class VllmEngine(RolloutEngine):
             raise EngineError(
                 f"vLLM refuses request {name}", why=str(exc), fix="correct the prompt, or what is said there"
             ) from exc
-        self._requests[name] = _Growing(request)
+        self._requests[name] = _PartialResponse(request)
 
     def _take(self, output: Any) -> list[Completion]:
         """Append what a request has generated; return its completion if it is finished."""
-        growing, (new,) = self._requests[output.request_id], output.outputs
-        growing.token_ids += new.token_ids
-        growing.logprobs += [of[token].logprob for token, of in zip(new.token_ids, new.logprobs, strict=True)]
-        growing.versions += [self.version] * len(new.token_ids)
+        partial, (new,) = self._requests[output.request_id], output.outputs
+        partial.token_ids += new.token_ids
+        partial.logprobs += [of[token].logprob for token, of in zip(new.token_ids, new.logprobs, strict=True)]
+        partial.versions += [self.version] * len(new.token_ids)
         if not output.finished:
             return []
         del self._requests[output.request_id]
-        return [Completion(growing.request.request_id, growing.response(self._settings.eos_ids))]
+        return [Completion(partial.request.request_id, partial.response(self._settings.eos_ids))]
 
     def _begin_again(self) -> None:
         """Begin requests without a token again, whose prompts may have been computed with the weights before."""
-        without = {name: growing.request for name, growing in self._requests.items() if not growing.token_ids}
+        without = {name: partial.request for name, partial in self._requests.items() if not partial.token_ids}
         self._vllm.abort_request(list(without))
         for request in without.values():
             self._add(request, _sampling(request.sampling, self._settings.eos_ids))

@@ -11,7 +11,7 @@ from hwrl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from hwrl.interfaces.rollout import RolloutSettings
+    from hwrl.interfaces import RolloutSettings
 
 ADAPTER = 1
 """vLLM's number of the one adapter that an engine has."""

@@ -13,7 +13,7 @@ from hwrl.errors import ConfigError
 from hwrl_vllm.lora import lora_arguments
 
 if TYPE_CHECKING:
-    from hwrl.interfaces.rollout import RolloutSettings
+    from hwrl.interfaces import RolloutSettings
 
 _HAVE_KEYS = {
     "model": "model.path",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hwrl.discovery.registry import get_backend
-from hwrl.interfaces.backend import Backend
+from hwrl.discovery import get_backend
+from hwrl.interfaces import Backend
 from hwrl_vllm.copies import CopyPlan, Recorder
 from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter, with_loaders_names
 

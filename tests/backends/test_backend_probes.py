@@ -14,9 +14,9 @@ import pytest
 import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
-from hwrl.discovery.registry import Registry
+from hwrl.discovery import Registry
 from hwrl.errors import BackendAmbiguousError, BackendUnavailableError, ConfigError
-from hwrl.interfaces.backend import Capability, Finding, ProbeContext
+from hwrl.interfaces import Capability, Finding, ProbeContext
 
 CUDA_TORCH = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 HOST_TORCH = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"

@@ -5,7 +5,6 @@ import errno
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +14,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, find_checkpoints
 from hwrl.checkpoint.join import join_parts
-from hwrl.checkpoint.saving import nodes
 from hwrl.cli import main
-from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.comm import Group, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
-from hwrl.testing.processes import Processes, run_processes
-from hwrl_cpu import INFO, CpuBackend
+from hwrl.testing.processes import Processes
+from tests.support.two_nodes import BACKEND, TRACKER, disk, on_rank, on_ranks, open_manager, resume, save
 
-BACKEND = CpuBackend(INFO)
-TRACKER = "latest_checkpointed_iteration.txt"
-SHORT_S = 5.0  # until a rank that was killed counts as lost
+SHORT_S = 5.0  # until a killed rank counts as lost
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
-
-
-def disk(home: Path, node: int) -> Path:
-    return home / f"node{node}"
-
-
-def state_of(group: Group, step: int) -> dict[str, Any]:
-    """A tensor divided over the ranks, one that all of them have, and a number: all say ``step``."""
-    row = torch.full((1, 3), float(step)) + group.rank
-    return {
-        "divided": LocalShards((group.size, 3), row.dtype, {(group.rank, 0): row}),
-        "same": row[0] - group.rank,
-        "n": step,
-    }
-
-
-def open_manager(group: Group, directory: Path, *, fs: DurableFS | None = None, **options: Any) -> CheckpointManager:
-    return CheckpointManager(directory, group=group, backend=BACKEND, fs=fs, **options)
-
-
-def save(manager: CheckpointManager, group: Group, step: int) -> None:
-    manager.save(step, state_of(group, step), extra={"step": step}, rank_extra={"step": step, "rank": group.rank})
-    manager.wait()
-
-
-def resume(manager: CheckpointManager, group: Group) -> int | None:
-    """Return the step that was resumed, of which all that was loaded is; None if there is none."""
-    state = state_of(group, -9)
-    found = manager.resume(state)
-    if found is None:
-        return None
-    step = found.step
-    assert torch.equal(state["divided"].pieces[(group.rank, 0)], torch.full((1, 3), float(step + group.rank)))
-    assert torch.equal(state["same"], torch.full((3,), float(step))) and state["n"] == step
-    assert found.extra == {"step": step}
-    assert found.rank_extras == [{"step": step, "rank": rank} for rank in range(group.size)]
-    return step
-
-
-def on_ranks(target: Callable[..., Any], size: int, home: Path, *args: Any) -> list[Any]:
-    """Run ``target(group, home, *args)`` on each rank; half of the ranks are on each of two nodes."""
-    store = serve_store()
-    return run_processes(_on_rank, size, store_address(store), target, size, home, *args, timeout_s=100)
-
-
-def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, home: Path, *args: Any) -> Any:
-    nodes._LOOK_S = 0.1  # here a file shows at once, or never
-    return target(_group(rank, address, size), disk(home, rank * 2 // size), *args)
-
-
-def _group(rank: int, address: str, size: int) -> Group:
-    return Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=size, name="all")
 
 
 # -- saving and resuming -------------------------------------------------------------------------------------------
@@ -211,7 +155,7 @@ def test_the_commands_say_that_a_directory_is_one_nodes_part(
         assert _checkpoints(capsys, command, there).count("only the part of node 1 of 2") == 2
     assert main(["checkpoints", "export", str(there), str(tmp_path / "out"), "--model", "unread"]) != 0
     assert "hwrl checkpoints join" in capsys.readouterr().err
-    (there / TRACKER).write_text("2")  # as if killed before it announced step 3, which node 0 may lack
+    (there / TRACKER).write_text("2")  # as if killed before it announced step 3: node 0 may lack it
     assert "kept [2, 3]" in _checkpoints(capsys, "prune", there, "--keep", 1)
     assert (there / TRACKER).read_text() == "2"
 
@@ -243,11 +187,11 @@ def test_parts_are_joined_into_a_checkpoint_that_any_ranks_resume(
         join_parts([here, there], tmp_path / "other")
 
 
-# -- what goes wrong on one node -----------------------------------------------------------------------------------
+# -- errors on one node --------------------------------------------------------------------------------------------
 
 
 class Full(DurableFS):
-    """Has no room for what of step 2 is about to be synced under ``name``."""
+    """Has no room for the file ``name`` of step 2: its sync fails."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -334,9 +278,9 @@ def _resume_save_resume(group: Group, directory: Path) -> list[int | None]:
 
 
 def _resumed_after_deaths(home: Path, step: int, numbers: list[int | None]) -> int | None:
-    """Let the nodes die in ``step``, check what the next life finds, and return which step that is."""
+    """Let the nodes die in ``step``; check the next life, and return the step found there."""
     store = serve_store()
-    with Processes(_on_rank, 2, store_address(store), _die, 2, home, step, numbers) as processes:
+    with Processes(on_rank, 2, store_address(store), _die, 2, home, step, numbers) as processes:
         processes.outcomes()
     told = [int(path.read_text()) for path in home.glob("acknowledged-*")]
     (resumed, last), there = on_ranks(_resume_save_resume, 2, home)

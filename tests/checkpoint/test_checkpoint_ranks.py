@@ -1,11 +1,10 @@
-"""The promises of CheckpointManager on several real ranks: FSDP2, resharding, agreement, a rank that fails."""
+"""The promises of CheckpointManager on several real ranks: FSDP2, resharding, agreement, a failing rank."""
 
 import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hwrl
-from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
-from hwrl.checkpoint.format import split
+from hwrl.checkpoint import CheckpointManager, DurableFS, SaveTuning, find_checkpoints
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
@@ -96,7 +94,7 @@ def _resume_and_train(group: Group | None, directory: Path) -> list[float]:
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "async": {"async_save": True},
-    "device": {"async_save": True, "staging": "device"},
+    "device": {"async_save": True, "staging": "device", "tuning": SaveTuning(item_nbytes=48)},
 }
 
 
@@ -114,8 +112,7 @@ def _save_and_resume_on_two(rank: int, address: str, directory: Path) -> dict[st
     with _group(rank, address) as group:
         losses = {}
         for name, options in MODES.items():
-            with mock.patch.object(split, "PIECE_NBYTES", 48 if name == "device" else split.PIECE_NBYTES):
-                losses[name] = [_train_and_save(group, directory / name, **options)]
+            losses[name] = [_train_and_save(group, directory / name, **options)]
             losses[name].append(_resume_and_train(group, directory / name))
         return losses
 
@@ -188,7 +185,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_pat
 
 
 def _disagree(rank: int, address: str, directory: Path) -> list[str]:
-    """Errors of both kinds of disagreement, and of a rank that does not come."""
+    """Errors of both kinds of disagreement, and of a missing rank."""
     texts: list[str] = []
     with _group(rank, address) as group:
         group.barrier()  # a rank may be slow to come, on devices

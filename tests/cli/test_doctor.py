@@ -18,7 +18,7 @@ HWRL = Path(sysconfig.get_path("scripts")) / "hwrl"
 
 CARD = """
 import hwrl
-from hwrl.interfaces.backend import Backend, BackendInfo, Finding, ProbeResult
+from hwrl.interfaces import Backend, BackendInfo, Finding, ProbeResult
 
 @hwrl.hookimpl
 def hwrl_backend_info():
@@ -42,7 +42,7 @@ BLIND = (
     "f.scaled_dot_product_attention = lambda *parts, **settings: right(*parts, **settings) * 0 + 1; "
 )
 MUTE = (
-    "from hwrl.interfaces.backend import Capability, Support; import hwrl_cpu\n"
+    "from hwrl.interfaces import Capability, Support; import hwrl_cpu\n"
     "    answers = lambda one: Support('unsupported' if one is Capability.COLLECTIVES else 'supported', 'so it is')\n"
     "    backend = hwrl_cpu.CpuBackend(hwrl_backend_info()); backend.supports = answers; return backend"
 )

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import Comm, Group, await_keys, connect_store, serve_store, store_address
+from hwrl.comm import Comm, Group, Store, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError, UnsupportedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend

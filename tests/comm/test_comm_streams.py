@@ -12,7 +12,7 @@ import torch
 
 from hwrl.comm import Comm, TorchGroup, await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, PeerLostError
-from hwrl.interfaces.backend import Capability, Support
+from hwrl.interfaces import Capability, Support
 from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend
 

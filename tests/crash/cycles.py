@@ -1,6 +1,6 @@
 """Kill and resume again and again with rollouts in flight: at the end every prompt has been trained once.
 
-The weights are a count for each prompt, so that the restored weights themselves say what they were trained on.
+The weights are a count for each prompt: the restored weights themselves tell the prompts of their training.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.rollout.ledger import Lease, PromptLedger
+from hwrl.rollout.ledger import PromptLease, PromptLedger
 from hwrl_cpu import INFO, CpuBackend
 from tests.crash.disk import KINDS, Fault, WatchedDisk
-from tests.support.prompt_groups import finished
+from tests.support.finished_groups import finished
 
 BATCH, STALENESS, SAVE_EVERY = 4, 2, 2
-STEPS_PER_CYCLE = 20  # more than a life lasts, so that every one of them is cut short
+STEPS_PER_CYCLE = 20  # more than one life can do: every life is cut short
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How a run went: how often it was killed, and which prompts it skipped or trained on more than once."""
+    """The result of a run: the number of kills, and the prompts that were skipped or trained more than once."""
 
     kills: int
     trained: int
@@ -77,7 +77,7 @@ def _train(home: Path, steps: int, disk: WatchedDisk, *, seed: int, fault: Fault
             assert resumed.info.weight_version == step and int(counts.sum()) == step * BATCH
         ledger.advance(step)
         disk.arm(fault)
-        running: list[Lease] = []
+        running: list[PromptLease] = []
         for turn in itertools.count():
             if step == steps:
                 break
@@ -96,7 +96,7 @@ def _train(home: Path, steps: int, disk: WatchedDisk, *, seed: int, fault: Fault
             ledger.advance(step)
 
 
-def _roll_out(ledger: PromptLedger, running: list[Lease], chance: random.Random, turn: int) -> None:
+def _roll_out(ledger: PromptLedger, running: list[PromptLease], chance: random.Random, turn: int) -> None:
     if chance.random() < 0.5:
         running += ledger.lease(chance.randint(1, 6), replica=chance.choice("ab"), now_s=turn)
     elif running:

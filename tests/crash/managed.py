@@ -1,4 +1,4 @@
-"""What the matrix drives: hwrl's checkpoint manager, with a trainer on one rank or on several."""
+"""hwrl's checkpoint manager as a subject of the matrix, with a trainer on one rank or on several."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
 from hwrl.checkpoint.format.shards import local_parts
-from hwrl.comm import Comm, connect_store
+from hwrl.comm import Comm, PrefixStore, connect_store
 from hwrl.errors import HwrlError
 from tests.crash.matrix import Session, Subject
 from tests.crash.trainers import BACKEND, MakeTrainer, Trainer, whole
@@ -23,7 +22,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Managed(Subject):
-    """A :class:`CheckpointManager` and what ``make`` makes on ``ranks`` ranks, which meet at the address ``store``.
+    """A :class:`CheckpointManager` and a trainer from ``make``, on ``ranks`` ranks. They meet at the address ``store``.
 
     With ``on_device`` an asynchronous save is staged there.
     """

@@ -1,4 +1,4 @@
-"""What the matrix saves: a state that several ranks share as they do in training, by FSDP2 or by Megatron-core."""
+"""The trainers of the matrix: their state is divided over ranks as in training, by FSDP2 or by Megatron-core."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo  # fully_shard imports it when it is first called: once here, and not in every life
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hwrl
-from hwrl.comm import Comm, Group
-from hwrl.discovery.registry import bootstrap
+from hwrl.comm import Comm, Group, HashStore
 from hwrl.interfaces.train import EngineSettings
 from hwrl_cpu import INFO, CpuBackend
-from hwrl_megatron import hwrl_train_engine
+from hwrl_megatron import hwrl_train_engine, prepare_process
 
 BACKEND = CpuBackend(INFO)
 ROWS = 5  # odd: the ranks' shards differ in size
 
 
 class Trainer(Protocol):
-    """What is trained, on one rank; the tensors of its state are its memory."""
+    """A trainer on one rank; the tensors of its state are its memory."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -84,7 +82,7 @@ class Megatron:
 
 
 def write_model(directory: Path) -> Path:
-    """Write the smallest model that two tensor-parallel ranks can share; have this process import all that loads it."""
+    """Write the smallest model for two tensor-parallel ranks; have this process import the modules that load it."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -104,6 +102,6 @@ def write_model(directory: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(directory)
     load_model(directory, dtype=torch.float32)
     hwrl.set_backend("cpu")
-    bootstrap("megatron")
+    prepare_process()
     importlib.import_module("hwrl_megatron.engine")
     return directory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.discovery.plugins import GROUP, load_hook
+from hwrl.discovery import PLUGIN_ENTRY_POINTS, load_hook
 from hwrl.errors import ConfigError, EngineError
 
 GOOD = "import hwrl\n@hwrl.hookimpl\ndef hwrl_train_engine(settings, options): return settings, options\n"
@@ -25,7 +25,7 @@ def entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[EntryP
     modules = {name: f"{tmp_path.name}_{name}" for name in sources}
     for name, source in sources.items():
         (tmp_path / f"{modules[name]}.py").write_text(source)
-    return [EntryPoint(name, module, GROUP) for name, module in modules.items()]
+    return [EntryPoint(name, module, PLUGIN_ENTRY_POINTS) for name, module in modules.items()]
 
 
 def load(name: str, entry_points: list[EntryPoint]) -> object:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import hwrl
-from hwrl.discovery.registry import VARIABLE, Registry
+from hwrl.discovery import BACKEND_VARIABLE, Registry
 from hwrl.errors import (
     BackendAlreadyChosenError,
     BackendAmbiguousError,
@@ -16,7 +16,7 @@ from hwrl.errors import (
     BackendNotFoundError,
     BackendUnavailableError,
 )
-from hwrl.interfaces.backend import Backend, BackendInfo
+from hwrl.interfaces import Backend, BackendInfo
 from tests.support.plugin_files import SOURCE, PluginFiles, plugins
 
 __all__ = ["plugins"]  # a fixture
@@ -265,9 +265,9 @@ def test_an_alias_is_another_name_of_the_same_backend(plugins: PluginFiles) -> N
 def test_the_choice_is_exported_to_child_processes(plugins: PluginFiles) -> None:
     plugins.add("card", aliases=("karte",))
     plugins.registry().get_backend()
-    assert plugins.env[VARIABLE] == "card"
+    assert plugins.env[BACKEND_VARIABLE] == "card"
     plugins.registry(HWRL_BACKEND="karte").get_backend()
-    assert plugins.env[VARIABLE] == "card"
+    assert plugins.env[BACKEND_VARIABLE] == "card"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_set_backend_comes_before_the_variable(plugins: PluginFiles) -> None:
     registry = plugins.registry(HWRL_BACKEND="one")
     registry.set_backend("two")
     assert registry.get_backend().info.name == "two"
-    assert plugins.env[VARIABLE] == "two"
+    assert plugins.env[BACKEND_VARIABLE] == "two"
 
 
 def test_set_backend_takes_an_object(plugins: PluginFiles) -> None:
@@ -327,7 +327,7 @@ def test_a_failed_choice_can_be_mended_in_the_same_process(plugins: PluginFiles)
     registry = plugins.registry(HWRL_BACKEND="crad")
     with pytest.raises(BackendNotFoundError):
         registry.get_backend()
-    plugins.env[VARIABLE] = "card"
+    plugins.env[BACKEND_VARIABLE] = "card"
     assert registry.get_backend().info.name == "card"
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hwrl.discovery.registry import Registry
+from hwrl.discovery import Registry
 from hwrl.errors import BackendLoadError, BackendUnavailableError
-from hwrl.interfaces.backend import Backend, BackendInfo
+from hwrl.interfaces import Backend, BackendInfo
 from tests.support.plugin_files import SOURCE, PluginFiles, plugins
 
 __all__ = ["plugins"]  # a fixture

@@ -20,7 +20,7 @@ from typing import Any
 
 import hwrl
 import hwrl_cpu
-from hwrl.interfaces.backend import Backend, BackendInfo, ProbeContext, ProbeResult
+from hwrl.interfaces import Backend, BackendInfo, ProbeContext, ProbeResult
 
 VARIABLE = "HWRL_FAULT_GATES"
 """Names the directory that holds ``gates.json``: a list of ``[phase, nth]``."""

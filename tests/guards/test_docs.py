@@ -13,10 +13,9 @@ import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
 from hwrl import errors
-from hwrl.discovery import hookspecs
-from hwrl.discovery.loading import MANDATORY_HOOKS
+from hwrl.discovery import MANDATORY_HOOKS, hookspecs
 from hwrl.errors import HwrlError
-from hwrl.interfaces.backend import Capability
+from hwrl.interfaces import Capability
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [function for name, function in vars(hookspecs).items() if name.startswith("hwrl_")]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[2]
-CORE = sorted((REPO / "hwrl").rglob("*.py"))
-SHIPPED = CORE + sorted(path for group in ("backends", "plugins") for path in (REPO / group).rglob("*.py"))
-ALL = SHIPPED + sorted((REPO / "tests").rglob("*.py"))
+from tests.support.sources import ALL, CORE, REPO, SHIPPED, comments, imports, place, tree
 
 DEVICE_WORD = re.compile(
     "cuda|nccl|cudnn|nvidia|nvtx|gpu|npu|hccl|cann|ascend|huawei|davinci|rocm|rccl|hip|amd|intel|xpu|xccl|mps|mlu"
@@ -36,15 +31,6 @@ LAYER_OF = {unit: number for number, units in enumerate(LAYERS) for unit in unit
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 500
 MAX_BROAD_EXCEPTS_PER_1000_LINES = 4
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def place(path: Path, line: int) -> str:
-    return f"{path.relative_to(REPO)}:{line}"
 
 
 # -- no device's name in the core -----------------------------------------------------------------------------------
@@ -95,17 +81,6 @@ def test_the_core_compares_no_backends_name() -> None:
 # -- arrows point down ----------------------------------------------------------------------------------------------
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the dotted names that ``path`` imports, at any depth, for a reader or for the type checker."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{place(path, node.lineno)}: import by the absolute name"
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def unit_of(path: Path) -> str:
     return path.relative_to(REPO / "hwrl").parts[0].removesuffix(".py")
 
@@ -137,6 +112,11 @@ def test_no_two_parts_import_each_other() -> None:
 
 def test_interfaces_import_only_errors() -> None:
     assert {other for unit, other in arrows() if unit == "interfaces"} == {"errors"}
+
+
+def test_only_comm_names_the_stores_of_torch() -> None:
+    found = {path for path in ALL for name in imports(path) if name.startswith("torch._C._distributed_c10d")}
+    assert found <= {*(REPO / "hwrl/comm").glob("*.py"), REPO / "hwrl/interfaces/comm.py"}, "import from hwrl.comm"
 
 
 def test_the_core_imports_no_backend_and_no_plugin() -> None:
@@ -185,12 +165,6 @@ def test_no_file_is_a_drawer_for_everything() -> None:
 
 
 # -- exceptions from the rules --------------------------------------------------------------------------------------
-
-
-def comments(path: Path) -> Iterator[tuple[int, str]]:
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
 
 
 def test_every_silenced_check_has_a_code_and_a_reason() -> None:

@@ -6,12 +6,11 @@ import sys
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 import hwrl_cpu
-from hwrl.comm import Comm
+from hwrl.comm import Comm, HashStore
 from hwrl.errors import DeviceMemoryError, UnsupportedError
-from hwrl.interfaces.backend import Backend, BackendInfo, Capability, DeviceMap
+from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap
 
 GENERIC = Backend(BackendInfo(name="xpu", device_type="cpu", description="torch's generic paths"))
 HOST = hwrl_cpu.hwrl_create_backend()
@@ -62,7 +61,7 @@ _DEVICE = """
 import torch
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from hwrl.interfaces.backend import Backend, BackendInfo
+from hwrl.interfaces import Backend, BackendInfo
 from hwrl.errors import DeviceMemoryError, UnsupportedError
 
 class Module(_DummyBackendModule):

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
+from hwrl.comm import HashStore
 from hwrl.errors import MemoryStateError
 from hwrl.memory import Offloader
 from hwrl_cpu import INFO, CpuBackend

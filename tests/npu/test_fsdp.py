@@ -9,7 +9,7 @@ import torch
 
 from hwrl.comm import serve_store, store_address
 from hwrl.testing.processes import run_processes
-from tests.train.test_fsdp_engine import model_directory, train
+from tests.support.fsdp_training import model_directory, train
 
 __all__ = ["model_directory"]  # a fixture
 

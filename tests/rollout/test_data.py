@@ -18,7 +18,7 @@ import torch
 from hwrl.errors import DataError
 from hwrl.models import encode_prompt, load_tokenizer
 from hwrl.rollout.data import Messages, Prompt, PromptStream, check_vocabulary, load_prompts
-from hwrl.rollout.reward import judge, load_reward
+from hwrl.rollout.reward import load_reward, score_response
 from hwrl.run.demo import write_demo
 
 
@@ -162,7 +162,7 @@ def test_the_stream_shows_every_prompt_once_an_epoch_in_an_order_of_the_seed() -
 def test_a_reward_comes_from_a_module_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def score(prompt, response, answer):\n    return len(response)\n")
-    assert judge(load_reward(f"{path}:score"), prompt="", response="abc", answer=None) == {"reward": 3.0}
+    assert score_response(load_reward(f"{path}:score"), prompt="", response="abc", answer=None) == {"reward": 3.0}
     assert load_reward("hwrl.run.demo:sort_reward")("21>", "12", "12") == {"reward": 1.0, "exact": 1.0}
 
 
@@ -224,7 +224,7 @@ NAN, INFINITE = float("nan"), float("inf")
 )
 def test_a_reward_must_be_a_finite_number(result: object) -> None:
     with pytest.raises(DataError, match="reward is not a"):
-        judge(lambda prompt, response, answer: result, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
+        score_response(lambda prompt, response, answer: result, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,10 @@ def test_a_reward_must_be_a_finite_number(result: object) -> None:
 def test_a_figure_cannot_take_a_name_of_hwrls_or_none_at_all(name: object, why: str) -> None:
     figures = {"reward": 1.0, name: 2.0}
     with pytest.raises(DataError, match=f"called {re.escape(repr(name)[:50])}(.|\n)*{why}"):
-        judge(lambda prompt, response, answer: figures, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
+        score_response(lambda prompt, response, answer: figures, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
 
 
 def test_what_has_a_number_is_a_number() -> None:
     figures = {"reward": np.float32(0.5), "length/tokens": 3, "größe": True, "loss": torch.tensor(0.25)}
-    judged = judge(lambda prompt, response, answer: figures, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # mypy knows floats only
+    judged = score_response(lambda prompt, response, answer: figures, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # mypy knows floats only
     assert judged == {"reward": 0.5, "length/tokens": 3.0, "größe": 1.0, "loss": 0.25}

@@ -13,57 +13,15 @@ import torch
 from hwrl.errors import EngineError
 from hwrl.interfaces.groups import Response
 from hwrl.interfaces.rollout import GenerationRequest, Sampling
-from hwrl.rollout import embedded
 from hwrl.rollout.embedded import EmbeddedEngine
-
-END = 1
-
-
-def tiny_model(seed: int = 0, *, tied: bool = False) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,  # far from uniform, so that a wrong position or mask changes the greedy token
-        tie_word_embeddings=tied,
-        eos_token_id=END,
-        pad_token_id=0,
-    )
-    return Qwen3ForCausalLM(config)
+from tests.support.tiny_model import END, generate, requests_of, tiny_model
 
 
-def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), max_running: int, max_length: int) -> EmbeddedEngine:
+def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), **options: Any) -> EmbeddedEngine:
     """Return an engine that serves ``model`` with its own weights as version 0."""
-    engine = EmbeddedEngine(model, eos_ids=eos_ids, max_running=max_running, max_length=max_length)
+    engine = EmbeddedEngine(model, eos_ids=eos_ids, **options)
     engine.load_weights({name: tensor.clone() for name, tensor in model.state_dict().items()}.items(), version=0)
     return engine
-
-
-def requests_of(count: int, *, temperature: float, longest: int = 12, seed: int = 0) -> list[GenerationRequest]:
-    rng = np.random.default_rng(seed)
-    return [
-        GenerationRequest(
-            request_id=index,
-            prompt_ids=rng.integers(2, 16, size=int(rng.integers(1, longest))).astype(np.int32),
-            sampling=Sampling(int(rng.integers(1, longest)), temperature),
-        )
-        for index in range(count)
-    ]
-
-
-def generate(engine: EmbeddedEngine, requests: Sequence[GenerationRequest]) -> dict[int, Response]:
-    engine.submit(requests)
-    responses = {}
-    while engine.pending():
-        responses.update({done.request_id: done.response for done in engine.step()})
-    return responses
 
 
 def logprobs_of(model: Any, request: GenerationRequest, response: Response, *, temperature: float) -> np.ndarray:
@@ -137,13 +95,12 @@ def test_new_weights_between_two_tokens_are_stamped_and_used() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 100])
-def test_new_prompts_are_taken_in_parts_that_change_nothing(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+def test_new_prompts_are_taken_in_parts_that_change_nothing(tokens: int) -> None:
     model, requests = tiny_model(), requests_of(20, temperature=0.0)
     wanted = generate(engine_of(model, max_running=20, max_length=24), requests)
-    monkeypatch.setattr(embedded, "_PREFILL_TOKENS", tokens)
     shapes: list[tuple[int, ...]] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    engine = engine_of(model, max_running=20, max_length=24)
+    engine = engine_of(model, max_running=20, max_length=24, prefill_tokens=tokens)
     engine.submit(requests)
     responses = {done.request_id: done.response for done in engine.step()}
     assert sum(rows for rows, _ in shapes) == 20

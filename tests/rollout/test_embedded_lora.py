@@ -5,31 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
-from hwrl.interfaces.lora import LoraSettings
-from hwrl.interfaces.rollout import GenerationRequest
-from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
+from hwrl.interfaces import LoraSettings
+from hwrl.lora import add_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
-from tests.rollout.test_embedded_engine import END, generate, requests_of, tiny_model
+from hwrl_cpu import INFO, CpuBackend
+from tests.support.adapters import LORA, Weights, expected, reference, tokens_of, trained
+from tests.support.tiny_model import END, requests_of, tiny_model
 
-LORA = LoraSettings(rank=4, alpha=8.0)
 BASE = 0xBA5E
-
-Weights = dict[str, torch.Tensor]
-
-
-def trained(seed: int, *, tied: bool = False) -> tuple[Weights, Weights]:
-    """Return a base and an adapter that changes what it computes, as a trainer would send them."""
-    model = add_adapter(tiny_model(seed, tied=tied), LORA)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.5)
-    own = dict(model.named_parameters())
-    adapter = {str(adapter_name(name)): own[name].detach() for name in own if adapter_name(name)}
-    return {base_name(name): own[name].detach() for name in own if not adapter_name(name)}, adapter
 
 
 def engine_with(base: Weights, adapter: Weights, *, tied: bool = False) -> EmbeddedEngine:
@@ -38,34 +23,6 @@ def engine_with(base: Weights, adapter: Weights, *, tied: bool = False) -> Embed
     engine.load_base(base.items(), base=BASE)
     engine.load_adapter(adapter.items(), version=1, base=BASE)
     return engine
-
-
-def reference(base: Weights, adapter: Weights, directory: Any) -> Any:
-    """Return PEFT's own model of the exported adapter on the base."""
-    from peft import PeftModel
-
-    save_adapter(directory, adapter, config=LORA.peft_config(), model_directory=directory)
-    model = tiny_model(98)
-    model.load_state_dict(base)
-    return PeftModel.from_pretrained(model, str(directory))
-
-
-def expected(model: Any, request: GenerationRequest) -> list[int]:
-    prompt = torch.from_numpy(request.prompt_ids.astype("int64"))[None]
-    tokens = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=request.sampling.max_new_tokens,
-        do_sample=False,
-        eos_token_id=END,
-    )
-    ids: list[int] = tokens[0, prompt.shape[1] :].tolist()
-    return ids
-
-
-def tokens_of(engine: EmbeddedEngine, requests: list[GenerationRequest]) -> list[list[int]]:
-    responses = generate(engine, requests)
-    return [responses[request.request_id].token_ids.tolist() for request in requests]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers for it
@@ -84,7 +41,7 @@ def test_a_woken_engine_says_what_it_said_before(level: int, tied: bool) -> None
     engine = engine_with(base, adapter, tied=tied)
     before = tokens_of(engine, requests)
     freed_nbytes = engine.sleep(level=level)
-    kept = 0 if level == 1 else sum(buffer.nbytes for buffer in engine._model.buffers())
+    kept = 0 if level == 1 else sum(buffer.nbytes for buffer in engine.model.buffers())
     assert freed_nbytes == _nbytes_of(engine) - kept
     assert engine.sleep(level=level) == 0, "it sleeps already"
     if level == 2:
@@ -100,11 +57,24 @@ def test_a_woken_engine_says_what_it_said_before(level: int, tied: bool) -> None
 
 def _nbytes_of(engine: EmbeddedEngine) -> int:
     """Return the bytes of weights, buffers and attention cache that an engine of the same form holds."""
-    model = add_adapter(tiny_model(tied=engine._model.config.tie_word_embeddings), LORA)
+    model = add_adapter(tiny_model(tied=engine.model.config.tie_word_embeddings), LORA)
     weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     config = model.config
     slots = 4 * 24 * config.num_key_value_heads * config.head_dim * 2 * config.num_hidden_layers
     return int(weights + slots * model.dtype.itemsize)
+
+
+def test_a_sleeping_engine_frees_memory_by_the_backend_that_it_was_given() -> None:
+    class Watched(CpuBackend):
+        emptied = 0
+
+        def empty_cache(self) -> None:
+            self.emptied += 1
+
+    backend = Watched(INFO)
+    engine = EmbeddedEngine(tiny_model(), eos_ids=[END], max_running=2, max_length=8, backend=backend)
+    engine.sleep(level=1)
+    assert backend.emptied >= 1
 
 
 def test_a_sleeping_engine_refuses_to_work() -> None:

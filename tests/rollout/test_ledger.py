@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwrl.errors import EngineError
-from hwrl.rollout.ledger import Lease, PromptLedger
-from tests.support.prompt_groups import finished
+from hwrl.rollout.ledger import PromptLease, PromptLedger
+from tests.support.finished_groups import finished
 
 
 def ledger_of(*, batch: int = 4, staleness: int = 1, total: int = 1000, timeout_s: float = 10.0) -> PromptLedger:
@@ -171,7 +171,7 @@ def test_under_any_order_of_events_each_prompt_is_trained_once_and_within_the_bo
     per_version = batch * steps_per_version
     steps = steps * steps_per_version
     ledger = ledger_of(batch=per_version, staleness=staleness, total=steps * batch)
-    running: list[Lease] = []
+    running: list[PromptLease] = []
     trained: list[list[int]] = []
     saved = (0, ledger.state_dict())
     for turn in range(100_000):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.interfaces.groups import Response
+from hwrl.interfaces import Response
 from hwrl.rollout.reward_workers import RewardWorkers
-from tests.rollout.test_rollouter import Desk, Lengths, rollouter_of, turn_until
+from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 
 
 def test_a_reward_that_hangs_fails_its_prompt_and_holds_up_no_other() -> None:
@@ -24,12 +24,12 @@ def test_a_reward_that_hangs_fails_its_prompt_and_holds_up_no_other() -> None:
 
     desk = Desk([0, 1])
     rollouter = rollouter_of(desk, reward=hangs, reward_timeout_s=0.2)
-    turn_until(rollouter, lambda: bool(desk.failed and desk.groups))
+    step_until(rollouter, lambda: bool(desk.failed and desk.groups))
     assert [group.sequence_number for group in desk.groups] == [1], "another thread took the hung one's place"
     assert desk.failed[0][0] == 0 and "did not return within 0.2 s for the response '1'" in desk.failed[0][1]
     released.set()
     desk.numbers = [2]
-    turn_until(rollouter, lambda: len(desk.groups) == 2)
+    step_until(rollouter, lambda: len(desk.groups) == 2)
     assert len(desk.failed) == 1, "a late answer counts no more"
     assert rollouter.stats()["reward_errors"] == 1
 
@@ -43,7 +43,7 @@ def test_whatever_a_reward_raises_its_thread_goes_on(error: BaseException) -> No
 
     desk = Desk([0, 1])
     rollouter = rollouter_of(desk, reward=raises)
-    turn_until(rollouter, lambda: bool(desk.failed and desk.groups))
+    step_until(rollouter, lambda: bool(desk.failed and desk.groups))
     assert type(error).__name__ in desk.failed[0][1]
 
 
@@ -67,9 +67,9 @@ def test_an_evaluation_whose_reward_hangs_once_tries_that_prompt_again() -> None
 
     rollouter = rollouter_of(Desk([]), reward=hangs_once, reward_timeout_s=0.2)
     answer = rollouter.evaluate([Lengths()[0]])
-    turn_until(rollouter, answer.done)
+    step_until(rollouter, answer.done)
     released.set()
-    assert answer.result(timeout=0).figures == {"reward": 0.5}
+    assert answer.result(timeout=0).metrics == {"reward": 0.5}
     assert rollouter.stats()["reward_errors"] == 1
 
 
@@ -77,7 +77,7 @@ def test_an_evaluation_whose_reward_hangs_says_so() -> None:
     released = threading.Event()
     rollouter = rollouter_of(Desk([]), reward=lambda *_: float(released.wait(30)), reward_timeout_s=0.2)
     answer = rollouter.evaluate([Lengths()[0]])
-    turn_until(rollouter, answer.done)
+    step_until(rollouter, answer.done)
     released.set()
     with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within 0.2 s"):
         answer.result(timeout=0)

@@ -5,252 +5,110 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.rollout import MEMORY_TAGS, Completion, GenerationRequest, RolloutEngine, Sampling
+from hwrl.interfaces import MEMORY_TAGS, Completion, GenerationRequest
 from hwrl.rollout import sleeper
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.ledger import Lease
-from hwrl.rollout.reward import Reward
-from hwrl.rollout.reward_workers import RewardWorkers
-from hwrl.rollout.rollouter import Rollouter
-
-
-class CountingEngine(RolloutEngine):
-    """Says 1, 2, 3 … a token a step; a request's response is as long as its prompt's first id."""
-
-    def __init__(self, *, room: int = 8) -> None:
-        self.version = 0
-        self._room = room
-        self._running: dict[int, tuple[GenerationRequest, list[int]]] = {}
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._running.update({request.request_id: (request, []) for request in requests})
-
-    def step(self) -> list[Completion]:
-        done = []
-        for number, (request, versions) in list(self._running.items()):
-            versions.append(self.version)
-            if len(versions) == request.prompt_ids[0]:
-                tokens = np.arange(1, len(versions) + 1, dtype=np.int32)
-                stamps = np.array(versions, dtype=np.int32)
-                done.append(Completion(number, Response(tokens, -tokens.astype(np.float32), stamps, truncated=False)))
-                del self._running[number]
-        return done
-
-    def pending(self) -> int:
-        return len(self._running)
-
-    def capacity(self) -> int:
-        return self._room - len(self._running)
-
-    def abort(self) -> int:
-        dropped = len(self._running)
-        self._running.clear()
-        return dropped
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        self.version = version
-
-
-class Desk:
-    """A ledger that gives out the prompts it was told and keeps what comes back."""
-
-    def __init__(self, numbers: list[int]) -> None:
-        self.numbers = numbers
-        self.incarnation = 0
-        self.groups: list[PromptGroup] = []
-        self.failed: list[tuple[int, str]] = []
-
-    def lease(self, count: int) -> Future[list[Lease]]:
-        given, self.numbers = self.numbers[:count], self.numbers[count:]
-        future: Future[list[Lease]] = Future()
-        future.set_result([Lease(100 + number, number, 0, self.incarnation) for number in given])
-        return future
-
-    def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
-        self.groups += groups
-
-    def fail(self, lease: Lease, reason: str) -> None:
-        self.failed.append((lease.sequence_number, reason))
-
-
-class Inlet:
-    """Offers the versions that a test puts there."""
-
-    def __init__(self, engine: RolloutEngine | None = None) -> None:
-        self.engine = engine or CountingEngine()
-        self.offered: list[int] = []
-        self.incarnation = 0
-        self.next_incarnation = 0
-        self.events: list[str] = []
-
-    def poll(self) -> bool:
-        return bool(self.offered)
-
-    def update(self) -> bool:
-        self.engine.load_weights([], version=self.offered.pop(0))
-        self.incarnation = self.next_incarnation
-        return True
-
-    def rest(self) -> None:
-        self.events.append("rest")
-
-    def ask(self) -> None:
-        self.events.append("ask")
-
-    def totals(self) -> dict[str, float]:
-        return {}
-
-
-class Lengths:
-    """Prompt n asks for a response of n + 1 tokens."""
-
-    def __getitem__(self, sequence_number: int) -> Prompt:
-        return Prompt(str(sequence_number), np.array([sequence_number + 1], dtype=np.int32), sequence_number)
-
-
-def rollouter_of(
-    desk: Desk,
-    *,
-    reward: Reward | None = None,
-    inlet: Inlet | None = None,
-    partial: bool = True,
-    engine: RolloutEngine | None = None,
-    prompts: Lengths | None = None,
-    sleep_level: int | None = None,
-    reward_timeout_s: float = 60.0,
-) -> Rollouter:
-    inlet = inlet or Inlet(engine)
-    return Rollouter(
-        inlet.engine,
-        ledger=desk,
-        prompts=prompts or Lengths(),
-        rewards=RewardWorkers(
-            reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1)),
-            decode=lambda token_ids: " ".join(map(str, token_ids)),
-            threads=1,  # in the order in which the responses finished
-            timeout_s=reward_timeout_s,
-        ),
-        sampling=Sampling(10),
-        group_size=2,
-        weights=inlet,
-        partial_rollout=partial,
-        sleep_level=sleep_level,
-    )
-
-
-def turns(rollouter: Rollouter, count: int) -> None:
-    for _ in range(count):
-        rollouter.turn()
-
-
-def turn_until(rollouter: Rollouter, condition: Callable[[], bool]) -> None:
-    """Turn until ``condition`` holds: rewards are judged in other threads."""
-    deadline_s = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came"
-        rollouter.turn()
+from hwrl.rollout.ledger import PromptLease
+from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, Updater, rollouter_of, step_until, steps
 
 
 def test_each_prompt_comes_back_as_one_judged_group() -> None:
     desk = Desk([3, 0])
     rollouter = rollouter_of(desk)
-    turn_until(rollouter, lambda: len(desk.groups) == 2)
+    step_until(rollouter, lambda: len(desk.groups) == 2)
     assert [(group.sequence_number, group.lease_id, group.size) for group in desk.groups] == [(0, 100, 2), (3, 103, 2)]
     assert [group.rewards.tolist() for group in desk.groups] == [[1.0, 1.0]] * 2
     assert desk.groups[1].token_ids.tolist() == [1, 2, 3, 4] * 2
 
 
 def test_partial_rollout_takes_weights_between_two_tokens() -> None:
-    desk, inlet = Desk([3]), Inlet()
-    rollouter = rollouter_of(desk, inlet=inlet)
-    turns(rollouter, 2)
-    inlet.offered = [7]
-    turn_until(rollouter, lambda: len(desk.groups) == 1)
+    desk, updater = Desk([3]), Updater()
+    rollouter = rollouter_of(desk, updater=updater)
+    steps(rollouter, 2)
+    updater.offered = [7]
+    step_until(rollouter, lambda: len(desk.groups) == 1)
     assert desk.groups[0].versions.tolist() == [0, 0, 7, 7] * 2
 
 
 def test_without_partial_rollout_running_prompts_finish_first_and_no_new_one_begins() -> None:
-    desk, inlet = Desk([3, 3, 3, 3, 1]), Inlet()
-    rollouter = rollouter_of(desk, inlet=inlet, partial=False)
-    turns(rollouter, 2)
-    inlet.offered = [7]
-    turns(rollouter, 2)
+    desk, updater = Desk([3, 3, 3, 3, 1]), Updater()
+    rollouter = rollouter_of(desk, updater=updater, partial=False)
+    steps(rollouter, 2)
+    updater.offered = [7]
+    steps(rollouter, 2)
     assert desk.numbers == [1], "the fifth prompt waits for the update"
-    turn_until(rollouter, lambda: len(desk.groups) == 5)
+    step_until(rollouter, lambda: len(desk.groups) == 5)
     seen = {group.sequence_number: set(group.versions.tolist()) for group in desk.groups}
     assert seen == {3: {0}, 1: {7}}
 
 
 def test_nothing_begins_before_the_first_weights() -> None:
-    desk, inlet = Desk([0]), Inlet()
-    inlet.engine.version = -1
-    rollouter = rollouter_of(desk, inlet=inlet)
+    desk, updater = Desk([0]), Updater()
+    updater.engine.version = -1
+    rollouter = rollouter_of(desk, updater=updater)
     answer = rollouter.evaluate([Lengths()[0]])
-    turns(rollouter, 3)
+    steps(rollouter, 3)
     assert desk.numbers == [0] and not answer.done()
-    inlet.offered = [0]
-    turn_until(rollouter, lambda: len(desk.groups) == 1 and answer.done())
+    updater.offered = [0]
+    step_until(rollouter, lambda: len(desk.groups) == 1 and answer.done())
 
 
 def test_a_prompt_waits_for_the_weights_that_its_lease_asks_for() -> None:
     class Ahead(Desk):
-        def lease(self, count: int) -> Future[list[Lease]]:
-            future: Future[list[Lease]] = Future()
+        def lease(self, count: int) -> Future[list[PromptLease]]:
+            future: Future[list[PromptLease]] = Future()
             future.set_result([replace(lease, version=5) for lease in super().lease(count).result()])
             return future
 
-    desk, inlet = Ahead([0]), Inlet()
-    rollouter = rollouter_of(desk, inlet=inlet)
-    turns(rollouter, 5)
+    desk, updater = Ahead([0]), Updater()
+    rollouter = rollouter_of(desk, updater=updater)
+    steps(rollouter, 5)
     assert not desk.groups and not rollouter.engine.pending()
-    inlet.offered = [5]
-    turn_until(rollouter, lambda: len(desk.groups) == 1)
+    updater.offered = [5]
+    step_until(rollouter, lambda: len(desk.groups) == 1)
     assert desk.groups[0].oldest_version == 5
 
 
 def test_a_prompt_of_a_new_incarnation_waits_for_its_weights_however_high_the_version_of_the_lost_ones() -> None:
     """The replica was frozen at version 37 while the trainer went back; its lease asks for version 17."""
-    desk, inlet = Desk([0]), Inlet()
-    desk.incarnation, inlet.engine.version = 1, 37
-    rollouter = rollouter_of(desk, inlet=inlet)
-    turns(rollouter, 5)
+    desk, updater = Desk([0]), Updater()
+    desk.incarnation, updater.engine.version = 1, 37
+    rollouter = rollouter_of(desk, updater=updater)
+    steps(rollouter, 5)
     assert not desk.groups and not rollouter.engine.pending()
-    inlet.offered, inlet.next_incarnation = [17], 1
-    turn_until(rollouter, lambda: len(desk.groups) == 1)
+    updater.offered, updater.next_incarnation = [17], 1
+    step_until(rollouter, lambda: len(desk.groups) == 1)
     assert (desk.groups[0].incarnation, desk.groups[0].newest_version) == (1, 17)
 
 
 def test_weights_of_a_new_incarnation_end_what_the_lost_ones_began_and_an_evaluation_starts_again() -> None:
-    desk, inlet = Desk([5, 6]), Inlet()
-    inlet.engine.version = 37
-    rollouter = rollouter_of(desk, inlet=inlet)
+    desk, updater = Desk([5, 6]), Updater()
+    updater.engine.version = 37
+    rollouter = rollouter_of(desk, updater=updater)
     answer = rollouter.evaluate([Lengths()[7]])
-    turns(rollouter, 3)
+    steps(rollouter, 3)
     assert rollouter.engine.pending() == 5
-    inlet.offered, inlet.next_incarnation = [17], 1
+    updater.offered, updater.next_incarnation = [17], 1
     desk.numbers, desk.incarnation = [2], 1
-    turn_until(rollouter, lambda: answer.done() and bool(desk.groups))
+    step_until(rollouter, lambda: answer.done() and bool(desk.groups))
     assert answer.result().version == 17, "no token of it is of the lost weights"
     assert [(group.sequence_number, group.incarnation) for group in desk.groups] == [(2, 1)]
 
 
 def test_a_lease_of_a_lost_incarnation_is_never_begun() -> None:
-    desk, inlet = Desk([0]), Inlet()
-    inlet.incarnation = inlet.next_incarnation = 1
-    rollouter = rollouter_of(desk, inlet=inlet)
-    turns(rollouter, 3)
+    desk, updater = Desk([0]), Updater()
+    updater.incarnation = updater.next_incarnation = 1
+    rollouter = rollouter_of(desk, updater=updater)
+    steps(rollouter, 3)
     desk.numbers, desk.incarnation = [4], 1
-    turn_until(rollouter, lambda: bool(desk.groups))
+    step_until(rollouter, lambda: bool(desk.groups))
     assert [group.sequence_number for group in desk.groups] == [4]
 
 
@@ -264,15 +122,15 @@ def test_a_turn_that_hangs_is_seen_from_outside() -> None:
             return super().step()
 
     rollouter = rollouter_of(Desk([0]), engine=Hangs())
-    assert rollouter.turn_s() == 0.0
+    assert rollouter.step_s() == 0.0
     thread = threading.Thread(target=rollouter.run, args=[stop])
     thread.start()
     deadline_s = time.monotonic() + 10.0
-    while rollouter.turn_s() < 0.2:
+    while rollouter.step_s() < 0.2:
         assert time.monotonic() < deadline_s
     released.set()
     thread.join(10)
-    assert rollouter.turn_s() == 0.0
+    assert rollouter.step_s() == 0.0
 
 
 def test_a_slow_reward_holds_up_neither_generation_nor_weights() -> None:
@@ -282,14 +140,14 @@ def test_a_slow_reward_holds_up_neither_generation_nor_weights() -> None:
         assert judged.wait(10)
         return 1.0
 
-    desk, inlet = Desk([0, 2]), Inlet()
-    rollouter = rollouter_of(desk, inlet=inlet, reward=slow)
-    turns(rollouter, 2)
-    inlet.offered = [3]
-    turns(rollouter, 2)
+    desk, updater = Desk([0, 2]), Updater()
+    rollouter = rollouter_of(desk, updater=updater, reward=slow)
+    steps(rollouter, 2)
+    updater.offered = [3]
+    steps(rollouter, 2)
     assert rollouter.engine.version == 3 and not rollouter.engine.pending() and not desk.groups
     judged.set()
-    turn_until(rollouter, lambda: len(desk.groups) == 2)
+    step_until(rollouter, lambda: len(desk.groups) == 2)
 
 
 def test_a_reward_that_raises_is_retried_then_the_prompt_has_failed_with_the_reason() -> None:
@@ -303,7 +161,7 @@ def test_a_reward_that_raises_is_retried_then_the_prompt_has_failed_with_the_rea
 
     desk = Desk([0, 1])
     rollouter = rollouter_of(desk, reward=flaky)
-    turn_until(rollouter, lambda: bool(desk.failed and desk.groups))
+    step_until(rollouter, lambda: bool(desk.failed and desk.groups))
     assert [group.sequence_number for group in desk.groups] == [0]
     assert desk.failed[0][0] == 1
     assert "no luck" in desk.failed[0][1]
@@ -313,20 +171,20 @@ def test_a_reward_that_raises_is_retried_then_the_prompt_has_failed_with_the_rea
 def test_a_reward_that_exits_has_failed_like_one_that_raises() -> None:
     desk = Desk([0])
     rollouter = rollouter_of(desk, reward=lambda prompt, response, answer: sys.exit(3))
-    turn_until(rollouter, lambda: bool(desk.failed))
+    step_until(rollouter, lambda: bool(desk.failed))
     assert "SystemExit(3)" in desk.failed[0][1] and rollouter.stats()["reward_errors"] == 3.0
 
 
 def test_an_evaluation_goes_on_beside_training_and_tells_its_oldest_version() -> None:
-    desk, inlet = Desk([5]), Inlet()
-    rollouter = rollouter_of(desk, inlet=inlet)
-    turns(rollouter, 1)
+    desk, updater = Desk([5]), Updater()
+    rollouter = rollouter_of(desk, updater=updater)
+    steps(rollouter, 1)
     answer = rollouter.evaluate([Lengths()[2], Lengths()[1]])
-    turns(rollouter, 1)
-    inlet.offered = [4]
-    turn_until(rollouter, lambda: answer.done() and len(desk.groups) == 1)
+    steps(rollouter, 1)
+    updater.offered = [4]
+    step_until(rollouter, lambda: answer.done() and len(desk.groups) == 1)
     assert answer.result(timeout=0).version == 0
-    assert answer.result(timeout=0).figures == {"reward": 1.0}
+    assert answer.result(timeout=0).metrics == {"reward": 1.0}
     assert desk.groups[0].versions.max() == 4
 
 
@@ -336,7 +194,7 @@ def test_an_evaluation_that_cannot_be_judged_says_so() -> None:
 
     rollouter = rollouter_of(Desk([]), reward=broken)
     answer = rollouter.evaluate([Lengths()[0]])
-    turn_until(rollouter, answer.done)
+    step_until(rollouter, answer.done)
     with pytest.raises(DataError, match="1 of 1 evaluation prompts"):
         answer.result(timeout=0)
 
@@ -370,7 +228,7 @@ def test_an_evaluation_that_a_run_leaves_unfinished_is_told_and_later_ones_are_r
 
 def test_the_seconds_of_all_activities_add_up() -> None:
     rollouter = rollouter_of(Desk([3]))
-    turns(rollouter, 5)
+    steps(rollouter, 5)
     stats = rollouter.stats()
     assert stats["tokens"] == 8
     assert stats["generate_s"] > 0
@@ -389,7 +247,7 @@ def test_a_prompts_own_limit_lowers_the_runs() -> None:
             limits.extend(request.sampling.max_new_tokens for request in requests)
             super().submit(requests)
 
-    rollouter_of(Desk([0, 1]), engine=Watching(), prompts=Limited()).turn()
+    rollouter_of(Desk([0, 1]), engine=Watching(), prompts=Limited()).step()
     assert limits == [10, 10, 3, 3]
 
 
@@ -419,42 +277,42 @@ class Throttled(Desk):
 
     def __init__(self, numbers: list[int]) -> None:
         super().__init__(numbers)
-        self.asked: list[Future[list[Lease]]] = []
+        self.asked: list[Future[list[PromptLease]]] = []
 
-    def lease(self, count: int) -> Future[list[Lease]]:
+    def lease(self, count: int) -> Future[list[PromptLease]]:
         self.asked.append(Future())
         return self.asked[-1]
 
     def give(self) -> None:
-        self.asked[-1].set_result([Lease(100 + number, number, 0, self.incarnation) for number in self.numbers])
+        self.asked[-1].set_result([PromptLease(100 + number, number, 0, self.incarnation) for number in self.numbers])
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_idle_engine_sleeps_until_there_is_work_and_gets_what_it_has_dropped(level: int) -> None:
     engine, desk = DrowsyEngine(), Throttled([1])
-    inlet = Inlet(engine)
-    rollouter = rollouter_of(desk, inlet=inlet, sleep_level=level)
-    turn_until(rollouter, lambda: bool(engine.naps))
-    turns(rollouter, 5)
+    updater = Updater(engine)
+    rollouter = rollouter_of(desk, updater=updater, sleep_level=level)
+    step_until(rollouter, lambda: bool(engine.naps))
+    steps(rollouter, 5)
     assert engine.naps == [f"sleep {level}"], "once is enough"
-    assert inlet.events == ["rest"]
+    assert updater.events == ["release"]
     assert rollouter.stats()["freed_nbytes"] == 1000
     desk.give()
-    turns(rollouter, 3)
+    steps(rollouter, 3)
     assert engine.naps[1:] == ["wake kv_cache weights"]
     if level == 2:
-        assert inlet.events == ["rest", "ask"] and not engine.pending()
-        inlet.offered = [0]
-    turn_until(rollouter, lambda: len(desk.groups) == 1)
+        assert updater.events == ["release", "request"] and not engine.pending()
+        updater.offered = [0]
+    step_until(rollouter, lambda: len(desk.groups) == 1)
 
 
 def test_a_sleeping_engine_takes_new_weights_before_it_has_a_cache() -> None:
     engine, desk = DrowsyEngine(), Throttled([])
-    inlet = Inlet(engine)
-    rollouter = rollouter_of(desk, inlet=inlet, sleep_level=2)
-    turn_until(rollouter, lambda: bool(engine.naps))
-    inlet.offered = [3]
-    turns(rollouter, 1)
+    updater = Updater(engine)
+    rollouter = rollouter_of(desk, updater=updater, sleep_level=2)
+    step_until(rollouter, lambda: bool(engine.naps))
+    updater.offered = [3]
+    steps(rollouter, 1)
     assert engine.naps[1:] == ["wake weights", "wake kv_cache weights"]
     assert engine.version == 3
 
@@ -463,6 +321,6 @@ def test_an_engine_without_a_level_never_sleeps() -> None:
     engine, desk = DrowsyEngine(), Throttled([])
     rollouter = rollouter_of(desk, engine=engine)
     waited_until_s = time.monotonic() + 3 * sleeper.AFTER_S
-    turn_until(rollouter, lambda: time.monotonic() > waited_until_s)
+    step_until(rollouter, lambda: time.monotonic() > waited_until_s)
     assert not engine.naps
     assert "sleeps" not in rollouter.stats()

@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 from hwrl.cli import main
 from hwrl.errors import CheckpointError, ConfigError, DataError, EngineError, HwrlError
-from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces import LoraSettings
 from hwrl.run.config import RUN_HEADER, Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
 from hwrl.run.summary import FIXED_KEYS, claimed_directory

@@ -6,8 +6,8 @@ import asyncio
 
 import numpy as np
 
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.rollout.ledger import Lease
+from hwrl.interfaces import PromptGroup, Response
+from hwrl.rollout.ledger import PromptLease
 from hwrl.run.actors import LedgerActor
 from hwrl.run.config import Config, parse_config
 
@@ -26,7 +26,7 @@ def config_of() -> Config:
     )
 
 
-def finished(lease: Lease) -> PromptGroup:
+def finished(lease: PromptLease) -> PromptGroup:
     tokens = np.array([lease.version], dtype=np.int32)
     return PromptGroup.join(
         [Response(tokens, tokens.astype(np.float32), tokens, truncated=False)] * 2,

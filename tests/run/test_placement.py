@@ -6,7 +6,7 @@ import pytest
 
 import hwrl_cpu
 from hwrl.errors import ConfigError, PlacementError
-from hwrl.interfaces.backend import Backend, BackendInfo, Capability, DeviceMap, Support
+from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap, Support
 from hwrl.run.placement import (
     Assignment,
     Holding,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hwrl.comm import serve_store, store_address
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.models import build_model, load_model
-from hwrl.rollout.ledger import Lease
+from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.weight_updater import INCARNATION
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
@@ -31,17 +31,17 @@ class OnePrompt:
         self.groups: list[PromptGroup] = []
         self._given = False
 
-    def lease(self, count: int) -> Future[list[Lease]]:
-        answer: Future[list[Lease]] = Future()
+    def lease(self, count: int) -> Future[list[PromptLease]]:
+        answer: Future[list[PromptLease]] = Future()
         if not self._given:
-            answer.set_result([Lease(0, 0, 2, 0)])
+            answer.set_result([PromptLease(0, 0, 2, 0)])
         self._given = True
         return answer
 
     def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
         self.groups += groups
 
-    def fail(self, lease: Lease, reason: str) -> None:
+    def fail(self, lease: PromptLease, reason: str) -> None:
         raise AssertionError(reason)
 
 
@@ -66,7 +66,7 @@ def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
         config, inputs=identify_inputs(config), replica="r0", seed=1, store_address=address, ledger=ledger
     )
     while not ledger.groups:
-        rollouter.turn()
+        rollouter.step()
     assert rollouter.engine.version == 2
     return memory_nbytes("VmHWM") - before_nbytes, opened
 
@@ -84,7 +84,7 @@ def test_a_rollout_process_holds_one_model_and_its_rooms_and_reads_no_weights(
     (config.dir / "checkpoints").mkdir(parents=True)
     store = serve_store()
     with (
-        WeightSender(store, transport=transport) as sender,  # type: ignore[arg-type]  # one of its names
+        WeightSender(store, transport=transport) as sender,
         Processes(roll_out, 1, config, store_address(store), timeout_s=120.0) as processes,
     ):
         sender.wait_for_receivers(1, timeout_s=90.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.discovery.registry import Registry
+from hwrl.discovery import Registry
 from hwrl.errors import BackendError
 from hwrl.run.demo import write_demo
 from hwrl.run.report import Figures, read_metrics

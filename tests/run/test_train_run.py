@@ -269,7 +269,7 @@ def test_too_few_devices_are_an_error_and_not_a_silent_wait(start: Callable[...,
     (demo / "scarce.py").write_text(
         "import hwrl_cpu\n"
         "from hwrl import BackendInfo, hookimpl\n"
-        "from hwrl.interfaces.backend import DeviceMap, ProbeResult\n"
+        "from hwrl.interfaces import DeviceMap, ProbeResult\n"
         "INFO = BackendInfo(name='scarce', device_type='cpu', description='no machine here has it', api=(1, 0))\n"
         "hwrl_backend_info = hookimpl(specname='hwrl_backend_info')(lambda: INFO)\n"
         "hwrl_probe = hookimpl(specname='hwrl_probe')(lambda context: ProbeResult('yes', 'it pretends'))\n"

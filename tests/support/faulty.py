@@ -9,8 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
+from hwrl.comm import Store
 from hwrl_cpu import INFO, CpuBackend
 from hwrl_cpu.inline import InlineEvent
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from hwrl.discovery.registry import GROUP, Registry
+from hwrl.discovery import BACKEND_ENTRY_POINTS, Registry
 
 SOURCE = """
 import hwrl
-from hwrl.interfaces.backend import Backend, BackendInfo, ProbeResult
+from hwrl.interfaces import Backend, BackendInfo, ProbeResult
 
 @hwrl.hookimpl
 def hwrl_backend_info():
@@ -49,7 +49,7 @@ class PluginFiles:
             "api": (1, 0),
         }
         (self.folder / f"{module}.py").write_text(source.format(**(usual | settings)))
-        self.entry_points += [EntryPoint(each, module, GROUP) for each in (name, *aliases)]
+        self.entry_points += [EntryPoint(each, module, BACKEND_ENTRY_POINTS) for each in (name, *aliases)]
         return module
 
     def registry(self, **env: str) -> Registry:
@@ -61,3 +61,18 @@ class PluginFiles:
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginFiles:
     monkeypatch.syspath_prepend(str(tmp_path))
     return PluginFiles(tmp_path)
+
+
+def install_plugin(folder: Path, name: str, *, source: str, distribution: str = "") -> str:
+    """Install a plugin of the group ``hwrl.plugins`` into ``folder``, as pip would; return its module's name.
+
+    It is found by processes with ``folder`` on ``sys.path``.
+    """
+    module = f"{folder.name.replace('-', '_')}_{name}"
+    (folder / f"{module}.py").write_text(source)
+    distribution = distribution or f"stranger_{name}"
+    metadata = folder / f"{distribution}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[hwrl.plugins]\n{name} = {module}\n")
+    return module

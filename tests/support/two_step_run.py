@@ -71,7 +71,7 @@ class Trainers:
 
 
 def train(home: Path, fleet: Trainers, interrupts: Interrupts) -> None:
-    """Do what ``hwrl train`` does, without processes."""
+    """Run like ``hwrl train``, but without processes."""
     view = PlainView(2, stream=io.StringIO())
     words = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
     config = Config.model_validate({"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}, **words})

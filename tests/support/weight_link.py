@@ -3,14 +3,17 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
-from hwrl.comm import serve_store
-from hwrl.weights import TransferReport, WeightReceiver, WeightSender
+from hwrl.comm import Store, serve_store
+from hwrl.weights import TRANSPORTS, TransferReport, Transport, WeightReceiver, WeightSender
+from hwrl.weights.control import ControlChannel, Proposal
+from hwrl.weights.transport import ReceiverContext, TransportReceiver
 from hwrl_cpu import INFO, CpuBackend
 
 
@@ -23,8 +26,33 @@ def sender_of(store: Store, **options: Any) -> WeightSender:
     return WeightSender(store, **{"backend": CpuBackend(INFO), "timeout_s": 10.0, **options})
 
 
-def receiver_of(store: Store, replica: str = "r0") -> WeightReceiver:
-    return WeightReceiver(store, replica=replica, backend=CpuBackend(INFO))
+def receiver_of(store: Store, replica: str = "r0", **options: Any) -> WeightReceiver:
+    return WeightReceiver(store, replica=replica, **{"backend": CpuBackend(INFO), **options})
+
+
+def channel_of(store: Store) -> ControlChannel:
+    """Return the control channel of the link, to read and write what its two ends do."""
+    payloads = {name: transport.payload for name, transport in TRANSPORTS.items()}
+    return ControlChannel(store, name="policy", payloads=payloads)
+
+
+def newest_proposal(store: Store) -> Proposal:
+    """Wait for a proposal, and return the newest."""
+    channel = channel_of(store)
+    channel.wait_for_proposal(1, timeout_s=20.0)
+    proposal = channel.proposal(channel.newest())
+    assert proposal is not None
+    return proposal
+
+
+def received_by(transport: str, receiver: Callable[[ReceiverContext], TransportReceiver]) -> dict[str, Transport]:
+    """Return the transports, with another receiving end for one of them."""
+    return {**TRANSPORTS, transport: replace(TRANSPORTS[transport], receiver=receiver)}
+
+
+def opened_memories(pid: int | str = "self") -> int:
+    """Return how many memories that the CPU backend shares between processes are mapped by process ``pid``."""
+    return sum("/torch_" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
 def model_of(value: float) -> list[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any
 import hwrl
 import hwrl_cpu
 from hwrl.errors import UnsupportedError
-from hwrl.interfaces.backend import (
+from hwrl.interfaces import (
     Backend,
     BackendInfo,
     Capability,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from torch.nn import functional
 
-from hwrl.discovery.registry import Registry
+from hwrl.discovery import Registry
 from hwrl.errors import ConfigError
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.testing.conformance import run_kit
 
 FAULTS = {

@@ -3,107 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.qwen3 import Qwen3PreTrainedModel
 
-import hwrl
 from hwrl.checkpoint import CheckpointManager
-from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.comm import serve_store, store_address
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces import Batch
 from hwrl.models import build_model, load_model
-from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
-from hwrl.train import fsdp, policy
-from hwrl.train.collate import collate
 from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss, group_advantages
-
-
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo")
-    write_demo(directory, seed=3, prompts=16)
-    return directory / "model"
-
-
-def groups_of(count: int, *, seed: int) -> list[PromptGroup]:
-    rng = np.random.default_rng(seed)
-    groups = []
-    for number in range(count):
-        responses = []
-        for _ in range(4):
-            length = int(rng.integers(1, 7))
-            responses.append(
-                Response(
-                    rng.integers(3, 13, size=length).astype(np.int32),
-                    np.full(length, -2.7, dtype=np.float32),
-                    np.zeros(length, dtype=np.int32),
-                    truncated=False,
-                )
-            )
-        groups.append(
-            PromptGroup.join(
-                responses,
-                sequence_number=number,
-                lease_id=number,
-                incarnation=0,
-                prompt_ids=rng.integers(3, 13, size=int(rng.integers(2, 6))).astype(np.int32),
-                rewards=rng.random(4).tolist(),
-                metrics={},
-            )
-        )
-    return groups
-
-
-def batch_of(groups: list[PromptGroup]) -> Batch:
-    return collate(groups, advantages=group_advantages(groups, estimator="grpo"))
-
-
-def join(rank: int, address: str, ranks: int) -> Group | None:
-    """Take the rank's device, and return the ranks' group if there are several."""
-    backend = hwrl.get_backend()
-    backend.set_device(rank % backend.device_count())
-    return Comm().init_default(store=connect_store(address), rank=rank, size=ranks) if ranks > 1 else None
-
-
-def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
-    settings = EngineSettings(
-        model_directory=model_directory,
-        learning_rate=1e-2,
-        total_steps=10,
-        warmup_steps=2,
-        min_learning_rate_ratio=0.1,
-        micro_batch_tokens=64,
-    )
-    return FsdpEngine(replace(settings, **changes), backend=hwrl.get_backend(), group=group)
-
-
-def train(
-    rank: int, model_directory: Path, address: str, ranks: int, steps: int, recomputes: bool = False
-) -> dict[str, Any]:
-    """Take ``steps`` steps on this rank's share of each batch; return figures, weights, log-probabilities."""
-    group = join(rank, address, ranks)
-    engine = engine_on(model_directory, group, activation_checkpointing=recomputes)
-    figures = []
-    for step in range(steps):
-        share = groups_of(5, seed=step)[rank::ranks]  # uneven: one rank has more parts than the other
-        figures.append(engine.train_batch(batch_of(share), loss=PolicyLoss("ppo_clip")))
-    weights = {name: tensor.cpu().clone() for name, tensor in engine.named_weights()}
-    logprobs = engine.logprobs(batch_of(groups_of(3, seed=99)))
-    if group is not None:
-        group.close()
-    return {"figures": figures, "weights": weights, "logprobs": logprobs}
+from hwrl.train.losses import PolicyLoss
+from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, train
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -130,7 +47,7 @@ def kept_nbytes(engine: FsdpEngine, batch: Batch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine._forward(batch)
+        engine.forward(batch)
     own = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
     return sum(nbytes for place, nbytes in kept.items() if place not in own)
 
@@ -158,7 +75,7 @@ def shard(rank: int, directories: list[Path], address: str) -> tuple[list[str], 
     assert group is not None
     engine = engine_on(directories[rank], group)
     modules = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)]
-    weights = {name: fsdp._whole(tensor).cpu().clone() for name, tensor in engine.model.state_dict().items()}
+    weights = {name: full(tensor).cpu().clone() for name, tensor in engine.model.state_dict().items()}
     engine.train_batch(batch_of(groups_of(2, seed=0)[rank::2]), loss=PolicyLoss())
     group.close()
     return modules, weights
@@ -266,13 +183,11 @@ def gradients_of(engine: FsdpEngine, logprobs: torch.Tensor) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("chunk", [1 << 25, 100])
-def test_logprobs_in_chunks_equal_the_plain_formula(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_logprobs_in_chunks_equal_the_plain_formula(model_directory: Path, chunk: int) -> None:
     engine, batch = engine_on(model_directory, None, micro_batch_tokens=10_000), batch_of(groups_of(5, seed=0))
     wanted, wanted_entropy = plain_formula(engine, batch)
-    monkeypatch.setattr(policy, "_CHUNK_LOGITS", chunk)
-    logprobs, entropy = engine._forward(batch)
+    engine.chunk_logits = chunk
+    logprobs, entropy = engine.forward(batch)
     torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, wanted_entropy, atol=1e-5, rtol=1e-5)
     for one, other in zip(gradients_of(engine, logprobs), gradients_of(engine, wanted), strict=True):
@@ -284,10 +199,10 @@ def small_steps(rank: int, model_directory: Path, address: str, ranks: int) -> d
     """Take steps in bfloat16 with a learning rate that bfloat16 parameters would round away."""
     group = join(rank, address, ranks)
     engine = engine_on(model_directory, group, learning_rate=1e-6, warmup_steps=0, dtype=torch.bfloat16)
-    before = [fsdp._whole(parameter.detach()).clone() for parameter in engine.model.parameters()]
+    before = [full(parameter.detach()).clone() for parameter in engine.model.parameters()]
     for step in range(3):
         figures = engine.train_batch(batch_of(groups_of(5, seed=step)[rank::ranks]), loss=PolicyLoss())
-    after = [fsdp._whole(parameter.detach()) for parameter in engine.model.parameters()]
+    after = [full(parameter.detach()) for parameter in engine.model.parameters()]
     changed = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
     dtypes = {str(tensor.dtype) for _, tensor in engine.named_weights()}
     if group is not None:

@@ -16,7 +16,7 @@ from hwrl.run.build import TrainerParts
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
-from tests.train.test_fsdp_engine import groups_of
+from tests.support.fsdp_training import groups_of
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -10,23 +10,14 @@ import torch
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import serve_store, store_address
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces import Batch, LoraSettings
 from hwrl.models import load_model, model_identity
-from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss
-from tests.train.test_fsdp_engine import batch_of, engine_on, groups_of, join
+from tests.support.fsdp_training import batch_of, engine_on, groups_of, join
 
 LORA = LoraSettings(rank=4, alpha=8.0)
-
-
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo")
-    write_demo(directory, seed=3, prompts=16)
-    return directory / "model"
 
 
 def take_steps(engine: FsdpEngine, first: int, count: int) -> list[dict[str, float]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.train.collate import collate
 from hwrl.train.losses import PolicyLoss, group_advantages, mismatch_kl
+from hwrl.train.padding import collate
 
 
 def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: int = 2) -> PromptGroup:

@@ -15,9 +15,7 @@ import torch
 
 import hwrl
 from hwrl.errors import EngineError, MemoryStateError
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response, TokenLoss, TrainEngine
 from hwrl.memory import Moved
 from hwrl.run.demo import write_demo
 from hwrl.train.choices import LossName

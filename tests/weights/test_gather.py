@@ -8,7 +8,7 @@ import torch
 
 import hwrl
 from hwrl.comm import Comm, connect_store, serve_store, store_address
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces import EngineSettings
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.fsdp import FsdpEngine

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 
+from hwrl.comm import Store
 from hwrl.lora import add_adapter
 from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.weight_updater import INCARNATION, AdapterInlet, Link
+from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, RetryingReceiver
 from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSource
 from hwrl_cpu import INFO, CpuBackend
-from tests.rollout.test_embedded_engine import END, requests_of, tiny_model
-from tests.rollout.test_embedded_lora import LORA, Weights, expected, reference, tokens_of, trained
+from tests.support.adapters import LORA, Weights, expected, reference, tokens_of, trained
+from tests.support.tiny_model import END, requests_of, tiny_model
 from tests.support.weight_link import beside, sender_of, store
 
 __all__ = ["store"]
@@ -37,16 +37,16 @@ def nbytes_of(weights: Weights) -> int:
 
 
 class Replica:
-    """An engine with its inlet; with ``watch`` it takes what comes, in a thread of its own."""
+    """An engine with its updater; with ``watch`` it takes what comes, in a thread of its own."""
 
     def __init__(self, store: Store) -> None:
-        def connect(name: str, *, newest: bool = True) -> Link:
+        def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
             options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
-            return Link(WeightReceiver(store, name=name, replica="r0", **options), patience_s=10.0)
+            return RetryingReceiver(WeightReceiver(store, name=name, replica="r0", **options), timeout_s=10.0)
 
         model = add_adapter(tiny_model(99), LORA)
         self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)
-        self.inlet = AdapterInlet(self.engine, connect)
+        self.updater = AdapterUpdater(self.engine, connect)
 
     def during(self, publish: Callable[[], SyncReport]) -> SyncReport:
         """Publish, taking what comes meanwhile and then what is left."""
@@ -67,8 +67,8 @@ class Replica:
 
     def catch_up(self) -> None:
         """Take what is offered."""
-        while self.inlet.poll():
-            self.inlet.update()
+        while self.updater.poll():
+            self.updater.update()
 
 
 class Trainer:
@@ -137,7 +137,7 @@ def test_the_base_travels_once_and_then_the_adapter_alone(
         assert (report.base_nbytes, report.adapter_nbytes) == (0, nbytes_of(trainer.adapter(1)))
         assert_serves(replica, trainer, version)
     everything = nbytes_of(trainer.base) + 3 * nbytes_of(trainer.adapter(1))
-    assert replica.inlet.totals() == {"received_nbytes": everything, "base_loads": 1}
+    assert replica.updater.totals() == {"received_nbytes": everything, "base_loads": 1}
 
 
 def test_a_base_that_was_slept_away_travels_with_the_next_version(
@@ -146,8 +146,8 @@ def test_a_base_that_was_slept_away_travels_with_the_next_version(
     replica = Replica(store)
     replica.during(lambda: trainer.publish(1))
     replica.engine.sleep(level=2)
-    replica.inlet.rest()
-    assert not replica.inlet.poll(), "what is there already is no reason to wake up"
+    replica.updater.release()
+    assert not replica.updater.poll(), "what is there already is no reason to wake up"
     assert not trainer.sender.joiners(), "a sleeper has time until the next version"
     replica.engine.wake()
     report = replica.during(lambda: trainer.publish(2))
@@ -156,7 +156,7 @@ def test_a_base_that_was_slept_away_travels_with_the_next_version(
     else:
         assert (report.plan.what, report.plan.why) == ("base + adapter", "not held by r0")
     assert_serves(replica, trainer, 2)
-    assert replica.inlet.totals()["base_loads"] == 2
+    assert replica.updater.totals()["base_loads"] == 2
 
 
 def test_a_replica_that_restarts_while_an_adapter_is_sent_asks_for_its_base(
@@ -166,7 +166,7 @@ def test_a_replica_that_restarts_while_an_adapter_is_sent_asks_for_its_base(
     base, adapter = readable(trainer.base), trainer.adapter(2)  # made here: so is the replica, of the same generator
     published = beside(lambda: trainer.sender.send(2, model=base, adapter=readable(adapter)))
     again = Replica(store)
-    while again.inlet.totals()["received_nbytes"] < nbytes_of(adapter):
+    while again.updater.totals()["received_nbytes"] < nbytes_of(adapter):
         again.catch_up()
     assert published().plan.what == "adapter"
     bring_base(again, trainer, 2)
@@ -179,7 +179,7 @@ def test_a_sleeper_keeps_the_base_at_level_1(
     replica = Replica(store)
     replica.during(lambda: trainer.publish(1))
     replica.engine.sleep(level=1)
-    replica.inlet.rest()
+    replica.updater.release()
     replica.engine.wake()
     assert replica.during(lambda: trainer.publish(2)).plan.what == "adapter"
     assert_serves(replica, trainer, 2)
@@ -200,13 +200,13 @@ def test_an_adapter_that_comes_when_its_base_is_just_lost_waits_for_it(
     replica = Replica(store)
     replica.during(lambda: trainer.publish(1))
     sent = beside(lambda: trainer.publish(2))
-    while not replica.inlet.poll():
+    while not replica.updater.poll():
         pass
-    replica.engine.sleep(level=2)  # behind the inlet's back, and after the decision
+    replica.engine.sleep(level=2)  # behind the updater's back, and after the decision
     replica.engine.wake()
-    assert not replica.inlet.update() and replica.engine.version == -1
+    assert not replica.updater.update() and replica.engine.version == -1
     assert sent().plan.what == "adapter"
-    replica.inlet.poll()
+    replica.updater.poll()
     bring_base(replica, trainer, 2)
     assert_serves(replica, trainer, 2)
 
@@ -218,13 +218,13 @@ def test_an_adapter_of_another_base_is_not_served_before_that_base_has_come(
     replica.during(lambda: trainer.publish(5))
     other = Trainer(store, transport, base=OTHER, seed=2)
     sent = beside(lambda: other.publish(1))
-    while not replica.inlet.poll():
+    while not replica.updater.poll():
         pass
     if transport != "host":
-        assert not replica.inlet.update()
+        assert not replica.updater.update()
         assert sent().plan.what == "adapter"
         assert_serves(replica, trainer, 5)
-        replica.inlet.poll()
+        replica.updater.poll()
         bring_base(replica, other, 1)
     else:
         replica.catch_up()
@@ -254,10 +254,10 @@ def test_nothing_is_left_of_a_base_that_was_sent(
         replica.during(functools.partial(trainer.publish, version))
         keys.append(store.num_keys())
         replica.engine.sleep(level=2)
-        replica.inlet.rest()
+        replica.updater.release()
         replica.engine.wake()
-        replica.inlet.ask()
-    assert replica.inlet.totals()["base_loads"] == 50
+        replica.updater.request()
+    assert replica.updater.totals()["base_loads"] == 50
     assert keys[2:] == [keys[1]] * 48
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import hwrl
 from hwrl.comm import Comm, Group, await_keys, connect_store
 from hwrl.errors import CommAbortedError, CommTimeoutError, PeerLostError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import Processes, run_processes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 from hwrl.testing.compute import ATTENTIONS, TOLERANCES, why_refused, wrong_attention, wrong_training
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
-from hwrl.comm import Comm
+from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 
 _MANY = 1 << 20
 

@@ -12,7 +12,7 @@ import torch
 import hwrl
 from hwrl.comm import await_keys, connect_store
 from hwrl.errors import CommError, UnsupportedError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need
 from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import run_processes

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hwrl.errors import MemoryStateError
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 from hwrl.memory import Offloader
 from hwrl.testing.contracts.need import need
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.interfaces import Backend, Capability
 
 
 def need(backend: Backend, capability: Capability) -> None:

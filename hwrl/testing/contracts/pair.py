@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hwrl
 from hwrl.comm import serve_store, store_address
-from hwrl.interfaces.backend import Backend
+from hwrl.interfaces import Backend
 
 
 class StoreAddress:

@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hwrl.discovery.loading import Plugin
-from hwrl.discovery.registry import Probed, Registry
-from hwrl.interfaces.backend import Backend, ProbeContext
+from hwrl.discovery import Plugin, Probed, Registry
+from hwrl.interfaces import Backend, ProbeContext
 
 MAX_PROBE_MS = 50.0
 
 _PROBE_ALONE = """
 import json, os, sys
-from hwrl.discovery.registry import Registry
+from hwrl.discovery import Registry
 before = dict(os.environ)
 Registry(env=os.environ | {"HWRL_BACKEND": sys.argv[1]}).choose()
 print(json.dumps({"torch": "torch" in sys.modules, "env": before == dict(os.environ)}))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
 
-from hwrl.comm import connect_store, raw_bytes
-from hwrl.interfaces.backend import Backend, Capability
+from hwrl.comm import PrefixStore, Store, connect_store, raw_bytes
+from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, place
 from hwrl.testing.processes import run_processes

@@ -16,9 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.errors import ConfigError, MemoryStateError, UnsupportedError
-from hwrl.interfaces.batch import Batch
-from hwrl.interfaces.lora import LoraSettings
-from hwrl.interfaces.train import EngineSettings, TrainEngine
+from hwrl.interfaces import Batch, EngineSettings, LoraSettings, TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss

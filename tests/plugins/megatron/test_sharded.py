@@ -19,22 +19,22 @@ from torch.testing import assert_close
 import hwrl
 from hwrl.checkpoint import CheckpointInfo, CheckpointManager, LocalShards, find_checkpoints, read_tensors
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.discovery.registry import bootstrap
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train.losses import PolicyLoss
-from tests.plugins.megatron.test_parallel import batch_of, settings_in
+from hwrl_megatron import prepare_process
+from tests.support.megatron_batches import batch_of, settings_in
 
 FORMATS = ("dp_reshardable", "fully_reshardable")
 
 
 @pytest.fixture(autouse=True)
 def _prepared() -> None:
-    """Before megatron is imported, the backend prepares the process."""
+    """Prepare the process before megatron is imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's
-        bootstrap("megatron")
+        prepare_process()
 
 
 def same(one: Any, other: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3Config
 
-from hwrl_megatron.weights import Weight, map_weights
+from hwrl_megatron.weights import MappedWeight, map_weights
 
 CONFIG = Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=3, hidden_size=5)
 
@@ -30,7 +30,7 @@ def layers(ranks: int) -> nn.ModuleDict:
     return nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList([layer])})})
 
 
-def of_ranks(ranks: int) -> list[list[Weight]]:
+def of_ranks(ranks: int) -> list[list[MappedWeight]]:
     """Return the weights on each rank, loaded from whole tensors whose elements are all different."""
     mapped = [map_weights(layers(ranks), CONFIG, rank=rank, ranks=ranks) for rank in range(ranks)]
     with torch.no_grad():
@@ -40,7 +40,7 @@ def of_ranks(ranks: int) -> list[list[Weight]]:
     return mapped
 
 
-def whole(weight: Weight) -> torch.Tensor:
+def whole(weight: MappedWeight) -> torch.Tensor:
     return torch.arange(torch.Size(weight.shape).numel(), dtype=torch.float32).view(weight.shape)
 
 

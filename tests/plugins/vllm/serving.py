@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hwrl.discovery.registry import get_backend
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.lora import LoraSettings
-from hwrl.interfaces.rollout import GenerationRequest, RolloutEngine, RolloutSettings, Sampling
+from hwrl.discovery import get_backend
+from hwrl.interfaces import GenerationRequest, LoraSettings, Response, RolloutEngine, RolloutSettings, Sampling
 from hwrl.lora import add_adapter, divided
 from hwrl_vllm.engine import VllmEngine
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces import LoraSettings
 from hwrl_vllm.engine import VllmEngine
 from hwrl_vllm.lora import keep_indices
 from tests.plugins.vllm.serving import ON_HOST, Policy, engine_of, generate, requests_of

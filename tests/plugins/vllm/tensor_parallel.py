@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces import LoraSettings
 from tests.plugins.vllm.serving import Policy, engine_of, finish, generate, requests_of
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl_vllm.copies import CopyPlan, Recorder
 from tests.plugins.vllm.serving import Policy, Weights, engine_of, generate, requests_of, write_model
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwrl.comm import serve_store
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
 from hwrl.run.demo import write_demo
 from hwrl.weights import TransportName, WeightReceiver, WeightSender

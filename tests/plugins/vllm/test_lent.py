@@ -7,7 +7,7 @@ import pickle
 import torch
 
 from hwrl.comm import connect_store, serve_store, store_address
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.testing.processes import run_processes
 from hwrl_vllm.worker import Lent
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
-from hwrl.interfaces.lora import LoraSettings
-from hwrl.interfaces.rollout import RolloutSettings
+from hwrl.interfaces import LoraSettings, RolloutSettings
 from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import (

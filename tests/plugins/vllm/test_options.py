@@ -14,7 +14,7 @@ import torch
 
 import hwrl_npu
 from hwrl.errors import ConfigError
-from hwrl.interfaces.rollout import RolloutSettings
+from hwrl.interfaces import RolloutSettings
 from hwrl_vllm.lora import lora_arguments
 from hwrl_vllm.options import engine_arguments, places_of
 

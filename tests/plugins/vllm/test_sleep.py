@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hwrl.discovery.registry import get_backend
+from hwrl.discovery import get_backend
 from hwrl.errors import EngineError
 from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine

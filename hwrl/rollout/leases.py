@@ -1,0 +1,55 @@
+"""The leases that a rollouter holds, and the ledger that it has them from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from hwrl.interfaces.groups import PromptGroup
+from hwrl.rollout.ledger import PromptLease
+
+
+class LedgerClient(Protocol):
+    """The ledger as a rollouter sees it, in this process or in another. No call blocks."""
+
+    def lease(self, count: int) -> Future[list[PromptLease]]:
+        """Request up to ``count`` prompts. The answer comes with the first prompt, or is empty after a while."""
+        ...
+
+    def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
+        """Hand in finished groups, with the rollouter's running totals."""
+        ...
+
+    def fail(self, lease: PromptLease, reason: str) -> None:
+        """Report a prompt without a usable result."""
+        ...
+
+
+class LeaseQueue:
+    """Leases that wait until the engine has their weights. At most one request to the ledger is open."""
+
+    def __init__(self, ledger: LedgerClient) -> None:
+        self._ledger = ledger
+        self._request: Future[list[PromptLease]] | None = None
+        self._waiting: list[PromptLease] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def refill(self, *, room: int) -> None:
+        """Request ``room`` leases if none wait, and take the answer of the open request if it is there."""
+        if self._request is None and not self._waiting and room > 0:
+            self._request = self._ledger.lease(room)
+        if self._request is not None and self._request.done():
+            self._waiting, self._request = self._request.result(), None
+
+    def pop_ready(self, *, version: int, incarnation: int) -> list[PromptLease]:
+        """Return the leases that weights of ``version`` and ``incarnation`` serve; drop those of older incarnations."""
+        ready = [lease for lease in self._waiting if lease.incarnation == incarnation and lease.version <= version]
+        self._waiting = [lease for lease in self._waiting if lease not in ready and lease.incarnation >= incarnation]
+        return ready
+
+    def drop_others(self, *, incarnation: int) -> None:
+        """Drop the waiting leases of all incarnations but this one."""
+        self._waiting = [lease for lease in self._waiting if lease.incarnation == incarnation]

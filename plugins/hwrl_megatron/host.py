@@ -1,0 +1,86 @@
+"""Megatron-core on a backend whose device is the host, such as the CPU backend.
+
+Megatron-core asks ``torch.cuda`` for its device. Here its modules see another ``torch``, whose device is the backend's;
+torch itself stays as it is. Remove this module when megatron-core uses ``torch.accelerator``. Tested with 0.16.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+from typing import Any
+
+import torch
+
+_MODULES = ("distributed", "models.gpt.gpt_layer_specs", "optimizer")
+
+
+@functools.cache
+def redirect(device: torch.device) -> None:
+    """Import the parts of megatron-core that train a GPT model, and let them use ``device`` for ``torch.cuda``."""
+    for name in _MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    redirected = _RedirectedTorch(device)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
+            module.torch = redirected  # type: ignore[attr-defined] # the name that its functions look up
+    _pretend_device_types()
+
+
+class _RedirectedTorch(types.ModuleType):
+    """torch for Megatron's modules: factories with ``device="cuda"`` make tensors on ``device``."""
+
+    cuda: Any
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("torch, redirected")
+        self.cuda = _RedirectedCuda(device)
+        for name in ("empty", "full", "ones", "tensor", "zeros"):  # Megatron calls these with a literal "cuda"
+            setattr(self, name, _redirected(getattr(torch, name), device))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _RedirectedCuda(types.ModuleType):
+    """torch.cuda for Megatron's modules: the current device, which they pass to factories, is ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("torch.cuda, redirected")
+        self._device = device
+
+    def current_device(self) -> torch.device:
+        return self._device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+def _redirected(factory: Any, target: torch.device) -> Any:
+    @functools.wraps(factory)
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = factory(*args, device=target if device == "cuda" else device, **kwargs)
+        return made
+
+    return make
+
+
+def _pretend_device_types() -> None:
+    """Give parameters the type names of CUDA tensors: the distributed optimizer sorts by them and knows no others."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    build = DistributedOptimizer._build_model_and_main_param_groups.__func__
+
+    def build_with_types(cls: Any, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any) -> Any:
+        for group in opt_group_ranges:
+            for parameter in group["params"]:
+                parameter.type = functools.partial(_device_type_name, parameter)
+        return build(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+
+    DistributedOptimizer._build_model_and_main_param_groups = classmethod(build_with_types)
+
+
+def _device_type_name(parameter: torch.Tensor) -> str:
+    return torch.Tensor.type(parameter).replace("torch.", "torch.cuda.")

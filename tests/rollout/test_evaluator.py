@@ -1,0 +1,125 @@
+"""The evaluator by itself: one evaluation at a time, three attempts, one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import InvalidStateError
+
+import pytest
+
+from hwrl.errors import DataError, EngineError
+from hwrl.interfaces.rollout import Sampling
+from hwrl.rollout.evaluator import Evaluator
+from hwrl.rollout.generation import GroupGenerator, PendingGroup
+from hwrl.rollout.reward_workers import RewardWorkers
+from tests.support.scripted_rollout import CountingEngine, Lengths
+
+PROMPTS = [Lengths()[0], Lengths()[2]]
+
+
+class Examination:
+    """An evaluator, its reward workers, and an engine at ``version``. A call of the reward takes one of ``scores``."""
+
+    def __init__(self, scores: list[float | None], *, version: int = 0) -> None:
+        self._script: Iterator[float | None] = iter(scores)
+        self._rewards = RewardWorkers(self._next_score, decode=str, attempts=1, threads=1)
+        self.evaluator = Evaluator(self._rewards)
+        self._engine = CountingEngine()
+        self._engine.version = version
+        self._generator = GroupGenerator(self._engine, group_size=1)
+
+    def _next_score(self, prompt: str, response: str, answer: object) -> float:
+        score = next(self._script)
+        if score is None:
+            raise ValueError("no score today")
+        return score
+
+    def start(self) -> None:
+        self.evaluator.start(lambda prompt: self._generator.start(prompt, Sampling(10), size=1))
+
+    def generate(self) -> list[PendingGroup]:
+        """Generate and score all that is started."""
+        groups = []
+        while self._engine.pending():
+            for group in self._generator.step():
+                group.scores = self._rewards.score(group.prompt, group.responses)
+                groups.append(group)
+        return self.wait(groups)
+
+    def wait(self, groups: list[PendingGroup]) -> list[PendingGroup]:
+        for group in groups:
+            assert group.scores is not None
+            group.scores.result(timeout=10)
+        return groups
+
+
+def test_an_evaluation_waits_for_its_start_and_answers_with_means_and_the_oldest_version() -> None:
+    examination = Examination([1.0, 0.0], version=7)
+    answer = examination.evaluator.request(PROMPTS)
+    assert examination.evaluator.is_waiting and examination.evaluator.collect(incarnation=3) == []
+    examination.start()
+    assert not examination.evaluator.is_waiting
+    assert examination.evaluator.collect(incarnation=3) == [] and not answer.done(), "nothing is generated"
+    examination.generate()
+    assert examination.evaluator.collect(incarnation=3) == []
+    evaluation = answer.result(timeout=0)
+    assert (evaluation.version, evaluation.incarnation, evaluation.metrics) == (7, 3, {"reward": 0.5})
+
+
+def test_a_second_evaluation_is_refused_until_the_first_has_its_answer() -> None:
+    examination = Examination([1.0, 1.0])
+    first = examination.evaluator.request(PROMPTS)
+    with pytest.raises(InvalidStateError, match="already under way"):
+        examination.evaluator.request(PROMPTS).result(timeout=0)
+    examination.start()
+    examination.generate()
+    examination.evaluator.collect(incarnation=0)
+    assert first.done() and not examination.evaluator.request(PROMPTS).done()
+
+
+def test_only_prompts_without_a_score_are_scored_again() -> None:
+    examination = Examination([None, 1.0, 0.5])
+    answer = examination.evaluator.request(PROMPTS)
+    examination.start()
+    first, _ = examination.generate()
+    again = examination.evaluator.collect(incarnation=0)
+    assert again == [first] and not answer.done()
+    examination.wait(again)
+    assert examination.evaluator.collect(incarnation=0) == []
+    assert answer.result(timeout=0).metrics == {"reward": 0.75}
+
+
+def test_after_three_attempts_the_answer_is_an_error_with_the_reason() -> None:
+    examination = Examination([None] * 6)
+    answer = examination.evaluator.request(PROMPTS)
+    examination.start()
+    examination.generate()
+    for _ in range(2):
+        assert len(examination.wait(examination.evaluator.collect(incarnation=0))) == 2
+    assert examination.evaluator.collect(incarnation=0) == []
+    with pytest.raises(DataError, match=r"2 of 2 evaluation prompts(.|\n)*no score today"):
+        answer.result(timeout=0)
+
+
+def test_after_a_restart_nothing_of_what_was_generated_counts() -> None:
+    examination = Examination([None, None, 1.0, 1.0])
+    answer = examination.evaluator.request(PROMPTS)
+    examination.start()
+    examination.generate()
+    examination.evaluator.restart()
+    assert examination.evaluator.is_waiting and examination.evaluator.collect(incarnation=1) == []
+    examination.start()
+    examination.generate()
+    examination.evaluator.collect(incarnation=1)
+    assert answer.result(timeout=0).metrics == {"reward": 1.0}
+
+
+@pytest.mark.parametrize("begin", [lambda examination: None, Examination.start], ids=["waiting", "started"])
+def test_a_closed_evaluator_fails_the_present_evaluation_and_later_ones(begin: Callable[[Examination], None]) -> None:
+    examination = Examination([])
+    present = examination.evaluator.request(PROMPTS)
+    begin(examination)
+    examination.evaluator.close()
+    for answer in (present, examination.evaluator.request(PROMPTS)):
+        with pytest.raises(EngineError, match="the rollouter has ended"):
+            answer.result(timeout=0)
