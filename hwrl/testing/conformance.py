@@ -15,6 +15,7 @@ import pytest
 
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Capability
+from hwrl.testing.processes import preload
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
@@ -60,6 +61,7 @@ def run_kit(backend: Backend, *, keyword: str = "") -> tuple[int, list[str]]:
     ``keyword`` is a pytest expression that selects checks; ConfigError if it selects none. Child processes find the
     backend by its name.
     """
+    preload("pytest", "hwrl.testing.suite")
     chosen = _Chosen(backend)
     suite = Path(__file__).with_name("suite.py")
     # Neither the configuration nor the conftest files of the folder that the user happens to be in.
