@@ -49,9 +49,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser(name: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the command ``name``; with all commands, for help and errors, if there is no such command.
+    """Return a parser for the command ``name``. If there is none, the parser has all commands, for help and errors.
 
-    Plugins that cannot give their commands are reported on stderr.
+    Failed plugins are reported on stderr.
     """
     commands = Commands()
     chosen = None if name is None else commands.find(name)

@@ -27,10 +27,10 @@ BUILT_IN = ("train", "doctor", "checkpoints", "conformance")
 
 
 class Commands:
-    """The subcommands of this process. Plugins are loaded when a command is not built in, or all are listed.
+    """The subcommands of this process. A built-in command loads no plugin; any other loads all plugins.
 
-    After :meth:`find` and :meth:`all`, ``problems`` holds a sentence for each plugin that failed and for each name that
-    several plugins claim. Neither affects the other commands.
+    After :meth:`find` and :meth:`all`, ``problems`` holds a sentence for each failed plugin and for each name with
+    several plugins. Neither affects the other commands.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Commands:
         self._claims: dict[str, list[tuple[str, Command]]] | None = None
 
     def find(self, name: str) -> Command | None:
-        """Return the command ``name``, None if there is none; raise ConfigError if several plugins claim the name."""
+        """Return the command ``name``, None if there is none; raise ConfigError if several plugins add it."""
         if name in BUILT_IN:
             return _built_in(name)
         claims = self._load().get(name, [])
@@ -49,13 +49,13 @@ class Commands:
         return claims[0][1] if claims else None
 
     def all(self) -> list[Command]:
-        """Return every command that can run, the built-in ones first."""
+        """Return every command, the built-in ones first, without those of several plugins."""
         claims = self._load()
         self.problems += [_conflict(name, each) for name, each in sorted(claims.items()) if len(each) > 1]
         return [*map(_built_in, BUILT_IN), *(each[0][1] for _, each in sorted(claims.items()) if len(each) == 1)]
 
     def _load(self) -> dict[str, list[tuple[str, Command]]]:
-        """Return each name that plugins give, with the plugins and their commands."""
+        """Return the plugins' commands by name, each with its plugin."""
         if self._claims is None:
             self._claims = defaultdict(list)
             installed = Installed(importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS), load_hooks)

@@ -1,4 +1,4 @@
-"""Weights from a trainer to rollout replicas: planned layouts, three transports, versions that commit or abort."""
+"""Weights from a trainer to rollout replicas: planned layouts, transports, two-phase commit of versions."""
 
 from hwrl.weights.gather import WeightShard, gather_weights
 from hwrl.weights.layout import NamedTensor, WeightLayout

@@ -1,4 +1,4 @@
-"""Where every tensor lies in the stream of bytes that carries a model: planned once, agreed once, then never sent."""
+"""The place of every tensor in a model's stream of bytes: planned once, agreed once, then never sent again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slab:
-    """Bytes ``offset`` to ``offset + nbytes`` of the layout: what one broadcast carries."""
+    """Bytes ``offset`` to ``offset + nbytes`` of the layout: the content of one broadcast."""
 
     offset: int
     nbytes: int
@@ -77,11 +77,11 @@ class Slab:
 class WeightLayout:
     """Names, dtypes, shapes and offsets of a model's tensors, and their division into slabs.
 
-    A tensor of at least ``own_nbytes`` travels in slabs of its own, so that it can be sent as it lies; smaller ones
-    share slabs, in which they begin at multiples of ``alignment`` bytes. Tensors that already lie one behind the
+    A tensor of at least ``own_nbytes`` travels in slabs of its own, so it can be sent from where it lies. Smaller ones
+    share slabs, and begin there at multiples of ``alignment`` bytes. Tensors that already lie one behind the
     other in one storage share slabs whatever their size: such a slab is sent as it lies, too. Tensors of one storage,
     offset, shape and stride (tied weights) take their bytes once. A tensor larger than a slab is divided by bytes.
-    Slabs are in the order in which the last tensor of each comes. Immutable; equal layouts have equal hashes.
+    Slabs are ordered by their last tensors. Immutable; equal layouts have equal hashes.
 
     >>> layout = WeightLayout.plan([("w", torch.zeros(300)), ("scale", torch.tensor(1.0))])
     >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes, layout.payload_nbytes
@@ -105,16 +105,16 @@ class WeightLayout:
         own_nbytes: int = OWN_NBYTES,
         flat: bool = False,
     ) -> WeightLayout:
-        """Plan the layout of ``named`` tensors (meta tensors do), in that order; reads no values, keeps no tensor.
+        """Plan the layout of ``named`` tensors, in their order. Meta tensors are enough: values are not read.
 
-        ``flat`` asks for the layout of a storage that is yet to be made, for :meth:`views`: tensors one behind the
+        ``flat`` plans a storage yet to be made, for :meth:`views`: tensors one behind the
         other, and slabs of any of them.
         """
         tensors = list(named)  # all alive at once: a freed tensor's address would look like a tie
         ties = find_ties(tensors)
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
         lying = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
-        if flat or lying is not None:  # slabs that need no ring may be larger
+        if flat or lying is not None:  # without a ring, slabs may be larger
             return _build(rows, 2 * slab_nbytes, _MAX_NBYTES, lying or ALIGNMENT_NBYTES)
         return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes // 4), ALIGNMENT_NBYTES)
 
@@ -146,7 +146,7 @@ class WeightLayout:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """The size of a flat buffer that holds the whole layout, gaps between tensors included."""
+        """The size of a flat buffer for the whole layout, gaps between tensors included."""
         return self.slabs[-1].offset + self.slabs[-1].nbytes if self.slabs else 0
 
     @functools.cached_property
@@ -272,7 +272,7 @@ class _Planner:
 
 
 def _flat_alignment(tensors: Sequence[torch.Tensor]) -> int | None:
-    """Return the alignment at which ``tensors`` lie one behind the other in one storage, or None if they do not."""
+    """Return the alignment of ``tensors`` that lie one behind the other in one storage; None if they lie otherwise."""
     whole = [tensor for tensor in tensors if tensor.numel()]
     if len(whole) < 2 or whole[0].device.type == "meta" or not all(tensor.is_contiguous() for tensor in whole):
         return None

@@ -8,22 +8,22 @@ from collections.abc import Collection
 from hwrl.weights.control import ControlChannel
 
 _LATE = 100
-"""A join request that is still incomplete after so many newer ones is never completed: its process died."""
+"""A join request still incomplete after so many newer ones is never completed: its process died."""
 
 _log = logging.getLogger("hwrl.weights")
 
 
 class Membership:
-    """The receivers that have joined: ``members`` maps join numbers to replica names."""
+    """The joined receivers: ``members`` maps join numbers to replica names."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
         self.members: dict[int, str] = {}
         self.served: dict[int, int] = {}
-        """Member → the version that it has committed."""
+        """Member → the version committed by it."""
         self._joins_seen = 0
         self._numbers_seen = 0
-        self._incomplete: set[int] = set()  # join numbers whose request has not been read yet
+        self._incomplete: set[int] = set()  # join numbers without a request so far
 
     def refresh(self) -> None:
         """Read joins and leaves since the last call; a restarted replica replaces its namesake."""
@@ -42,11 +42,11 @@ class Membership:
         self._incomplete = {number for number in self._incomplete if joins < numbers < number + _LATE}
 
     def lacking(self, version: int) -> list[int]:
-        """Return the members that have not committed ``version``, in join order."""
+        """Return the members without ``version``, in join order."""
         return [member for member in sorted(self.members) if self.served.get(member) != version]
 
     def joiners(self) -> tuple[str, ...]:
-        """Return the replica names of the members that have committed no version yet."""
+        """Return the replica names of the members without any version."""
         return tuple(name for member, name in self.members.items() if member not in self.served)
 
     def exclude(self, members: Collection[int], why: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The receiver's side of a commit: taking part in a two-phase commit, or fetching a version that is stored."""
+"""The receiver's side of a commit: taking part in a two-phase commit, or fetching a stored version."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _log = logging.getLogger("hwrl.weights")
 
 
 class Participant:
-    """Receives proposals of one transport. ``begin`` returns the destination of the version that is about to come."""
+    """Receives proposals of one transport. ``begin`` returns the destination of the next version."""
 
     def __init__(self, transport: Transport, end: TransportReceiver, *, begin: Callable[[], Destination]) -> None:
         self._transport, self._end, self._begin = transport, end, begin
 
     def take(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock, *, after: int) -> Proposal | None:
-        """Receive the round's proposal; return the proposal that is now whole here, None if none is.
+        """Receive the round's proposal; return the proposal now whole here, None if none is.
 
-        If a stored version does not become whole, the version before it is taken instead, provided that its number is
-        above ``after``. Raises TransferFailedError or CommTimeoutError.
+        If a stored version does not become whole, the version before it is taken instead, if its number is above
+        ``after``. Raises TransferFailedError or CommTimeoutError.
         """
         if not self._transport.keeps_versions:
             return self._take_part(receiving, sums, clock)
@@ -62,7 +62,7 @@ class Participant:
             return Vote(VoteKind.TORN, "it was replaced") if theirs is None else sums.compare(theirs)
         except CommError as exc:
             return Vote(VoteKind.TORN, exc.what)
-        except BaseException as exc:  # the others need not wait for the vote of a receiver that failed
+        except BaseException as exc:  # at once: the others wait for this vote
             receiving.cast(Vote(VoteKind.TORN, type(exc).__name__))
             raise
 

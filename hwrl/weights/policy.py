@@ -22,7 +22,7 @@ POLICY_BASE = "policy-base"
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """What is sent with one version, and why."""
+    """The tensors sent with one version, and the reason."""
 
     what: Literal["full", "adapter", "base + adapter"]
     why: str
@@ -51,10 +51,10 @@ class SyncReport:
 
 
 class PolicySender:
-    """Sends versions of a policy, and an adapter's base only to receivers that lack it.
+    """Sends versions of a policy, and an adapter's base only to receivers without it.
 
     ``connect`` makes the sender of a link: of POLICY and, for an adapter, of POLICY_BASE. ``base`` is the identity of
-    the adapter's base, None if whole models are sent. This sender does not remember what receivers hold: a receiver
+    the adapter's base, None if whole models are sent. This sender keeps no list of bases: a receiver
     joins POLICY_BASE as long as its engine holds no base, for any reason. ``always_base`` sends the base with every
     version, for comparison. ``metadata`` is sent with every version.
     """
@@ -72,7 +72,7 @@ class PolicySender:
         self._base = connect(POLICY_BASE) if base is not None and not always_base else None
 
     def plan(self) -> SyncPlan:
-        """Return what must be sent now; cheap."""
+        """Return the plan for a version sent now; cheap."""
         if self._base_identity is None:
             return SyncPlan("full", "the whole model is trained")
         if self._base is None:
@@ -85,7 +85,7 @@ class PolicySender:
         return SyncPlan("adapter", "every receiver holds the base, or finds it in the host's store")
 
     def send(self, version: int, *, model: WeightSource, adapter: WeightSource) -> SyncReport:
-        """Send what the plan says: ``model``, which is the base of an ``adapter``; the adapter; or both.
+        """Send ``model`` (the base of an ``adapter``), the adapter, or both, as planned.
 
         The base is sent first. A receiver that loses it meanwhile has the adapter, and requests the base again. Blocks
         and raises like :meth:`WeightSender.publish`.
@@ -104,7 +104,7 @@ class PolicySender:
         return SyncReport(plan, sent, base, 0 if base is None else base.nbytes, sent.nbytes)
 
     def joiners(self) -> tuple[str, ...]:
-        """Return the replicas that wait for the newest version; like :meth:`WeightSender.joiners`."""
+        """Return the replicas waiting for the newest version; like :meth:`WeightSender.joiners`."""
         return self._policy.joiners()
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class WeightReceiver:
         self._backend.empty_cache()
 
     def poll(self) -> int | None:
-        """Return the proposed version that this receiver lacks, or None; never blocks.
+        """Return the proposed version if this receiver lacks it, or None; never blocks.
 
         Costs two short store round trips. Raises ReceiverExcludedError if this receiver was excluded.
         """

@@ -50,7 +50,7 @@ class SharedReads:
         self._announce(number)
         weights = iter(self._originals[number])
         try:
-            for pair in weights:  # noqa: UP028 - `yield from` would close the iterator before it is drained
+            for pair in weights:  # noqa: UP028 - delegating would close the iterator before it is drained
                 yield pair
         finally:
             for _ in weights:  # the reader stopped early, and the other ranks gather to the end

@@ -1,4 +1,4 @@
-"""The weights that a sender reads: :class:`WeightSource`."""
+"""The weights to send: :class:`WeightSource`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hwrl.weights.layout import NamedTensor
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Named tensors that a transfer can read as often as it needs; ``a + b`` reads both.
+    """Named tensors for a transfer to read as often as it needs; ``a + b`` reads both.
 
     ``metadata`` yields the names with tensors of the right dtype and shape; meta tensors are enough. Aliases of one
-    meta tensor mean tied weights. ``read`` yields the tensors themselves, in the same order. ``holds_tensors`` says
-    that all tensors stay alive between two reads; False: they are made during a read.
+    meta tensor mean tied weights. ``read`` yields the tensors themselves, in the same order. With
+    ``holds_tensors`` all tensors stay alive between two reads; False: they are made during a read.
     """
 
     metadata: Callable[[], Iterator[NamedTensor]]

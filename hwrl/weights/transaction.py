@@ -1,4 +1,4 @@
-"""The sender's side of a commit: two-phase over all receivers, or storing a version that receivers fetch later."""
+"""The sender's side of a commit: two-phase commit over all receivers, or storing a version for later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
 
 class SenderLink:
-    """The parts of a sender that outlive a version. ``transport`` is named ``name`` and has the end ``end``."""
+    """The long-lived parts of a sender. ``end`` is the sender's end of ``transport``, called ``name`` in proposals."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class SenderLink:
         self.layout, self.backend = context.layout, context.backend
         self.epoch, self.limits = context.epoch, context.limits
         self.stored: Proposal | None = None
-        """The newest version that is stored whole, if the transport keeps versions."""
+        """The newest whole version, if the transport keeps versions."""
         self._name = name
-        self._proposals: list[Proposal] = []  # those whose messages are in the store
+        self._proposals: list[Proposal] = []  # their messages are in the store
         self._newest: Transaction | None = None
 
     def commit(
@@ -66,7 +66,7 @@ class SenderLink:
     def draft(
         self, version: int, metadata: dict[str, str | int | float], to: Sequence[int], clock: StageClock
     ) -> Proposal:
-        """Return the next proposal, which nobody can see yet."""
+        """Return the next proposal; receivers cannot see it yet."""
         number = self.channel.newest() + 1
         return Proposal(
             number=number,
@@ -87,9 +87,9 @@ class SenderLink:
         self._proposals.append(proposal)
 
     def forget_proposals_before(self, proposal: Proposal) -> None:
-        """Delete the messages about earlier proposals that no receiver waits for.
+        """Delete the messages about earlier proposals, unless a receiver may still wait for them.
 
-        A receiver of ``proposal`` has left the earlier ones behind, and so has one that is no member.
+        Receivers of ``proposal`` are past the earlier ones; non-members do not count.
         """
         waiting = self.membership.members.keys() - set(proposal.to)
         done = [past for past in self._proposals if past is not proposal and waiting.isdisjoint(past.to)]
@@ -104,7 +104,7 @@ class SenderLink:
         self.end.release()
 
     def close(self) -> None:
-        """Tell waiting receivers that no version follows, and free everything."""
+        """Release waiting receivers, and free everything."""
         if self._newest is not None:
             error = TransferFailedError("the sender was closed", why="its owner ended it", fix="make a new sender")
             self._newest.give_up(error)
@@ -140,9 +140,9 @@ def store_version(
 class Transaction:
     """Two-phase commit of one version, over the transport of ``link``.
 
-    A round proposes the version to all members that lack it, waits until they are ready, sends, and collects their
-    votes. It commits if every vote that came is "whole", and at least one did. Members that are late, silent or
-    corrupt are excluded. Otherwise another round follows.
+    A round proposes the version to all members without it, waits until they are ready, sends, and collects their
+    votes. Late, silent and corrupt members are excluded. The round commits if no vote is "torn" and at least one is
+    "whole". Otherwise another round follows.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class Transaction:
         self._link, self._clock = link, clock
         self._version, self._metadata, self._source = version, metadata, source
         self._proposal: Proposal | None = None  # the newest one
-        self._seen: set[int] = set()  # members that were ready in some round
+        self._seen: set[int] = set()  # members seen ready in some round
         self._excluded: dict[str, str] = {}
         self._last_failure = ""
 
     def run(self) -> Outcome:
         """Repeat rounds until each member has the version or is excluded.
 
-        Whatever this raises, receivers that wait for the version learn that it does not come.
+        On any error, waiting receivers learn its reason at once.
         """
         try:
             self._repeat_rounds()
@@ -174,7 +174,7 @@ class Transaction:
         return Outcome(sum(version == self._version for version in served), self._excluded)
 
     def give_up(self, exc: BaseException) -> None:
-        """Tell the receivers that ``exc`` ended this version; does nothing if it was committed."""
+        """Tell the receivers about ``exc``, the end of this version; does nothing if it was committed."""
         if self._proposal is not None:
             why = f"{type(exc).__name__}: {first_line(exc)[:_WHY_CHARACTERS]}"
             with contextlib.suppress(CommError):  # the store is lost, too
@@ -188,7 +188,7 @@ class Transaction:
             self._link.channel.check_epoch(self._link.epoch)
             self._link.membership.refresh()
             to, excluded = self._link.membership.lacking(self._version), len(self._excluded)
-            if passed_s >= timeout_s:  # new members that never become ready must not delay the version forever
+            if passed_s >= timeout_s:  # new members must not delay the version forever
                 to = [member for member in to if member in self._seen]
             if not to:
                 return

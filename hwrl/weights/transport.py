@@ -37,7 +37,7 @@ class TransportSender(Protocol):
         """Prepare proposal ``number`` to receivers ``to``; return the part of the proposal for their ends."""
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
-        """Move the tensors of ``reader``, then the checksums. CommError means that this round is lost."""
+        """Move the tensors of ``reader``, then the checksums. Raises CommError if this round is lost."""
 
     def abort(self) -> None:
         """End all operations under way, here and at the receivers. Does not wait for them."""
@@ -46,7 +46,7 @@ class TransportSender(Protocol):
         """Let go of the round's tensors, and delete its transport notes; called once a round, however it ended."""
 
     def forget(self, payloads: Sequence[Payload], *, kept: Sequence[Payload]) -> None:
-        """Delete from the store what belongs to ``payloads`` of past proposals and to none of ``kept``."""
+        """Delete the store keys of past ``payloads``, except keys shared with ``kept``."""
 
     def release(self) -> None:
         """Free device memory; the next round allocates it again."""
@@ -77,9 +77,9 @@ class TransportReceiver(Protocol):
 
 @dataclass(frozen=True)
 class SenderContext:
-    """What a sender gives to its transport.
+    """Made by a sender for its transport.
 
-    ``slabs`` are under way at once. ``versions`` and ``directory`` are for transports that keep versions.
+    ``slabs`` are under way at once. ``versions`` and ``directory`` are for stored versions.
     """
 
     store: Store
@@ -94,7 +94,7 @@ class SenderContext:
 
 @dataclass(frozen=True)
 class ReceiverContext:
-    """What a receiver gives to its transports. ``slabs`` are under way at once."""
+    """Made by a receiver for its transports. ``slabs`` are under way at once."""
 
     store: Store
     backend: Backend
@@ -127,7 +127,7 @@ class SenderRound:
     def __init__(self, proposal: Proposal, channel: ControlChannel, membership: Membership) -> None:
         self.proposal = proposal
         self.seen: set[int] = set()
-        """The members that were ready for this round."""
+        """The members seen ready for this round."""
         self.votes_counted = False
         """Whether the votes are counted: no receiver uses the sender's memory."""
         self._channel, self._membership = channel, membership
@@ -142,7 +142,7 @@ class SenderRound:
         return [member for member in self.proposal.to if member not in self._membership.members]
 
     def wait_for_ready(self, timeout_s: float) -> Sequence[int]:
-        """Wait for all receivers; return those that are late, or at once those that are gone."""
+        """Wait for all receivers; return the late ones, or at once the gone ones."""
         late: Sequence[int] = self.proposal.to
         for looks, late in enumerate(self._look(self._missing_ready, timeout_s)):
             self.seen.update(member for member in self.proposal.to if member not in late)
@@ -152,7 +152,7 @@ class SenderRound:
         return late
 
     def wait_for_votes(self, timeout_s: float) -> Sequence[int]:
-        """Wait for all votes, except of receivers that are gone; return the members that did not vote."""
+        """Wait for all votes, except of receivers that are gone; return the silent members."""
         silent: Sequence[int] = self.proposal.to
         for silent in self._look(self._missing_votes, timeout_s):
             if silent and set(silent) <= set(self.gone()):
@@ -193,7 +193,7 @@ class SenderRound:
             self._channel.forget_transport_note(self.proposal, key, member=member)
 
     def _look(self, missing: Callable[[Sequence[int], float], list[int]], timeout_s: float) -> Iterator[Sequence[int]]:
-        """Yield the members that are late, every half second, until none is or ``timeout_s`` have passed."""
+        """Yield the late members every half second, until none is late or ``timeout_s`` have passed."""
         late: Sequence[int] = self.proposal.to
         waited_s = 0.0
         while late and waited_s < timeout_s:

@@ -1,4 +1,4 @@
-"""The process of one way to save: its commands over a pipe, and the memory that it and its children hold."""
+"""The process of one way to save: its commands over a pipe, and its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training that ``hwrl bench checkpoint`` saves: a state of a given size, and a step that changes all of it."""
+"""The training of ``hwrl bench checkpoint``: a state of a given size, and a step to change all of it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ State = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class SaveWorkload:
-    """The state to save, and where: its bytes, the part that is offloaded, and the tokens of a step.
+    """The state to save, and where: its bytes, its offloaded part, and the tokens of a step.
 
     ``rollout_s`` is how long the trainer idles between a save and the next step, as during a rollout. ``staging`` is
-    where hwrl copies the tensors that are on the device.
+    where hwrl copies tensors from the device.
     """
 
     nbytes: int
@@ -34,7 +34,7 @@ class SaveWorkload:
 
 
 class BenchTraining:
-    """Parameters in the shapes of a language model, AdamW's state for them, and a step that changes both."""
+    """Parameters in the shapes of a language model, AdamW's state for them, and a step to change both."""
 
     def __init__(self, workload: SaveWorkload) -> None:
         self.backend = get_backend()

@@ -1,4 +1,4 @@
-"""``hwrl bench lora``: the time saved by not sending an adapter's base model to replicas that hold it already."""
+"""``hwrl bench lora``: send an adapter's base when a replica needs it, or with every version."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _width(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Train both ways in turns, print a table, write the JSON. Ctrl-C leaves no result."""
-    from hwrl.run.demo import write_demo
+    from hwrl.run import write_demo
 
     if args.steps <= WARM_UP_STEPS:
         raise ConfigError(
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(histories: dict[str, list[History]]) -> dict[str, Any]:
-    """Return medians over the rounds for each way, and the share of a step's time that sending less saves."""
+    """Return medians over the rounds for each way, and the saved share of a step's time."""
     rounds = {way: [_row(history) for history in runs] for way, runs in histories.items()}
     kinds = {
         way: {name: statistics.median(row[name] for row in rows) for name in rows[0]} for way, rows in rounds.items()

@@ -1,4 +1,4 @@
-"""The parts that all benchmarks share: a plan of rounds, and the ways that take turns in it."""
+"""The parts of all benchmarks: a plan of rounds, and the ways that take turns in it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Way:
     """
 
     package: ClassVar[str] = ""
-    """The other package's name, for the user; empty for ways that need hwrl and torch only."""
+    """The other package's name, for the user; empty if the way needs hwrl and torch only."""
     module: ClassVar[str] = ""
     """The other package's top-level module."""
 
@@ -56,20 +56,20 @@ class Way:
 
     @classmethod
     def version(cls) -> str:
-        """Return the version of the other package's distribution, whose name may differ between devices."""
+        """Return the version of the other package. Its distribution may have another name for each device."""
         return importlib.metadata.version(_distributions(cls.module)[0])
 
     def close(self) -> None:
-        """Release everything that the way holds. Most ways hold nothing."""
+        """Release the way's resources. Most ways have none."""
         return
 
 
 @dataclass(frozen=True)
 class TransferResult:
-    """The part of one process in one transfer: seconds, and the tensors that it received.
+    """The part of one process in one transfer: seconds, and a receiver's tensors.
 
-    ``transfer_s`` is the time of the bytes on the device, 0 if the way does not measure it. ``pause_s`` is how long a
-    receiving engine could not step.
+    ``stages`` are this process's seconds by stage. ``transfer_s`` is the time of the bytes on the device, 0 if the way
+    does not measure it. ``pause_s`` is how long a receiving engine could not step.
     """
 
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def _distributions(module: str) -> list[str]:
 
 
 def one_line(exc: Exception) -> str:
-    """Return the message of ``exc`` without the stack that some libraries put below it."""
+    """Return the first line of the message of ``exc``: some libraries put a stack below it."""
     if isinstance(exc, HwrlError):
         return f"{exc.what}: {exc.why}"
     return f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"

@@ -1,4 +1,4 @@
-"""The tensors that ``hwrl bench weights`` sends: the shapes of three models, and their values."""
+"""The tensors of ``hwrl bench weights``: the shapes of three models, and their values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Payload:
             target[name].copy_(tensor)
 
     def is_equal(self, received: Tensors) -> bool:
-        """Return whether every received tensor has the bits of this process's tensor."""
+        """Return whether the received tensors and this process's tensors have the same bits."""
         return all(
             torch.equal(raw_bytes(received[name].contiguous()), raw_bytes(tensor.contiguous()))
             for name, tensor in self.named

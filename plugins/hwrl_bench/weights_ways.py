@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransferSetup:
-    """The parts of one process that all its ways share.
+    """The parts of one process, shared by all its ways.
 
     ``group`` is None where the processes share a device and cannot share a group. ``slab_nbytes`` None means the
     transport's own choice.
@@ -47,9 +47,10 @@ class PayloadWay(TransferWay):
 
     @classmethod
     def run(cls, measure: Callable[..., Any], size: int, *args: Any, timeout_s: float) -> list[Any]:
-        """Return the results of ``measure(rank, size, *args)`` in ``size`` processes of a kind that suits the package.
+        """Run ``measure(rank, size, *args)`` in ``size`` processes and return the results.
 
-        ``args`` begins with the address of a store. No process outlives the call.
+        A peer overrides this if it needs processes of another kind. ``args`` begins with the address of a store. No
+        process outlives the call.
         """
         from hwrl.testing import run_processes
 
@@ -117,7 +118,7 @@ class TensorBroadcasts(PayloadWay):
 
 
 class WeightLink(PayloadWay):
-    """hwrl's weight link. ``in place`` receives into tensors of the receiver; ``flat`` is that with one storage."""
+    """hwrl's weight link. ``in place``: into the receiver's tensors. ``flat``: also with one storage on each side."""
 
     def __init__(
         self, setup: TransferSetup, *, transport: Any, into: Literal["new memory", "in place", "flat"] = "new memory"
@@ -179,4 +180,4 @@ WAYS: dict[str, tuple[Needs, Callable[[TransferSetup], TransferWay]]] = {
     "hwrl host": (Needs.NOTHING, partial(WeightLink, transport="host")),
 }
 RAW = tuple(WAYS)[:3]
-"""The ways that only move bytes. The others are compared with the fastest of them."""
+"""The ways without packing or checks. The others are compared with the fastest of them."""

@@ -2,9 +2,12 @@
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 import signal
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,8 @@ from hwrl.checkpoint.join import join_parts
 from hwrl.cli import main
 from hwrl.comm import Group, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
-from hwrl.testing.processes import Processes
-from tests.support.two_nodes import BACKEND, TRACKER, disk, on_rank, on_ranks, open_manager, resume, save
+from hwrl.testing.processes import run_processes
+from tests.support.two_nodes import BACKEND, TRACKER, disk, group_of, on_ranks, open_manager, resume, save
 
 SHORT_S = 5.0  # until a killed rank counts as lost
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
@@ -277,38 +280,72 @@ def _resume_save_resume(group: Group, directory: Path) -> list[int | None]:
     return [_resume_and_save(group, directory, 9), _resume(group, directory)]
 
 
-def _resumed_after_deaths(home: Path, step: int, numbers: list[int | None]) -> int | None:
-    """Let the nodes die in ``step``; check the next life, and return the step found there."""
-    store = serve_store()
-    with Processes(on_rank, 2, store_address(store), _die, 2, home, step, numbers) as processes:
-        processes.outcomes()
-    told = [int(path.read_text()) for path in home.glob("acknowledged-*")]
-    (resumed, last), there = on_ranks(_resume_save_resume, 2, home)
-    assert [resumed, last] == there and last == 9, "the nodes resumed different steps"
-    assert (resumed or 0) >= max(told, default=0), "an acknowledged step is lost"
-    for node in (0, 1):
-        left = {path.name for path in disk(home, node).iterdir() if not path.name.startswith((".broken_", "global_"))}
-        assert left == {TRACKER, ".hwrl.lock"}
-        assert (disk(home, node) / TRACKER).read_text() == "9"
-    found: int | None = resumed
+def _live(home: Path, address: str, life: str, target: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``target`` on a rank of each node, in forked processes; return the results, None for a rank that failed."""
+    children = [_fork_rank(rank, home, address, life, target, *args) for rank in (0, 1)]
+    answers = []
+    for rank, child in enumerate(children):
+        status = os.waitpid(child, 0)[1]
+        answers.append(json.loads((home / f"{life}-{rank}").read_text()) if status == 0 else None)
+    return answers
+
+
+def _fork_rank(rank: int, home: Path, address: str, life: str, target: Callable[..., Any], *args: Any) -> int:
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        result = target(group_of(rank, address, 2, name=f"{home.name} {life}"), disk(home, rank), *args)
+        (home / f"{life}-{rank}").write_text(json.dumps(result))
+        status = 0
+    except BaseException:  # noqa: BLE001 - nothing may escape into the parent's code: this process is a copy of it
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _check_after_deaths(rank: int, work: Path, address: str, step: int, cases: list[list[int | None]]) -> list[Any]:
+    """For each case, let the nodes die in ``step`` and check the next life; return the steps found there."""
+    found = []
+    for numbers in cases:
+        home = work / "-".join(map(str, numbers))
+        home.mkdir()
+        _live(home, address, "dying", _die, step, numbers)
+        told = [int(path.read_text()) for path in home.glob("acknowledged-*")]
+        here, there = _live(home, address, "next", _resume_save_resume)
+        assert here == there and here[1] == 9, f"{numbers}: the nodes resumed different steps: {here}, {there}"
+        assert (here[0] or 0) >= max(told, default=0), f"{numbers}: an acknowledged step is lost"
+        for node in (0, 1):
+            names = {path.name for path in disk(home, node).iterdir()}
+            left = {name for name in names if not name.startswith((".broken_", "global_"))}
+            assert left == {TRACKER, ".hwrl.lock"}, numbers
+            assert (disk(home, node) / TRACKER).read_text() == "9", numbers
+        found.append(here[0])
     return found
 
 
-@pytest.mark.parametrize("here", range(3))  # before the rename, before its sync, when both are done
-@pytest.mark.parametrize("there", range(3))
-def test_killed_anywhere_between_two_commits_both_nodes_resume_the_same_step(
-    tmp_path: Path, here: int, there: int
-) -> None:
-    assert _resumed_after_deaths(tmp_path, 2, [here, there]) == (2 if here and there else 1)
+def _found_after_deaths(work: Path, step: int, cases: list[list[int | None]]) -> list[int | None]:
+    store = serve_store()
+    found: list[int | None] = run_processes(
+        _check_after_deaths, 1, work, store_address(store), step, cases, timeout_s=250
+    )[0]
+    return found
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (2, 0)])
-def test_a_first_step_that_one_node_committed_was_never_there(tmp_path: Path, numbers: tuple[int, int]) -> None:
-    assert _resumed_after_deaths(tmp_path, 1, [*numbers]) is None
+@pytest.mark.timeout(300)
+def test_killed_anywhere_between_two_commits_both_nodes_resume_the_same_step(tmp_path: Path) -> None:
+    # Before the rename, before its sync, and when both are done; on each of the nodes.
+    cases: list[list[int | None]] = [[here, there] for here in range(3) for there in range(3)]
+    assert _found_after_deaths(tmp_path, 2, cases) == [2 if here and there else 1 for here, there in cases]
 
 
+@pytest.mark.timeout(300)
+def test_a_first_step_that_one_node_committed_was_never_there(tmp_path: Path) -> None:
+    assert _found_after_deaths(tmp_path, 1, [[0, 1], [2, 0]]) == [None, None]
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [0, 3, 6, 9])
-def test_one_node_killed_at_any_change_after_the_seal_loses_nothing(tmp_path: Path, victim: int, number: int) -> None:
-    numbers = [number if rank == victim else None for rank in (0, 1)]
-    assert _resumed_after_deaths(tmp_path, 2, numbers) == (2 if number else 1)
+def test_one_node_killed_at_any_change_after_the_seal_loses_nothing(tmp_path: Path, victim: int) -> None:
+    cases = [[number if rank == victim else None for rank in (0, 1)] for number in (0, 3, 6, 9)]
+    assert _found_after_deaths(tmp_path, 2, cases) == [1, 2, 2, 2]

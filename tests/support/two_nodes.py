@@ -58,12 +58,12 @@ def resume(manager: CheckpointManager, group: Group) -> int | None:
 def on_ranks(target: Callable[..., Any], size: int, home: Path, *args: Any) -> list[Any]:
     """Run ``target(group, home, *args)`` on each rank; half of the ranks are on each of two nodes."""
     store = serve_store()
-    return run_processes(on_rank, size, store_address(store), target, size, home, *args, timeout_s=100)
+    return run_processes(_on_rank, size, store_address(store), target, size, home, *args, timeout_s=100)
 
 
-def on_rank(rank: int, address: str, target: Callable[..., Any], size: int, home: Path, *args: Any) -> Any:
+def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, home: Path, *args: Any) -> Any:
     return target(group_of(rank, address, size), disk(home, rank * 2 // size), *args)
 
 
-def group_of(rank: int, address: str, size: int) -> Group:
-    return Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=size, name="all")
+def group_of(rank: int, address: str, size: int, *, name: str = "all") -> Group:
+    return Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=size, name=name)

@@ -31,7 +31,7 @@ def receiver_of(store: Store, replica: str = "r0", **options: Any) -> WeightRece
 
 
 def channel_of(store: Store) -> ControlChannel:
-    """Return the control channel of the link, to read and write what its two ends do."""
+    """Return the control channel of the link, to do by hand the work of its two ends."""
     payloads = {name: transport.payload for name, transport in TRANSPORTS.items()}
     return ControlChannel(store, name="policy", payloads=payloads)
 
@@ -51,7 +51,7 @@ def received_by(transport: str, receiver: Callable[[ReceiverContext], TransportR
 
 
 def opened_memories(pid: int | str = "self") -> int:
-    """Return how many memories that the CPU backend shares between processes are mapped by process ``pid``."""
+    """Return how many of the CPU backend's shared memories process ``pid`` has mapped."""
     return sum("/torch_" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
@@ -60,7 +60,7 @@ def model_of(value: float) -> list[tuple[str, torch.Tensor]]:
 
 
 def beside(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Run ``work`` in a thread; the returned function waits for its result, or raises what it raised."""
+    """Run ``work`` in a thread; the returned function waits for its result, or raises its error."""
     ended: list[Any] = []
 
     def run() -> None:
@@ -83,7 +83,7 @@ def beside(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def exchange(sender: WeightSender, receivers: list[WeightReceiver], version: int) -> TransferReport:
-    """Publish ``version`` to ``receivers`` and check that each has it."""
+    """Publish ``version`` to ``receivers`` and check it in each."""
     waiting = [beside(functools.partial(receiver.receive, timeout_s=10.0)) for receiver in receivers]
     report = sender.publish(version, model_of(version))
     for wait in waiting:

@@ -29,7 +29,7 @@ LARGE = SLAB_NBYTES  # elements: 256 KiB, which are read where they lie
 
 
 def model_of(version: int) -> dict[str, torch.Tensor]:
-    """Return tensors of which five share a slab, and some that are divided among four."""
+    """Return small tensors, five in a slab, and some large ones, each divided among four slabs."""
     elements = [LARGE if number % 10 == 9 else 3001 for number in range(TENSORS)]
     return {f"t{number}": torch.full((size,), float(version * number)) for number, size in enumerate(elements)}
 
@@ -134,7 +134,7 @@ class Hesitant(IpcReceiver):
 
 
 class Tied:
-    """Weights that are read while they are sent, the last of which is the first; ``fails`` before that one."""
+    """Weights made during the read; the last one is tied to the first; ``fails`` before the last."""
 
     def __init__(self, *, fails: bool) -> None:
         self._fails = fails
@@ -225,7 +225,7 @@ def test_no_weights_are_a_version_too() -> None:
 
 
 class Generated:
-    """Weights that are made while they are read, as gathered ones are; ``most`` bytes of them lived at once."""
+    """Weights made during the read, like gathered ones; ``most`` bytes of them lived at once."""
 
     def __init__(self) -> None:
         self.alive = self.most = 0

@@ -216,7 +216,7 @@ def test_large_contiguous_tensors_are_lent_as_they_lie() -> None:
 
 
 class _Done(Pending):
-    """An operation that says when it was waited for."""
+    """An operation with a flag: was it waited for?"""
 
     def __init__(self) -> None:
         self.waited = False

@@ -1,4 +1,4 @@
-"""Base and adapter on two links between a trainer and a replica that are two processes."""
+"""Base and adapter on two links between a trainer process and a replica process."""
 
 from __future__ import annotations
 

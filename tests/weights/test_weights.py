@@ -251,7 +251,7 @@ def test_targets_that_do_not_fit_are_named_and_hold_nobody_up(
 
 
 class _Made:
-    """Weights that are made while they are read; counts how many are alive at once, and how often it was read."""
+    """Weights made during the read; counts the living ones, and the reads."""
 
     def __init__(self, count: int) -> None:
         self.count, self.alive, self.most, self.read = count, 0, 0, 0
@@ -410,7 +410,7 @@ def test_a_lost_store_is_named() -> None:
 
 
 class _Closing:
-    """Weights whose second tensor is not what was planned; says whether the reader was closed."""
+    """Weights with an unplanned second tensor; ``closed`` after the reader was closed."""
 
     def __init__(self) -> None:
         self.closed = False

@@ -1,4 +1,4 @@
-"""How a transfer ends that does not commit: nobody waits for ever, and everybody who waits learns why."""
+"""Transfers without a commit: nobody waits forever, and all waiting ends learn the reason."""
 
 import time
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ SOON_S = 4.0  # far below every timeout of these tests, far above what a busy ma
 
 
 class Collective:
-    """Weights that other ranks help to make: a read that has begun must reach its end."""
+    """Weights made with other ranks: each read must reach its end."""
 
     def __init__(self, *, fault: str = "") -> None:
         self.begun = self.ended = 0

@@ -137,7 +137,7 @@ def test_as_many_versions_are_kept_as_are_read(store: Store, tmp_path: Path) -> 
 
 
 class RegisteringBackend(CpuBackend):
-    """The CPU, which notes what is page-locked; it ``refuses`` as a device without the capability does."""
+    """The CPU with a list of page-locked memories; ``refuses`` like a device without the capability."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__(INFO)
@@ -234,7 +234,7 @@ def _file_for(directory: Path, fault: str) -> Iterator[int]:
 
 
 class EagerEvents(CpuBackend):
-    """Events whose wait follows the newest record, as those of some devices do; notes records that follow a wait."""
+    """Events of some devices: a wait follows the newest record. Counts the records after a wait."""
 
     def __init__(self) -> None:
         super().__init__(INFO)

@@ -1,4 +1,4 @@
-"""The promises of the weight link between real processes, some of which die."""
+"""The promises of the weight link between real processes; some of them die."""
 
 import time
 from pathlib import Path

@@ -8,6 +8,6 @@ from hwrl.weights.transports.host import HOST
 from hwrl.weights.transports.ipc import IPC
 
 TransportName = Literal["device", "ipc", "host"]
-"""The transports that ``hwrl train`` chooses from."""
+"""The transports for ``hwrl train``."""
 
 TRANSPORTS: dict[str, Transport] = {"device": DEVICE, "ipc": IPC, "host": HOST}

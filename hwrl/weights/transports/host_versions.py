@@ -33,8 +33,8 @@ _HEADER = struct.Struct("<qq")  # the proposal's number; how many slabs are writ
 class HostPayload(Payload):
     """The version is in file number ``slot`` of ``files``, the sender's files made so far.
 
-    They are file names in ``directory`` or, if that is empty, file descriptors of process ``pid``. ``inodes`` tell
-    whether they are still the same files.
+    They are file names in ``directory`` or, if it is empty, file descriptors of process ``pid``. ``inodes`` identify
+    the files.
     """
 
     directory: str
@@ -51,7 +51,7 @@ def payload_of(proposal: Proposal) -> HostPayload:
 
 
 class MemoryFiles:
-    """Makes files in memory that no directory shows: they vanish with the last process that has them open or mapped.
+    """Makes files in memory, without a directory: they vanish when the last process closes or unmaps them.
 
     Other processes of the same user open them through this process's number, as long as it lives.
     """
@@ -66,7 +66,7 @@ class MemoryFiles:
         return file
 
     def number(self, slot: int, file: int) -> int:
-        """Return the number by which receivers find ``file``."""
+        """Return the number of ``file`` for receivers."""
         return file
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class DirectoryFiles:
         return file
 
     def number(self, slot: int, file: int) -> int:
-        """Return the number by which receivers find ``file``."""
+        """Return the number of ``file`` for receivers."""
         return slot
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def _allocate(file: int, *, nbytes: int, where: str) -> None:
 def open_version(proposal: Proposal, slot: int, layout: WeightLayout, *, backend: Backend) -> HostVersion:
     """Map file ``slot`` of the proposal's sender.
 
-    Raises TransferFailedError if the file is not there or is not the one that the sender made.
+    Raises TransferFailedError if the file is missing or is not the sender's.
     """
     payload = payload_of(proposal)
     file = _open(proposal, slot)
@@ -157,7 +157,7 @@ def _open(proposal: Proposal, slot: int) -> int:
 
 
 def _why_not(file: int, payload: HostPayload, slot: int) -> str | None:
-    """Return why ``file`` is not the one that the sender made, or None if it is."""
+    """Return why ``file`` is not the sender's, or None if it is."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_ino != payload.inodes[slot]:
         return f"{_path(payload, slot)} is another file by now"
@@ -223,7 +223,7 @@ class HostVersion:
         fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def written(self) -> int:
-        """Return the number that the sender announced last."""
+        """Return the last announced number."""
         return self._header()[1]
 
     def _header(self) -> tuple[int, int]:
@@ -269,7 +269,7 @@ def _delete_abandoned(base: Path) -> None:
 
 
 def _is_owned(directory: Path) -> bool:
-    """Return whether the sender that made ``directory`` lives: while it does, it holds a lock in it."""
+    """Return whether the maker of ``directory`` lives: it holds a lock there."""
     try:
         owner = os.open(directory / "owner", os.O_RDWR)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The ipc transport: receivers on the same host open the sender's device memory and copy from it.
 
 Opening and closing memory takes a driver as long as copying hundreds of megabytes on the device. So smaller tensors
-are packed into a ring of slabs that receivers open once: they copy one window of it while the sender fills another.
+are packed into a ring of slabs. Receivers open it once, and copy one window of it while the sender fills another.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class IpcSender:
         self._wait_until_taken(sending, max_under_way=0)
 
     def abort(self) -> None:
-        """Tell receivers that wait for the next window that none comes."""
+        """Tell the receivers not to wait for another window."""
         if self._sending is not None:
             self._sending.tell(_window_key(self._shown), _NO_WINDOW)
 
@@ -128,7 +128,7 @@ class IpcSender:
 
 
 class _LentWindow:
-    """Memories that receivers may read at the same time. ``handles`` are those of storages that stay the sender's."""
+    """Memories for receivers to read at the same time. ``handles`` are of storages that stay the sender's."""
 
     def __init__(self, handles: dict[int, Handle]) -> None:
         self.memories: list[tuple[torch.Tensor, bool]] = []  # with: does it stay?
@@ -254,7 +254,7 @@ class IpcReceiver:
         return theirs
 
     def _open(self, window: Window, opened: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the memories of ``window``; those that stay are opened once."""
+        """Return the memories of ``window``; lasting ones are opened once."""
         memories = []
         for handle, stays in zip(window.handles, window.stay, strict=True):
             key = json.dumps(handle, sort_keys=True)

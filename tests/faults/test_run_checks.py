@@ -1,4 +1,4 @@
-"""The judgement sees each broken promise."""
+"""The checks find each broken promise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.judgement import FellError, check_accounts, name_end
+from tests.faults.run_checks import FellError, check_accounts, name_end
 
 WHOLE = ((0, 1), (2, 3), (4, 5))
 ERROR = "hwrl: EngineError: the ledger died\n  why: it was killed\n  fix: resume=true continues\n"

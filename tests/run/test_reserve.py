@@ -1,4 +1,4 @@
-"""What a run reserves of a real Ray cluster of several machines."""
+"""Reservations of devices on a real Ray cluster of several machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from hwrl.errors import ConfigError
-from hwrl.run import devices
+from hwrl.run.cluster.devices import reserve_together
 
 
 @pytest.fixture
@@ -22,14 +22,11 @@ def two_machines() -> Iterator[None]:
     cluster.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(
-    two_machines: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "RESERVE_S", 5.0)
-    group = devices.place_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
+@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
+def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(two_machines: None) -> None:
+    group = reserve_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
     ray.util.remove_placement_group(group)
     with pytest.raises(ConfigError, match="the widest needs 5 on one machine"):
-        devices.place_together([(0,), (1, 2, 3, 4, 5)], "CPU")
-    group = devices.place_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # what was refused holds nothing
+        reserve_together([(0,), (1, 2, 3, 4, 5)], "CPU", timeout_s=5.0)
+    group = reserve_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # the refused group holds nothing
     ray.util.remove_placement_group(group)

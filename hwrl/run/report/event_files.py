@@ -1,4 +1,4 @@
-"""Files of a run that only grow: records that are in the file when a call returns, and TensorBoard's events."""
+"""Files that only grow: lines that survive the death of this process, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class AppendedFile:
-    """A file that is appended to. Nothing waits in this process: after ``write`` the operating system has all of it.
+    """A file opened for appending. ``write`` returns when the operating system has all data; nothing is buffered here.
 
-    Raises OSError, also if the file was deleted or replaced: what is written to a deleted file is lost without an
-    error of the operating system.
+    Raises OSError, also if the file was deleted or replaced. The operating system reports no error for writes to a
+    deleted file, and the data would be lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,31 +22,31 @@ class AppendedFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append ``data``; after an error a part of it may be there."""
+        """Append ``data``. An error may leave a part of it in the file."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._file.write(rest) :]
-        self._require_name()
+        self._check_path()
 
     def sync(self) -> None:
-        """Make what was written durable, but for the file's name in its directory."""
-        self._require_name()
+        """Make the content durable. The file's entry in its directory needs a sync of the directory."""
+        self._check_path()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file. May be called again."""
+        """Close the file. A second call does nothing."""
         self._file.close()
 
-    def _require_name(self) -> None:
+    def _check_path(self) -> None:
         if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
             raise FileNotFoundError(f"{self._path} was replaced by another file")
 
 
 class EventFile:
-    """Scalars for TensorBoard, in a new file in ``directory``; those of older files from ``purge_step`` on are void.
+    """Scalars for TensorBoard, in a new file in ``directory``. It voids older files from ``purge_step`` on.
 
-    torch's ``SummaryWriter`` writes in a thread of its own, which prints a traceback when the disk is full and can
-    leave its callers waiting. This one writes in the caller's thread, and raises OSError.
+    torch's ``SummaryWriter`` writes in its own thread. On a full disk this thread prints a traceback and may block its
+    callers. This class writes in the caller's thread and raises OSError.
     """
 
     def __init__(self, directory: Path, *, purge_step: int) -> None:
@@ -65,12 +65,12 @@ class EventFile:
             self.close()
             raise
 
-    def add(self, figures: Mapping[str, float], *, step: int) -> None:
-        """Write ``figures`` as the scalars of ``step``."""
+    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write ``metrics`` as the scalars of ``step``."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""YAML that people wrote: read with a limit on everything, and without a guess where it says two things."""
+"""Read YAML from a person: with limits on size and depth, and with an error for a duplicate key."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import yaml
 
 _MAX_NBYTES = 1 << 20
 _MAX_VALUES = 10_000
-"""In one document. Aliases count as often as they are used: some lines of them can stand for billions of values."""
+"""Values in one document. Each use of an alias counts: a few lines of aliases can expand to billions of values."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses a key that stands twice in one mapping; PyYAML takes the last."""
+    """YAML's safe loader. It refuses a duplicate key in a mapping, where PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -30,12 +30,12 @@ class _Loader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > _MAX_VALUES:  # `<<` can double the keys with every line
+        if len(node.value) > _MAX_VALUES:  # each `<<` can double the number of keys
             raise yaml.MarkedYAMLError(problem="too many keys are merged", problem_mark=node.start_mark)
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a regular file of at most 1 MiB; raise OSError if it is anything else."""
+    """Return the content of ``path``. Raises OSError unless it is a regular file of at most 1 MiB."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO would wait for a writer
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -47,20 +47,20 @@ def read_file(path: Path) -> bytes:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML document; ValueError, with the line if there is one, for anything else."""
+    """Return the value of a YAML document. Raises ValueError, with the line number if there is one."""
     try:
         tree = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as exc:
         raise ValueError(str(exc)) from exc
     except RecursionError as exc:
         raise ValueError("it is nested too deeply") from exc
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as exc:  # of a date, a number, a tag
-        raise ValueError(f"it has a value that cannot be read: {exc}") from exc
-    _require_few(tree)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as exc:  # from a date, a number or a tag
+        raise ValueError(f"a value cannot be read: {exc}") from exc
+    _check_count(tree)
     return tree
 
 
-def _require_few(tree: Any) -> None:
+def _check_count(tree: Any) -> None:
     waiting, count = [tree], 0
     while waiting and count <= _MAX_VALUES:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""The judgement on a run: how it ended, what its files account for, and what it left behind."""
+"""Checks on a run: its end, the records in its files, and its remains."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def require(holds: bool, complaint: str) -> None:
 
 
 def name_end(status: int, output: str) -> str:
-    """Return how a run ended, by its exit status; FellError if its output is not for people."""
-    require(not RAW.search(output), f"a raw traceback on the user's output (status {status})")
+    """Return the kind of end for an exit status. Raises FellError if the output is not fit for people."""
+    require(not RAW.search(output), f"a raw traceback in the output (status {status})")
     if status == 1:
-        require(bool(ERROR.search(output)), "status 1, and no error that says what failed, why, and what to do")
+        require(bool(ERROR.search(output)), "status 1, and no error with what failed, why, and a fix")
     return {0: "done", 1: "error", 130: "interrupted", -signal.SIGKILL: "killed"}.get(status, f"status {status}")
 
 
 def check_accounts(directory: Path, *, steps: int, batch: int, max_staleness: int) -> None:
-    """Raise FellError unless a whole run trained on every prompt once, on tokens of permitted ages."""
+    """Raise FellError unless a complete run trained on every prompt once, on tokens of permitted ages."""
     lines = read_metrics(directory)
     require([line["step"] for line in lines] == [*range(1, steps + 1)], "metrics.jsonl lacks or repeats a step")
     rows = (directory / "trained_prompts.jsonl").read_text().splitlines()
@@ -51,10 +51,10 @@ def check_accounts(directory: Path, *, steps: int, batch: int, max_staleness: in
 
 
 def shared_memory(run: Run) -> set[Path]:
-    """Return the places in shared memory where the run's processes have files open."""
+    """Return the files in shared memory that the run's processes have open."""
     shared, found = Path("/dev/shm"), set()
     for pid, _ in run.commands():
-        with suppress(OSError):  # it ended meanwhile
+        with suppress(OSError):  # it has ended
             for link in os.listdir(f"/proc/{pid}/fd"):
                 target = Path(os.readlink(f"/proc/{pid}/fd/{link}"))
                 if target.is_relative_to(shared):

@@ -1,17 +1,14 @@
-"""The configuration of a run: typed, validated, from YAML and ``key=value`` words."""
+"""The keys of a run's configuration, with their types, bounds and defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hwrl.errors import ConfigError, manual
 from hwrl.interfaces import LoraSettings
-from hwrl.run.bounds import (
+from hwrl.run.config.values import (
     AbsolutePath,
     Decay,
     Finite,
@@ -30,19 +27,12 @@ from hwrl.run.bounds import (
     Temperature,
     Threads,
 )
-from hwrl.run.mistakes import describe, keys_in
-from hwrl.run.yaml_text import parse_yaml, read_file
-from hwrl.train.choices import AdvantageName, LossName
+from hwrl.train import AdvantageName, LossName
 
 FSDP = "fsdp"
 """The train engine that needs no plugin."""
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
-
-RUN_CONFIG = "config.yaml"
-"""In a run directory: the run's configuration, which begins with RUN_HEADER."""
-RUN_HEADER = b"# The configuration of the run in this directory; hwrl train writes it anew.\n"
-"""How the file begins, and no file that hwrl did not write."""
 
 
 class Section(BaseModel):
@@ -55,19 +45,19 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: AbsolutePath
-    """A directory that ``AutoModelForCausalLM`` and ``AutoTokenizer`` can load."""
+    """A directory for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computing, rollout and export; what the optimizer updates is always float32."""
+    """For computing, rollout and export. The optimizer always updates float32 parameters."""
     lora_rank: NotNegative = 0
-    """Train a LoRA adapter of this rank, and leave the model as it is; 0: train the whole model."""
+    """Rank of a LoRA adapter to train, with the model frozen; 0: train the whole model."""
     lora_alpha: PositiveReal = 16.0
-    """The adapter's part in a layer is multiplied by ``lora_alpha / lora_rank``."""
+    """The adapter's output in a layer is multiplied by ``lora_alpha / lora_rank``."""
     target_modules: Layers = "all-linear"
-    """Layers with an adapter, as PEFT has it: ``all-linear``, ends of their names, or a regular expression."""
+    """Layers with an adapter, in PEFT's syntax: ``all-linear``, ends of names, or a regular expression."""
 
     @property
     def lora(self) -> LoraSettings | None:
-        """The adapter that is trained; None if it is the whole model."""
+        """The adapter to train; None if the whole model is trained."""
         if not self.lora_rank:
             return None
         return LoraSettings(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
@@ -79,22 +69,22 @@ class DataConfig(Section):
     train: AbsolutePath
     """Prompts to train on."""
     eval: AbsolutePath | None = None
-    """Held-out prompts; without them nothing is evaluated."""
+    """Held-out prompts for evaluations; without them there are none."""
     max_prompt_tokens: Positive = 1024
     """A longer prompt is an error."""
 
 
 class RewardConfig(Section):
-    """How a response is judged."""
+    """The reward of a response."""
 
     function: Name
     """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
     attempts: Positive = 3
-    """How often a function that raises is called before the prompt has failed."""
+    """Calls for one prompt, if the function raises, before the prompt has failed."""
     timeout_s: Seconds = 300.0
-    """How long one call may take; a longer one counts as a failed try of its prompt."""
+    """Time limit of one call; a longer call counts as a failed attempt."""
     threads: Threads = 4
-    """So many calls at a time in each replica, in threads of its process; 1 for a function that is not thread-safe."""
+    """Calls at the same time in each replica, in threads of its process; 1 for a function without thread safety."""
 
     @field_validator("function")
     @classmethod
@@ -107,33 +97,33 @@ class RolloutConfig(Section):
     """Generation."""
 
     engine: Name = EMBEDDED
-    """``embedded``: a transformers model in the replica's process; or the name of a plugin that brings another."""
+    """``embedded``: a transformers model in the replica's process; or the name of a plugin's engine."""
     engine_options: Options = {}
-    """The plugin's own settings; it checks them."""
+    """The plugin's own settings, checked by the plugin."""
     replicas: Processes = 1
-    """Rollout processes, each with a model of its own."""
+    """Rollout processes, each with its own model."""
     n: Positive = 8
-    """Responses to each prompt."""
+    """Responses per prompt."""
     max_new_tokens: Positive = 256
     """A longer response is cut off and counts as truncated."""
     temperature: Temperature = 1.0
-    """Of sampling, and of the policy that is trained."""
+    """Temperature of sampling, and of the trained policy."""
     max_running: Positive = 128
-    """Responses that one replica generates at a time."""
+    """Responses in one replica at the same time."""
     group_timeout_s: Seconds = 600.0
-    """How long a replica may take for a prompt before another gets it."""
+    """Time limit of a replica for one prompt; then another replica gets it."""
     max_attempts: Positive = 3
-    """How often a prompt may fail before the run ends with an error."""
+    """Failures of one prompt before the run ends with an error."""
     tensor_parallel: Processes = 1
-    """Devices over which a replica divides its model, if its engine can. It shares none of them."""
+    """Devices per replica, if its engine can divide a model. It shares none of them."""
     max_restarts: NotNegative = 3
-    """How many replicas may die in a run; each is replaced."""
+    """Deaths of replicas in a run before it ends with an error; each dead replica is replaced."""
     threads: Threads = 1
     """Host threads of a replica."""
     free_cache_engine: bool = False
-    """A replica that has nothing to do gives its device memory back until there is work again."""
+    """An idle replica frees its device memory until it has work again."""
     sleep_level: Literal[1, 2] = 1
-    """1 keeps the weights in host memory meanwhile; 2 drops them, so that they must be sent again."""
+    """1: an idle replica keeps its weights in host memory; 2: it drops them, and they are sent again."""
 
     @model_validator(mode="after")
     def _options_are_a_plugins(self) -> RolloutConfig:
@@ -172,11 +162,11 @@ class OptimizerConfig(Section):
     """AdamW and its schedule: linear warm-up, then linear decay."""
 
     learning_rate: PositiveReal = 1e-6
-    """The highest one."""
+    """Its highest value."""
     warmup_steps: NotNegative = 0
     """Optimizer steps until the highest learning rate."""
     min_learning_rate_ratio: Share = 1.0
-    """The last learning rate, as a share of the highest; 1 is no decay."""
+    """The last learning rate divided by the highest; 1 means no decay."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the moments."""
     weight_decay: NotNegativeReal = 0.0
@@ -189,25 +179,25 @@ class TrainConfig(Section):
     """The training side."""
 
     engine: Name = FSDP
-    """``fsdp``: FSDP2, any ``AutoModelForCausalLM`` directory; or the name of a plugin that brings another."""
+    """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of a plugin's engine."""
     engine_options: Options = {}
-    """The plugin's own settings; it checks them."""
+    """The plugin's own settings, checked by the plugin."""
     ranks: Processes = 1
-    """Training processes that share the model."""
+    """Training processes. They share one model."""
     steps: Positive = 100
-    """Batches to train on."""
+    """Training steps, one batch each."""
     batch_groups: Positive = 32
-    """Prompts trained on in a step, of all ranks together."""
+    """Prompts in a step, over all ranks."""
     micro_batch_tokens: Positive = 16384
-    """Padded tokens in one forward pass, at most (a longer response goes alone)."""
+    """Most padded tokens in one forward pass; a longer response gets its own pass."""
     param_offload: bool = False
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory, except during steps."""
     activation_checkpointing: bool = False
-    """Keep only the layers' inputs for the backward pass, and compute the rest again: less memory, more time."""
+    """Keep only the layers' inputs for the backward pass and recompute the rest: less memory, more time."""
     max_restarts: NotNegative = 3
-    """How often dead trainers are started again from the last complete checkpoint."""
+    """Restarts of the trainer, from the last complete checkpoint, before the run ends with an error."""
     threads: Threads = 1
     """Host threads of a rank."""
 
@@ -230,48 +220,48 @@ class AlgorithmConfig(Section):
     clip_ratio_high: PositiveReal = 0.28
     """How far the ratio may rise above 1."""
     rollout_is_threshold: PositiveReal = 2.0
-    """Importance weights of off-policy tokens are truncated here (``tis`` and ``decoupled``)."""
+    """Upper limit of importance weights of off-policy tokens (``tis`` and ``decoupled``)."""
     ppo_epochs: Positive = 1
     """Passes over each batch."""
     mini_batches: Positive = 1
-    """Optimizer steps in a pass."""
+    """Optimizer steps per pass."""
 
 
 class AsyncConfig(Section):
     """How far rollout may run ahead of training."""
 
     staleness_threshold: NotNegative = 1
-    """Weight versions that a token may be behind when it is trained on; 0 is synchronous, on-policy training."""
+    """Largest age of a trained token, in weight versions; 0: synchronous, on-policy training."""
     trigger_parameter_sync_step: Positive = 1
     """Training steps between two weight versions."""
     partial_rollout: bool = True
-    """Take new weights between two tokens of a response; otherwise only when the running responses are finished."""
+    """Take new weights between two tokens of a response; otherwise only after the running responses."""
 
 
 class WeightsConfig(Section):
     """How weights travel from the trainer to the rollouters."""
 
     bypass_cpu: bool = True
-    """No copy on the host, where the device can; else a versioned store in host memory: the trainer does not wait."""
+    """Send weights without a host copy, if the device can; false: through host memory, with no wait of the trainer."""
     send_base: Literal["needed", "always"] = "needed"
-    """With an adapter: send the base to a replica that does not hold it, or, for comparison, with every version."""
+    """With an adapter, send the base only to replicas without it, or ``always``: with every version, for comparison."""
     update_weights_bucket_megabytes: Mebibytes | None = None
-    """Size of a slab of the broadcast buffer, MiB; without it, what suits the device."""
+    """Size of a slab of the broadcast buffer, MiB; null: a default for the device."""
     timeout_s: Seconds = 60.0
-    """A replica that does not take part in a transfer for so long is left out, and must join again."""
+    """Time limit for a replica to take part in a transfer; then it is excluded and must join again."""
 
 
 class CheckpointConfig(Section):
     """Checkpoints."""
 
     save_every_steps: NotNegative = 50
-    """Training steps between two; also at the end and when interrupted, and with 0 only then."""
+    """Training steps between two checkpoints. There is always one at the end and after an interrupt; 0: only then."""
     async_save: bool = False
-    """Write in the background, from a copy; what is offloaded is written from where it lies."""
+    """Write in the background, from a copy; offloaded tensors are written without a copy."""
     staging: Literal["host", "device"] = "host"
-    """Where that copy lies: page-locked host memory, or device memory that nothing else needed so far."""
+    """Place of that copy: page-locked host memory, or unused device memory."""
     max_ckpt_to_keep: Positive | None = 2
-    """Older ones are deleted, after the newest is complete; null keeps all."""
+    """Older checkpoints are deleted after the newest is complete; null: keep all."""
 
     @model_validator(mode="after")
     def _only_a_copy_is_staged(self) -> CheckpointConfig:
@@ -284,20 +274,20 @@ class EvalConfig(Section):
     """Evaluation on held-out prompts, greedy."""
 
     every_steps: NotNegative = 0
-    """0: only at the end."""
+    """Training steps between two evaluations; 0: only at the end."""
     prompts: Positive = 256
-    """At most so many, the first of the file."""
+    """Most prompts, from the beginning of the file."""
 
 
 class TimeoutConfig(Section):
-    """How long a run waits for its own processes. After ten seconds it says what it waits for."""
+    """Time limits for the run's own processes. The run logs each wait of more than ten seconds."""
 
     heartbeat_s: Seconds = 60.0
-    """A process that does not answer for so long is dead: a replica is replaced, trainers start again."""
+    """A silence of this length means death: a replica is replaced, the trainers start again."""
     start_s: Seconds = 1800.0
-    """Setting up one process: its imports, its model."""
+    """To set up one process: imports and model."""
     trainer_s: Seconds = 3600.0
-    """One call of the trainers: a step, a publication, a save, an export. Then they start again."""
+    """One call of the trainers: a step, a transfer, a save, an export. Then they start again."""
     evaluation_s: Seconds = 3600.0
     """One evaluation. Then its replica is replaced."""
 
@@ -308,11 +298,11 @@ class Config(Section):
     dir: AbsolutePath
     """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
     seed: Seed = 0
-    """Of the order of the prompts and of sampling."""
+    """Seed of the order of prompts and of sampling."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
     goals: dict[Name, Finite] = {}
-    """Figures that the last training step and the last evaluation must reach; else the exit status is 1."""
+    """Metrics to reach in the last training step and the last evaluation; else the exit status is 1."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
@@ -372,82 +362,5 @@ class Config(Section):
 
     @property
     def groups_per_version(self) -> int:
-        """Prompts trained on under one weight version."""
+        """Prompts trained with one weight version."""
         return self.train.batch_groups * self.async_training.trigger_parameter_sync_step
-
-
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read ``path`` (YAML), apply ``key.subkey=value`` words in order, validate; ConfigError names what is wrong.
-
-    Values are read as YAML. Relative paths in the file and in the words are relative to the working directory. The
-    configuration that a run directory holds has no ``dir``: it means the directory that it lies in.
-    """
-    try:
-        content = read_file(path)
-        tree = parse_yaml(content.decode("utf-8"))
-    except OSError as exc:
-        raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path} is not text in UTF-8", why=str(exc), fix="save it as UTF-8") from exc
-    except ValueError as exc:
-        raise ConfigError(f"{path} is not YAML that can be used", why=str(exc), fix="correct the file") from exc
-    tree = {} if tree is None else tree
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{path} holds no sections",
-            why=f"it is a {type(tree).__name__}",
-            fix="write 'dir: …', 'model: {path: …}', …",
-        )
-    if path.name == RUN_CONFIG and content.startswith(RUN_HEADER):
-        tree.setdefault("dir", str(path.parent))
-    for word in overrides:
-        _override(tree, word)
-    return parse_config(tree)
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Validate ``tree``; ConfigError lists every mistake, with a suggestion for each unknown key."""
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as exc:
-        mistakes = [describe(error, root=Config) for error in exc.errors(include_url=False)]
-        raise ConfigError(
-            f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
-            why="\n       ".join(mistakes),
-            fix=f"correct each; {manual('configuration.md')} lists every key with its default",
-        ) from exc
-
-
-def dump_config(config: Config) -> str:
-    """Return ``config`` as YAML, every key included, such that :func:`load_config` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def dump_run_config(config: Config) -> bytes:
-    """Return what a run directory's ``config.yaml`` holds: all but ``dir``, since it may be moved, and ``resume``."""
-    return (
-        RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir", "resume"}), sort_keys=False).encode()
-    )
-
-
-def _override(tree: dict[str, Any], word: str) -> None:
-    key, separator, text = word.partition("=")
-    parts = key.split(".")
-    if not separator or not all(parts):
-        raise ConfigError(f"{word!r} is not an override", why="it must be key=value", fix="for example train.steps=100")
-    try:
-        value = parse_yaml(text)
-    except ValueError as exc:
-        raise ConfigError(f"the value of {word!r} cannot be read", why=str(exc), fix="quote it") from exc
-    for depth, part in enumerate(parts[:-1], start=1):
-        child = tree.setdefault(part, {})
-        if not isinstance(child, dict):
-            raise _not_a_section(word, place=".".join(parts[:depth]), value=child)
-        tree = child
-    tree[parts[-1]] = value
-
-
-def _not_a_section(word: str, *, place: str, value: object) -> ConfigError:
-    keys = keys_in(place, root=Config)
-    likely = f"give {place} in the file as a section with keys like {keys[0]}" if keys else f"set {place}=… itself"
-    return ConfigError(f"{word!r} does not fit", why=f"{place} is the value {value!r}, not a section", fix=likely)
