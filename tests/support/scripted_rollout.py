@@ -144,7 +144,7 @@ def steps(rollouter: Rollouter, count: int) -> None:
 
 
 def step_until(rollouter: Rollouter, condition: Callable[[], bool]) -> None:
-    """Turn until ``condition`` holds: rewards are judged in other threads."""
+    """Step until ``condition`` holds: other threads score."""
     deadline_s = time.monotonic() + 10.0
     while not condition():
         assert time.monotonic() < deadline_s, "it never came"
