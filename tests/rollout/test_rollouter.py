@@ -13,9 +13,7 @@ import pytest
 
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import MEMORY_TAGS, Completion, GenerationRequest
-from hwrl.rollout import sleeper
-from hwrl.rollout.data import Prompt
-from hwrl.rollout.ledger import PromptLease
+from hwrl.rollout import Prompt, PromptLease, sleeper
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, Updater, rollouter_of, step_until, steps
 
 

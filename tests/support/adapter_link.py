@@ -8,8 +8,7 @@ from typing import Any
 
 from hwrl.comm import Store
 from hwrl.lora import add_adapter
-from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, RetryingReceiver
+from hwrl.rollout import INCARNATION, AdapterUpdater, EmbeddedEngine, RetryingReceiver
 from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSource
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.adapters import LORA, Weights, trained

@@ -15,9 +15,7 @@ import hwrl
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response
 from hwrl.run.demo import write_demo
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss, group_advantages
-from hwrl.train.padding import collate
+from hwrl.train import FsdpEngine, PolicyLoss, collate, group_advantages
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,7 @@ import numpy as np
 import torch
 
 from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
-from hwrl.rollout.data import Prompt
-from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward import Reward
-from hwrl.rollout.reward_workers import RewardWorkers
-from hwrl.rollout.rollouter import LoopSettings, Rollouter
+from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, RewardWorkers, Rollouter
 
 
 class CountingEngine(RolloutEngine):

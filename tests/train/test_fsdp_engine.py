@@ -18,8 +18,7 @@ from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import Batch
 from hwrl.models import build_model, load_model
 from hwrl.testing.processes import run_processes
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, train
 
 

@@ -13,8 +13,7 @@ from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import Batch, LoraSettings
 from hwrl.models import load_model, model_identity
 from hwrl.testing.processes import run_processes
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.fsdp_training import batch_of, engine_on, groups_of, join
 
 LORA = LoraSettings(rank=4, alpha=8.0)

@@ -18,8 +18,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.errors import ConfigError, MemoryStateError, UnsupportedError
 from hwrl.interfaces import Batch, EngineSettings, LoraSettings, TrainEngine
 from hwrl.run.demo import write_demo
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,

@@ -14,8 +14,7 @@ from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.interfaces import TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.megatron_batches import batch_of, settings_in
 
 

@@ -22,7 +22,7 @@ from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import PolicyLoss
 from hwrl_megatron import prepare_process
 from tests.support.megatron_batches import batch_of, settings_in
 
