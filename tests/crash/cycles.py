@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.rollout.ledger import PromptLease, PromptLedger
+from hwrl.rollout import PromptLease, PromptLedger
 from hwrl_cpu import INFO, CpuBackend
 from tests.crash.disk import KINDS, Fault, WatchedDisk
 from tests.support.finished_groups import finished

@@ -28,5 +28,5 @@ def test_ranks_take_the_steps_of_the_host(model_directory: Path, ranks: int, mon
         torch.testing.assert_close(sharded[0]["weights"][name], tensor, atol=5e-4, rtol=1e-3)
     for one in sharded:
         torch.testing.assert_close(one["logprobs"], alone["logprobs"], atol=5e-4, rtol=1e-3)
-        for figures, wanted in zip(one["figures"], alone["figures"], strict=True):
-            assert figures == pytest.approx(wanted, rel=2e-3, abs=1e-5)
+        for metrics, wanted in zip(one["metrics"], alone["metrics"], strict=True):
+            assert metrics == pytest.approx(wanted, rel=2e-3, abs=1e-5)

@@ -12,7 +12,7 @@ import torch
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import GenerationRequest, Response, Sampling
-from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout import EmbeddedEngine
 from tests.support.tiny_model import END, generate, requests_of, tiny_model
 
 

@@ -9,7 +9,7 @@ import pytest
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
 from hwrl.interfaces import LoraSettings
 from hwrl.lora import add_adapter
-from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout import EmbeddedEngine
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.adapters import LORA, Weights, expected, reference, tokens_of, trained
 from tests.support.tiny_model import END, requests_of, tiny_model

@@ -9,9 +9,8 @@ import pytest
 
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import Sampling
-from hwrl.rollout.evaluator import Evaluator
+from hwrl.rollout import Evaluator, RewardWorkers
 from hwrl.rollout.generation import GroupGenerator, PendingGroup
-from hwrl.rollout.reward_workers import RewardWorkers
 from tests.support.scripted_rollout import CountingEngine, Lengths
 
 PROMPTS = [Lengths()[0], Lengths()[2]]

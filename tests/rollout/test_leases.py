@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from hwrl.interfaces import PromptGroup
+from hwrl.rollout import PromptLease
 from hwrl.rollout.leases import LeaseQueue
-from hwrl.rollout.ledger import PromptLease
 
 
 class SlowLedger:

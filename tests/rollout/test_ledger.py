@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwrl.errors import EngineError
-from hwrl.rollout.ledger import PromptLease, PromptLedger
+from hwrl.rollout import PromptLease, PromptLedger
 from tests.support.finished_groups import finished
 
 

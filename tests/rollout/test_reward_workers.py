@@ -10,7 +10,7 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Response
-from hwrl.rollout.reward_workers import RewardWorkers
+from hwrl.rollout import RewardWorkers
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 
 

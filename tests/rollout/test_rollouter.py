@@ -1,4 +1,4 @@
-"""The rollouter with real parts and a scripted engine: groups whole, rewards judged, weights at the right time."""
+"""The rollouter with real parts and a scripted engine: whole groups, scored, with weights at the right time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import pytest
 
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import MEMORY_TAGS, Completion, GenerationRequest
-from hwrl.rollout import sleeper
-from hwrl.rollout.data import Prompt
-from hwrl.rollout.ledger import PromptLease
+from hwrl.rollout import Prompt, PromptLease, sleeper
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, Updater, rollouter_of, step_until, steps
 
 
-def test_each_prompt_comes_back_as_one_judged_group() -> None:
+def test_each_prompt_comes_back_as_one_scored_group() -> None:
     desk = Desk([3, 0])
     rollouter = rollouter_of(desk)
     step_until(rollouter, lambda: len(desk.groups) == 2)
@@ -112,7 +110,7 @@ def test_a_lease_of_a_lost_incarnation_is_never_begun() -> None:
     assert [group.sequence_number for group in desk.groups] == [4]
 
 
-def test_a_turn_that_hangs_is_seen_from_outside() -> None:
+def test_a_step_that_hangs_is_seen_from_outside() -> None:
     released, stop = threading.Event(), threading.Event()
 
     class Hangs(CountingEngine):
@@ -134,10 +132,10 @@ def test_a_turn_that_hangs_is_seen_from_outside() -> None:
 
 
 def test_a_slow_reward_holds_up_neither_generation_nor_weights() -> None:
-    judged = threading.Event()
+    scored = threading.Event()
 
     def slow(prompt: str, response: str, answer: object) -> float:
-        assert judged.wait(10)
+        assert scored.wait(10)
         return 1.0
 
     desk, updater = Desk([0, 2]), Updater()
@@ -146,7 +144,7 @@ def test_a_slow_reward_holds_up_neither_generation_nor_weights() -> None:
     updater.offered = [3]
     steps(rollouter, 2)
     assert rollouter.engine.version == 3 and not rollouter.engine.pending() and not desk.groups
-    judged.set()
+    scored.set()
     step_until(rollouter, lambda: len(desk.groups) == 2)
 
 
@@ -188,7 +186,7 @@ def test_an_evaluation_goes_on_beside_training_and_tells_its_oldest_version() ->
     assert desk.groups[0].versions.max() == 4
 
 
-def test_an_evaluation_that_cannot_be_judged_says_so() -> None:
+def test_an_evaluation_that_cannot_be_scored_says_so() -> None:
     def broken(prompt: str, response: str, answer: object) -> float:
         raise ValueError("broken")
 

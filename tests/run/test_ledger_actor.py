@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from hwrl.interfaces import PromptGroup, Response
-from hwrl.rollout.ledger import PromptLease
+from hwrl.rollout import PromptLease
 from hwrl.run.config import Config, parse_config
 from hwrl.run.processes.actors import LedgerActor
 

@@ -13,8 +13,7 @@ import torch
 from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import PromptGroup
 from hwrl.models import build_model, load_model
-from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.weight_updater import INCARNATION
+from hwrl.rollout import INCARNATION, PromptLease
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import Processes

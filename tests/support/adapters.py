@@ -8,7 +8,7 @@ import torch
 
 from hwrl.interfaces import GenerationRequest, LoraSettings
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
-from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout import EmbeddedEngine
 from tests.support.tiny_model import END, generate, tiny_model
 
 LORA = LoraSettings(rank=4, alpha=8.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hwrl.interfaces import PromptGroup, Response
-from hwrl.rollout.ledger import PromptLease
+from hwrl.rollout import PromptLease
 
 
 def finished(lease: PromptLease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:

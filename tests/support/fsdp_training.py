@@ -15,9 +15,7 @@ import hwrl
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response
 from hwrl.run.demo import write_demo
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss, group_advantages
-from hwrl.train.padding import collate
+from hwrl.train import FsdpEngine, PolicyLoss, collate, group_advantages
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +85,15 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def train(
     rank: int, model_directory: Path, address: str, ranks: int, steps: int, recomputes: bool = False
 ) -> dict[str, Any]:
-    """Take ``steps`` steps on this rank's share of each batch; return figures, weights, log-probabilities."""
+    """Take ``steps`` steps on this rank's share of each batch; return metrics, weights, log-probabilities."""
     group = join(rank, address, ranks)
     engine = engine_on(model_directory, group, activation_checkpointing=recomputes)
-    figures = []
+    metrics = []
     for step in range(steps):
         share = groups_of(5, seed=step)[rank::ranks]  # uneven: one rank has more parts than the other
-        figures.append(engine.train_batch(batch_of(share), loss=PolicyLoss("ppo_clip")))
+        metrics.append(engine.train_batch(batch_of(share), loss=PolicyLoss("ppo_clip")))
     weights = {name: tensor.cpu().clone() for name, tensor in engine.named_weights()}
     logprobs = engine.logprobs(batch_of(groups_of(3, seed=99)))
     if group is not None:
         group.close()
-    return {"figures": figures, "weights": weights, "logprobs": logprobs}
+    return {"metrics": metrics, "weights": weights, "logprobs": logprobs}

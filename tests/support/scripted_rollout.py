@@ -10,11 +10,7 @@ import numpy as np
 import torch
 
 from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
-from hwrl.rollout.data import Prompt
-from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward import Reward
-from hwrl.rollout.reward_workers import RewardWorkers
-from hwrl.rollout.rollouter import LoopSettings, Rollouter
+from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, RewardWorkers, Rollouter
 
 
 class CountingEngine(RolloutEngine):
@@ -144,7 +140,7 @@ def steps(rollouter: Rollouter, count: int) -> None:
 
 
 def step_until(rollouter: Rollouter, condition: Callable[[], bool]) -> None:
-    """Turn until ``condition`` holds: rewards are judged in other threads."""
+    """Step until ``condition`` holds: other threads score."""
     deadline_s = time.monotonic() + 10.0
     while not condition():
         assert time.monotonic() < deadline_s, "it never came"

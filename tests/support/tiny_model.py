@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hwrl.interfaces import GenerationRequest, Response, Sampling
-from hwrl.rollout.embedded import EmbeddedEngine
+from hwrl.rollout import EmbeddedEngine
 
 END = 1
 

@@ -18,8 +18,7 @@ from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import Batch
 from hwrl.models import build_model, load_model
 from hwrl.testing.processes import run_processes
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, train
 
 
@@ -34,8 +33,8 @@ def test_two_ranks_take_the_same_steps_as_one(model_directory: Path, recomputes:
         torch.testing.assert_close(pair[0]["weights"][name], tensor, atol=2e-5, rtol=1e-4)
     for one in pair:
         torch.testing.assert_close(one["logprobs"], alone["logprobs"], atol=2e-4, rtol=1e-4)
-        for figures, wanted in zip(one["figures"], alone["figures"], strict=True):
-            assert figures == pytest.approx(wanted, rel=2e-3, abs=1e-5)
+        for metrics, wanted in zip(one["metrics"], alone["metrics"], strict=True):
+            assert metrics == pytest.approx(wanted, rel=2e-3, abs=1e-5)
 
 
 def kept_nbytes(engine: FsdpEngine, batch: Batch) -> int:
@@ -201,13 +200,13 @@ def small_steps(rank: int, model_directory: Path, address: str, ranks: int) -> d
     engine = engine_on(model_directory, group, learning_rate=1e-6, warmup_steps=0, dtype=torch.bfloat16)
     before = [full(parameter.detach()).clone() for parameter in engine.model.parameters()]
     for step in range(3):
-        figures = engine.train_batch(batch_of(groups_of(5, seed=step)[rank::ranks]), loss=PolicyLoss())
+        metrics = engine.train_batch(batch_of(groups_of(5, seed=step)[rank::ranks]), loss=PolicyLoss())
     after = [full(parameter.detach()) for parameter in engine.model.parameters()]
     changed = sum(int((one != other).sum()) for one, other in zip(before, after, strict=True))
     dtypes = {str(tensor.dtype) for _, tensor in engine.named_weights()}
     if group is not None:
         group.close()
-    return {"changed": changed / sum(map(torch.numel, after)), "dtypes": dtypes, "grad_norm": figures["grad_norm"]}
+    return {"changed": changed / sum(map(torch.numel, after)), "dtypes": dtypes, "grad_norm": metrics["grad_norm"]}
 
 
 def test_small_steps_change_the_parameters_of_a_model_that_computes_in_bfloat16(model_directory: Path) -> None:

@@ -13,8 +13,7 @@ from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import Batch, LoraSettings
 from hwrl.models import load_model, model_identity
 from hwrl.testing.processes import run_processes
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.fsdp_training import batch_of, engine_on, groups_of, join
 
 LORA = LoraSettings(rank=4, alpha=8.0)
@@ -33,9 +32,9 @@ def train(rank: int, model_directory: Path, address: str, ranks: int) -> dict[st
     group = join(rank, address, ranks)
     engine = engine_on(model_directory, group, lora=LORA, param_offload=True, optimizer_offload=True)
     with engine.on_device(optimizer=True):
-        figures = take_steps(engine, 0, 3)
+        metrics = take_steps(engine, 0, 3)
         result: dict[str, Any] = {
-            "figures": figures,
+            "metrics": metrics,
             "base": {name: tensor.clone() for name, tensor in engine.named_weights()},
             "adapter": {name: tensor.clone() for name, tensor in engine.named_adapter()},
         }
@@ -52,7 +51,7 @@ def test_two_ranks_train_the_adapter_of_one_and_neither_touches_the_base(model_d
     store = serve_store()
     two = run_processes(train, 2, model_directory, store_address(store), 2)
     assert not two[1]["adapter"] and not two[1]["base"]
-    for mine, theirs in zip(one["figures"], two[0]["figures"], strict=True):
+    for mine, theirs in zip(one["metrics"], two[0]["metrics"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     torch.testing.assert_close(two[0]["adapter"], one["adapter"], rtol=1e-3, atol=1e-5)
     begun = dict(engine_on(model_directory, None, lora=LORA).named_adapter())

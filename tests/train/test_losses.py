@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hwrl.interfaces import PromptGroup, Response
-from hwrl.train.losses import PolicyLoss, group_advantages, mismatch_kl
-from hwrl.train.padding import collate
+from hwrl.train import PolicyLoss, collate, group_advantages, mismatch_kl
 
 
 def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: int = 2) -> PromptGroup:

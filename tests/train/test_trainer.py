@@ -17,10 +17,7 @@ import hwrl
 from hwrl.errors import EngineError, MemoryStateError
 from hwrl.interfaces import Batch, EngineSettings, Moved, PromptGroup, Response, TokenLoss, TrainEngine
 from hwrl.run.demo import write_demo
-from hwrl.train.choices import LossName
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
-from hwrl.train.trainer import Algorithm, AsyncTrainer, move_metrics
+from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, LossName, PolicyLoss, move_metrics
 
 GOOD, BAD = 5, 9
 

@@ -11,7 +11,7 @@ from hwrl.comm import Comm, connect_store, serve_store, store_address
 from hwrl.interfaces import EngineSettings
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
-from hwrl.train.fsdp import FsdpEngine
+from hwrl.train import FsdpEngine
 from hwrl.weights import SharedWeights
 
 

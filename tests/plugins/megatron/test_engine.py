@@ -18,8 +18,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.errors import ConfigError, MemoryStateError, UnsupportedError
 from hwrl.interfaces import Batch, EngineSettings, LoraSettings, TrainEngine
 from hwrl.run.demo import write_demo
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -132,8 +131,8 @@ def test_it_computes_steps_and_exports_what_transformers_does(tmp_path: Path, me
     torch.testing.assert_close(engine.logprobs(batch)[batch.mask], wanted, atol=2e-5, rtol=1e-5)
     assert_close(copies(engine), copies(other), atol=0.0)
     for seed in range(4):
-        figures, expected = (one.train_batch(batch_of(7, seed=seed), loss=PolicyLoss("tis")) for one in (engine, other))
-        assert figures == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        metrics, expected = (one.train_batch(batch_of(7, seed=seed), loss=PolicyLoss("tis")) for one in (engine, other))
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     # The gradient of a key's bias is rounding alone, which AdamW makes into a step of a size between 0 and 1e-2.
     assert_close(copies(engine), copies(other), atol=5e-4)
     described = {name: (tensor.shape, tensor.dtype) for name, tensor in engine.weights_metadata()}
@@ -208,10 +207,10 @@ def test_what_is_offloaded_is_really_away_and_training_is_the_same(
 ) -> None:
     batch = batch_of(6, seed=0)
     plain = megatron(model_directory, dtype=dtype)
-    figures = [plain.train_batch(batch, loss=PolicyLoss()) for _ in range(2)]
+    metrics = [plain.train_batch(batch, loss=PolicyLoss()) for _ in range(2)]
     wanted = copies(plain)
     engine: Any = megatron(model_directory, dtype=dtype, param_offload=True, optimizer_offload=True)
-    for expected in figures:
+    for expected in metrics:
         with engine.on_device(optimizer=True) as moved:
             assert engine.train_batch(batch, loss=PolicyLoss()) == expected
         assert moved.load.nbytes > 0

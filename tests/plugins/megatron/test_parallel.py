@@ -14,8 +14,7 @@ from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.interfaces import TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
-from hwrl.train.fsdp import FsdpEngine
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.megatron_batches import batch_of, settings_in
 
 
@@ -41,22 +40,22 @@ def train_in_parallel(
 
 
 def train(engine: TrainEngine, directory: Path, steps: range, *, group: Group | None) -> dict[str, Any]:
-    """Resume from ``directory`` if there is a checkpoint, take ``steps`` and save; return figures and weights."""
+    """Resume from ``directory`` if there is a checkpoint, take ``steps`` and save; return metrics and weights."""
     share = slice(engine.data_parallel_rank, None, engine.data_parallel_size)
     with CheckpointManager(directory / "checkpoints", group=group, timeout_s=60) as manager:
         with engine.on_device(optimizer=True):
             state = engine.state_dict()
             if manager.resume(state) is not None:
                 engine.load_state_dict(state)
-        figures = []
+        metrics = []
         for step in steps:
             with engine.on_device(optimizer=True):
-                figures.append(engine.train_batch(batch_of(share, seed=step), loss=PolicyLoss("tis")))
+                metrics.append(engine.train_batch(batch_of(share, seed=step), loss=PolicyLoss("tis")))
         with engine.on_device(optimizer=True):
             manager.save(steps.stop, engine.state_dict())
             weights = {name: tensor.cpu().clone() for name, tensor in engine.named_weights()}
             logprobs = engine.logprobs(batch_of(slice(None), seed=99))
-    return {"figures": figures, "weights": weights, "logprobs": logprobs}
+    return {"metrics": metrics, "weights": weights, "logprobs": logprobs}
 
 
 def spawn(directory: Path, *, ranks: int, tensor_parallel: int, steps: range) -> list[dict[str, Any]]:
@@ -78,9 +77,9 @@ def straight(tmp_path: Path) -> dict[str, Any]:
     return train(engine, directory, range(6), group=None)
 
 
-def assert_figures(ended: list[dict[str, Any]], wanted: list[dict[str, float]]) -> None:
+def assert_metrics(ended: list[dict[str, Any]], wanted: list[dict[str, float]]) -> None:
     for one in ended:
-        for mine, expected in zip(one["figures"], wanted, strict=True):
+        for mine, expected in zip(one["metrics"], wanted, strict=True):
             assert mine == pytest.approx(expected, rel=2e-3, abs=1e-5)
 
 
@@ -97,7 +96,7 @@ def assert_same_end(ended: list[dict[str, Any]], wanted: dict[str, Any]) -> None
 @pytest.mark.timeout(400)
 def test_two_tensor_times_two_data_ranks_take_the_steps_of_one(tmp_path: Path, straight: dict[str, Any]) -> None:
     ended = spawn(demo_in(tmp_path / "four"), ranks=4, tensor_parallel=2, steps=range(6))
-    assert_figures(ended, straight["figures"])
+    assert_metrics(ended, straight["metrics"])
     assert_same_end(ended, straight)
 
 
@@ -110,5 +109,5 @@ def test_the_curve_goes_on_from_one_tensor_rank_to_two_and_back(tmp_path: Path, 
         [train_in_parallel(0, directory, "", 1, 1, range(4, 6))],
     ]
     for number, ended in enumerate(stages):
-        assert_figures(ended, straight["figures"][2 * number : 2 * number + 2])
+        assert_metrics(ended, straight["metrics"][2 * number : 2 * number + 2])
     assert_same_end(stages[-1], straight)

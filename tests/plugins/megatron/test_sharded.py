@@ -22,7 +22,7 @@ from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
-from hwrl.train.losses import PolicyLoss
+from hwrl.train import PolicyLoss
 from hwrl_megatron import prepare_process
 from tests.support.megatron_batches import batch_of, settings_in
 
@@ -298,8 +298,8 @@ class Training:
 
     def train(self, step: int) -> dict[str, float]:
         share = slice(self.engine.data_parallel_rank, None, self.engine.data_parallel_size)
-        figures: dict[str, float] = self.engine.train_batch(batch_of(share, seed=step), loss=PolicyLoss("tis"))
-        return figures
+        metrics: dict[str, float] = self.engine.train_batch(batch_of(share, seed=step), loss=PolicyLoss("tis"))
+        return metrics
 
     def sharded(self, kind: str, *, loading: bool) -> dict[str, Any]:
         metadata = {"distrib_optim_sharding_type": kind, "distrib_optim_fully_reshardable_mem_efficient": True}
