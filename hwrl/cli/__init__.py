@@ -1,17 +1,16 @@
-"""The ``hwrl`` command. Each subcommand is a module with ``HELP``, ``configure(parser)`` and ``run(args)``."""
+"""The ``hwrl`` command: built-in subcommands, and those of plugins."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 
 from hwrl import __version__
+from hwrl.cli.commands import Commands
 from hwrl.errors import HwrlError, with_notes
 
-COMMANDS = ("train", "doctor", "bench", "checkpoints", "conformance")
-"""Names of the subcommands, and of the modules in this package; a module is imported only when it is asked for."""
+__all__ = ["main"]
 
 _EXTRA_OF = dict.fromkeys(
     ["matplotlib", "pyarrow", "pydantic", "ray", "rich", "safetensors", "tensorboard", "transformers", "yaml"], "train"
@@ -20,8 +19,8 @@ _EXTRA_OF = dict.fromkeys(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``; return the exit status: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
-    args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
+        args = _parse(list(sys.argv[1:] if argv is None else argv))
         status: int = args.run(args)
     except HwrlError as error:
         print(f"hwrl: {type(error).__name__}: {with_notes(error)}", file=sys.stderr)
@@ -39,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments; ``overrides``, where a command has them, may stand before and after its options."""
-    parser = _parser(words)
+    """Return the arguments. ``overrides`` of a command may stand before and after its options."""
+    parser = _parser(next((word for word in words if not word.startswith("-")), None))
     args, rest = parser.parse_known_args(words)
     if rest and ("overrides" not in args or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -49,14 +48,23 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(name: str | None) -> argparse.ArgumentParser:
+    """Return a parser for the command ``name``. If there is none, the parser has all commands, for help and errors.
+
+    Failed plugins are reported on stderr.
+    """
+    commands = Commands()
+    chosen = None if name is None else commands.find(name)
+    known = commands.all() if chosen is None else [chosen]
+    for problem in commands.problems:
+        print(f"hwrl: {problem}", file=sys.stderr)
     parser = argparse.ArgumentParser(prog="hwrl", description="Reinforcement learning on any accelerator.")
     parser.add_argument("--version", action="version", version=f"hwrl {__version__}")
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(COMMANDS) + "}")
-    for name in [chosen] if chosen in COMMANDS else COMMANDS:
-        module = importlib.import_module(f"hwrl.cli.{name}")
-        subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
-        module.configure(subparser)
-        subparser.set_defaults(run=module.run)
+    metavar = "{" + ",".join(command.name for command in known) + "}"
+    subparsers = parser.add_subparsers(required=True, metavar=metavar)
+    for command in known:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        subparser.set_defaults(run=command.run)
+    if chosen is not None:
+        chosen.configure(subparser)
     return parser

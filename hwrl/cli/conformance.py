@@ -1,4 +1,4 @@
-"""``hwrl conformance NAME``: check that a backend keeps every promise that hwrl builds on."""
+"""``hwrl conformance NAME``: run the conformance kit on a backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the conformance kit on the named backend and print each result; return 0 only if every check passed."""
+    """Run the kit on the named backend and print each result; return 0 if every check passed."""
     from hwrl.discovery import get_backend, set_backend
     from hwrl.testing.conformance import run_kit
 

@@ -1,4 +1,4 @@
-"""``hwrl doctor``: what is installed, what each backend's probe says, what is chosen and why, and whether it runs."""
+"""``hwrl doctor``: report the installed backends and their probes, the chosen backend, versions and settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hwrl.interfaces import Finding, ProbeContext
 HELP = "show backends, versions and settings, and check that the chosen backend can run"
 
 _TORCH_EXTENSIONS = "torch.backends"
-"""The entry-point group in which vendors register their devices with torch."""
+"""The entry-point group of vendors' extensions of torch."""
 _VARIABLES = re.compile(
     r"HWRL_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|RAY_ADDRESS|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE"
     r"|PYTORCH_ALLOC_CONF|TORCH_DEVICE_BACKEND_AUTOLOAD|PYTHONPATH"
@@ -37,14 +37,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 0 only if the chosen backend can run."""
+    """Print the report; return 0 if the chosen backend can run, else 1."""
     report = examine(Registry(), env=os.environ)
     print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
     return 0 if report["ok"] else 1
 
 
 def examine(registry: Registry, *, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the whole report as plain data; its ``ok`` says whether the chosen backend can run."""
+    """Return the report as plain data. Its ``ok`` is true if the chosen backend can run."""
     survey = registry.survey()
     backends = {probed.plugin.info.name: _describe(probed, ProbeContext(env=env)) for probed in survey.probed}
     report = {
@@ -90,15 +90,15 @@ def _findings(plugin: Plugin, context: ProbeContext) -> list[Finding]:
 
 
 def _checked(plugin: Plugin, finding: Any) -> Finding:
-    """Return ``finding``; in place of what is none, a finding that says so."""
+    """Return ``finding``, or a warning about the plugin if ``finding`` has another type."""
     wrong = type_mismatch(finding, Finding, name="a finding")
     return Finding("warning", f"hwrl_doctor of {plugin.value} gave a wrong answer: {wrong}") if wrong else finding
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions, from metadata, of python, of all that hwrl and backends use, and of torch's extensions.
+    """Return the versions of python, of hwrl's and the backends' dependencies, and of torch's extensions.
 
-    Development tools are left out.
+    They come from package metadata; nothing is imported. Development tools are left out.
     """
     needed = [
         text for name in {"hwrl", *_packages(BACKEND_ENTRY_POINTS)} for text in importlib.metadata.requires(name) or []
@@ -110,7 +110,7 @@ def _versions() -> dict[str, str]:
 
 
 def _packages(group: str) -> set[str]:
-    """Return the distributions that have entry points of ``group``."""
+    """Return the distributions with entry points of ``group``."""
     return {entry.dist.name for entry in importlib.metadata.entry_points(group=group) if entry.dist is not None}
 
 

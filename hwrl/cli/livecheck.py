@@ -1,6 +1,6 @@
-"""Use the chosen backend for a moment, in a child process that a broken driver may hang or kill.
+"""Use the chosen backend for a moment in a child process: a broken driver may hang or kill it.
 
-The child writes its report to a file, because a vendor's library may print whatever it likes.
+The child writes its report to a file, because a vendor's library may print to stdout.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SHOWN = 3
 
 
 def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
-    """Return what backend ``name`` did in a child process: ``ok``, ``why`` if not, its devices and capabilities."""
+    """Try backend ``name`` in a child process; return ``ok``, ``why`` not, its devices and capabilities."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        # The child finds the same hwrl and the same plugins as this process, not those of its working directory.
+        # The child imports the same hwrl and plugins as this process, and none from its working directory.
         env = os.environ | {BACKEND_VARIABLE: name, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-P", "-m", "hwrl.cli.livecheck", str(report)]
         try:
@@ -54,13 +54,13 @@ def _report() -> dict[str, Any]:
         report["device_count"] = backend.device_count()
         report["why"] = _why_unusable(backend)
         report["ok"] = not report["why"]
-    except Exception as exc:  # noqa: BLE001 - whatever a driver raises is the answer, and is shown
+    except Exception as exc:  # noqa: BLE001 - the exception of a driver is the answer
         report["why"] = f"{type(exc).__name__}: {exc}"
     return report
 
 
 def _why_unusable(backend: Backend) -> str:
-    """Return '' if memory, copies and a small model's numbers are right, else what was wrong."""
+    """Check memory, copies and a small model's numbers; return the first fault, "" if there is none."""
     import torch
 
     from hwrl.testing.compute import wrong_at_a_glance

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hwrl.interfaces import (
         Backend,
         BackendInfo,
+        Command,
         EngineSettings,
         Finding,
         Group,
@@ -67,7 +68,7 @@ def hwrl_process_env(
 
 @hookspec
 def hwrl_bootstrap(framework: str) -> None:
-    """Prepare this process for ``framework``, an import name such as ``megatron``, before its first import. Optional.
+    """Prepare this process for ``framework``, an import name, before its first import. Optional.
 
     hwrl calls it on the chosen backend's plugin, once, in the process that will import the framework.
     """
@@ -76,7 +77,7 @@ def hwrl_bootstrap(framework: str) -> None:
 
 @hookspec(firstresult=True)
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
-    """Return arguments for engines of ``framework``, an import name such as ``vllm``, on this device. Optional."""
+    """Return arguments for engines of ``framework``, an import name, on this device. Optional."""
     raise NotImplementedError
 
 
@@ -115,5 +116,14 @@ def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], b
 
     hwrl calls it once per process, in a process of its own for generation. Raise ConfigError for an unknown option or
     model, EngineError if the framework is not installed.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_commands() -> Iterable[Command]:
+    """Return the subcommands that the plugin adds to ``hwrl``. Optional.
+
+    Called by ``hwrl --help``, and when a command is not built in. Must import no torch and need milliseconds.
     """
     raise NotImplementedError

@@ -163,7 +163,7 @@ class Registry:
     def bootstrap(self, framework: str) -> None:
         """Let the chosen backend's plugin prepare this process for ``framework``. Call it before the import.
 
-        ``framework`` is an import name, such as ``megatron``. Only the first call for it does anything. Raises
+        ``framework`` is an import name. Only the first call for it does anything. Raises
         :class:`~hwrl.errors.BackendUnavailableError` if the plugin has this hook but the process has already imported
         the framework.
         """
@@ -183,7 +183,7 @@ class Registry:
             self._bootstrapped.add(framework)
 
     def engine_args(self, framework: str) -> dict[str, Any]:
-        """Return arguments for engines of ``framework``, an import name such as ``vllm``, on this device."""
+        """Return arguments for engines of ``framework``, an import name, on this device."""
         plugin = self._chosen_plugin()
         if plugin is None:
             return {}

@@ -14,6 +14,7 @@ from hwrl.interfaces.backend import (
 )
 from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.comm import Group, Pending, ReduceOp
+from hwrl.interfaces.command import Command
 from hwrl.interfaces.devicemap import DeviceMap
 from hwrl.interfaces.groups import Floats, Ints, PromptGroup, Response
 from hwrl.interfaces.handles import Handle
@@ -45,6 +46,7 @@ __all__ = [
     "BackendInfo",
     "Batch",
     "Capability",
+    "Command",
     "Completion",
     "DeviceMap",
     "EngineSettings",

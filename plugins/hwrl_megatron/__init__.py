@@ -38,7 +38,7 @@ def hwrl_train_engine(
     if settings.lora is not None:
         raise UnsupportedError(
             "train.engine=megatron trains no adapter",
-            why="PEFT, which makes adapters, knows no layers of Megatron-core's",
+            why="PEFT, the library for adapters, does not support layers of Megatron-core",
             fix="use train.engine=fsdp, or train the whole model with model.lora_rank=0",
         )
     chosen = parse_options(options)
@@ -57,7 +57,7 @@ def prepare_process(backend: Backend | None = None) -> None:
     ``hwrl_bootstrap``. A backend without streams has no device module like ``torch.cuda``: its device is the host, and
     Megatron's modules are redirected to it. Later calls do nothing.
     """
-    from hwrl.discovery.registry import backend_or_default, bootstrap
+    from hwrl.discovery import backend_or_default, bootstrap
 
     backend = backend_or_default(backend)
     bootstrap("megatron")

@@ -1,8 +1,8 @@
 """``python -m hwrl_vllm.bench``: updates of a live engine and its sleep, beside vLLM's own ways, in one run.
 
 Two processes, a trainer with transformers' model and a rollout with vLLM, on one device or, with ``--apart``, on two.
-The weights are random and others before each update, and after each the engine's log-probabilities are compared with
-the trainer's.
+The weights are random and change before each update. After it, the trainer compares the engine's log-probabilities with
+its own.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import os
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hwrl.cli.bench_peers import Seat
-from hwrl.cli.provenance import provenance
+from hwrl import get_backend
+from hwrl_bench.result import provenance
+from hwrl_bench.ways import BenchPlan, TransferResult
+from hwrl_bench.worker import BenchWorker
 
 if TYPE_CHECKING:
-    from hwrl_vllm.bench_ways import Way
+    from hwrl_bench.ways import TransferWay
 
 MODELS: dict[str, dict[str, int]] = {
     "4b": {
@@ -47,11 +50,10 @@ MODELS: dict[str, dict[str, int]] = {
 }
 """Shapes of Qwen3 with tied embeddings: 4b has 398 tensors, 8.04 GB as bfloat16."""
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS, _LONGEST = 8, 48, 16, 128
-_STEP_S = 300.0
 _ASLEEP_S = (0.0, 0.0, 2.0, 2.0)
-"""At once, and after a while, as when a trainer has used the device: drivers clear freed memory, which takes time."""
-_NOISE = 0.1
-"""The mean difference of log-probabilities that bfloat16 makes is below; another version's is ten times that."""
+"""Wake at once, and after a while, as after a trainer's step: a driver takes time to clear freed memory."""
+_MAX_DIFFERENCE = 0.1
+"""bfloat16 makes a smaller mean difference of log-probabilities; the weights of another version make ten times more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,29 +69,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     from hwrl.comm import serve_store, store_address
-    from hwrl.testing.processes import run_processes
+    from hwrl.testing import run_processes
 
     store = serve_store()
     with tempfile.TemporaryDirectory() as directory:
         _write_model(Path(directory), args.model)
-        plan = Plan(Path(directory), args.apart, tuple(args.parts), args.rounds, args.options, args.json, _about(args))
-        run_processes(_run, 2, store_address(store), plan, timeout_s=args.timeout)
+        workload = EngineWorkload(Path(directory), args.apart, tuple(args.parts), args.options)
+        plan = BenchPlan((), args.rounds, warm_up=1)
+        about = _about(args)
+        run_processes(_run, 2, store_address(store), plan, workload, args.json, about, timeout_s=args.timeout)
     result = json.loads(args.json.read_text())
     print(json.dumps(result, indent=2))
     return 0 if result["right"] else 1
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What both processes do."""
+class EngineWorkload:
+    """The model and the engine to measure, the same for both processes. ``apart``: on a device each."""
 
-    model_directory: Path
+    directory: Path
     apart: bool
     parts: tuple[str, ...]
-    rounds: int
     options: dict[str, Any]
-    json: Path
-    about: dict[str, Any]
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
@@ -107,158 +108,176 @@ def _write_model(directory: Path, name: str) -> None:
     config.save_pretrained(directory)
 
 
-def _run(rank: int, address: str, plan: Plan) -> None:
-    from hwrl.comm import connect_store
-    from hwrl.discovery import get_backend
-    from hwrl.run.placement import machine_devices
+def _run(
+    rank: int, address: str, plan: BenchPlan, workload: EngineWorkload, json_path: Path, about: dict[str, Any]
+) -> None:
+    from hwrl.run import machine_devices
 
     backend = get_backend()
-    if plan.apart:  # vLLM takes the first device that the process sees, whichever is the current one
+    if workload.apart:  # vLLM takes the first visible device, even if another one is current
         device = machine_devices(os.environ, backend.devices, count=2)[rank]
         os.environ |= backend.devices.render([device])  # read once, when the device is first used
     if backend.device_count():
         backend.set_device(0)
-    seat = Seat(rank, 2, connect_store(address, timeout_s=_STEP_S), backend)
-    side: Side = Rollout(seat, plan) if rank else Trainer(seat, plan)
-    for part in plan.parts:
-        side.part(part)
+    worker = BenchWorker.connect(rank, 2, address, backend)
+    process: EngineProcess
+    if rank:
+        process = RolloutProcess(worker, plan, workload)
+    else:
+        process = TrainerProcess(worker, plan, workload, json_path, about)
+    for part in workload.parts:
+        process.measure_part(part)
 
 
-@dataclass
-class Side:
-    """One process's part in what both do in step."""
+class EngineProcess(ABC):
+    """One of the two processes. Both run the same rounds; each method does this process's part of a step."""
 
-    seat: Seat
-    plan: Plan
-    version: int = 0
-    turn: int = 0
-    checks: int = 0
-    ways: dict[str, Way] = field(default_factory=dict)
+    def __init__(self, worker: BenchWorker, plan: BenchPlan, workload: EngineWorkload) -> None:
+        from hwrl_vllm.bench_ways import wire_s
 
-    def __post_init__(self) -> None:
-        from hwrl_vllm.bench_ways import make_ways, wire_s
+        self.worker, self.plan, self.workload = worker, plan, workload
+        self.version = self.checks = 0
+        self.nbytes = _model_nbytes(workload.directory)
+        self.wire_s = wire_s(worker, nbytes=self.nbytes, apart=workload.apart)
+        self.ways = self.set_up()
 
-        self.nbytes, self.wire_s = wire_s(self.seat, self.plan)
-        self.set_up()
-        self.ways = make_ways(self.seat, getattr(self, "engine", None), apart=self.plan.apart)
+    @abstractmethod
+    def set_up(self) -> dict[str, TransferWay]:
+        """Build the model, or the engine; return this process's ends of the ways."""
 
-    def set_up(self) -> None:
-        """Build the model, or the engine."""
-
-    def part(self, name: str) -> None:
-        """Measure one part; the trainer writes what both found."""
-        measured = self.updates() if name == "updates" else self.sleeps()
-        self.finish(name, measured)
-
-    def finish(self, name: str, measured: Any) -> None:
-        raise NotImplementedError
-
-    def meet(self) -> None:
-        """Wait until the other process is here and its device is idle."""
-        self.turn += 1
-        self.seat.backend.synchronize()
-        self.seat.tell(f"here/{self.turn}/{self.seat.rank}", True)
-        self.seat.ask(f"here/{self.turn}/{1 - self.seat.rank}")
-
+    @abstractmethod
     def update(self, way: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """Send or receive the next version."""
 
+    @abstractmethod
     def check(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """Generate, or compare what was generated."""
 
-    def updates(self) -> dict[str, Any]:
+    @abstractmethod
+    def finish(self, part: str, rows: Any) -> None:
+        """Give a part's rows to the trainer, which writes them."""
+
+    def measure_part(self, name: str) -> None:
+        """Measure one part: "updates" or "sleep"."""
+        self.finish(name, self.measure_updates() if name == "updates" else self.measure_sleep())
+
+    def measure_updates(self) -> dict[str, list[dict[str, Any]]]:
         """Update by each way in turns; return the times of each round, by way."""
-        rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in self.ways}
-        for _ in range(1 + self.plan.rounds):
-            for way in list(self.ways):
-                self.meet()
-                measured = self.update(way)
-                rounds[way].append({**measured, **self.check()})
-        return rounds
 
-    def sleeps(self) -> dict[str, Any]:
-        """Sleep and wake, with hwrl's memory for the weights and with vLLM's own."""
+        def measure(way: str, _: int) -> dict[str, Any]:
+            self.worker.barrier()
+            return {**self.update(way), **self.check()}
+
+        return replace(self.plan, ways=tuple(self.ways)).take_turns(measure)
+
+    def measure_sleep(self) -> dict[str, Any]:
+        """Sleep and wake, with hwrl's memory for the weights and with vLLM's."""
         measured: dict[str, Any] = {}
-        for whose in ("hwrl", "vLLM"):
-            self.use_sleep_of(whose)
-            self.meet()
+        for memory in ("hwrl", "vLLM"):
+            self.use_sleep_memory(memory)
+            self.worker.barrier()
             self.update("hwrl")
             level_1 = [
                 {**self.time_sleep(1), **_stay_asleep(seconds), **self.time_wake(None), **self.check()}
                 for seconds in _ASLEEP_S
             ]
-            level_2 = []
-            for asleep_s in _ASLEEP_S:
-                seconds = {**self.time_sleep(2), **_stay_asleep(asleep_s), **self.time_wake("weights")}
-                self.meet()
-                updated = self.update("hwrl")
-                seconds |= {"update": updated["total_s"]} if updated else {}
-                level_2.append({**seconds, **self.time_wake("kv_cache"), **self.check()})
-            measured[whose] = {"level 1": level_1, "level 2": level_2}
+            measured[memory] = {"level 1": level_1, "level 2": [self._level_2(seconds) for seconds in _ASLEEP_S]}
         return measured
 
-    def use_sleep_of(self, whose: str) -> None:
-        """Choose where weights are kept in level 1."""
+    def _level_2(self, asleep_s: float) -> dict[str, Any]:
+        """Sleep without the weights; wake for the weights, update, wake for the attention cache."""
+        row = {**self.time_sleep(2), **_stay_asleep(asleep_s), **self.time_wake("weights")}
+        self.worker.barrier()
+        updated = self.update("hwrl")
+        row |= {"update": updated["total_s"]} if updated else {}
+        return {**row, **self.time_wake("kv_cache"), **self.check()}
+
+    def use_sleep_memory(self, memory: str) -> None:
+        """Choose the memory that keeps the weights in level 1: "hwrl" or "vLLM"."""
+        return
 
     def time_sleep(self, level: int) -> dict[str, float]:
+        """Let the engine sleep; return seconds and freed bytes."""
         return {}
 
     def time_wake(self, tag: str | None) -> dict[str, float]:
+        """Wake the engine, or its part ``tag``; return the seconds."""
         return {}
 
 
-class Trainer(Side):
-    """Has transformers' model, sends its weights, and writes what was measured."""
+def _model_nbytes(directory: Path) -> int:
+    import torch
 
-    def set_up(self) -> None:
+    from hwrl.models import build_model
+
+    with torch.device("meta"):
+        model = build_model(directory, dtype=torch.bfloat16)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+class TrainerProcess(EngineProcess):
+    """Has transformers' model, sends its weights, and writes the result."""
+
+    def __init__(
+        self,
+        worker: BenchWorker,
+        plan: BenchPlan,
+        workload: EngineWorkload,
+        json_path: Path,
+        about: dict[str, Any],
+    ) -> None:
+        super().__init__(worker, plan, workload)
+        self._json_path = json_path
+        self.result: dict[str, Any] = {**about, "bytes": self.nbytes, "wire_s": self.wire_s, "right": True}
+
+    def set_up(self) -> dict[str, TransferWay]:
         import torch
 
         from hwrl.models import build_model
+        from hwrl_vllm.bench_ways import make_ways
 
-        with self.seat.backend.device():
-            self.model = build_model(self.plan.model_directory, dtype=torch.bfloat16).eval()
-        self.result: dict[str, Any] = {**self.plan.about, "bytes": self.nbytes, "wire_s": self.wire_s, "right": True}
+        with self.worker.backend.device():
+            self.model = build_model(self.workload.directory, dtype=torch.bfloat16).eval()
+        named = [(name, parameter.data) for name, parameter in self.model.named_parameters()]
+        return make_ways(self.worker, named, None, apart=self.workload.apart, directory=self.workload.directory)
 
     def update(self, way: str) -> dict[str, Any]:
         self.version += 1
-        self._change()
-        named = [(name, tensor.data) for name, tensor in self.model.named_parameters()]
-        self.seat.backend.synchronize()
-        self.seat.tell(f"begin/{self.version}", True)
+        self._change_weights()
+        self.worker.backend.synchronize()
+        self.worker.put(f"begin/{self.version}", True)
         begin = time.monotonic()
-        stages = self.ways[way].send(self.version, named)
-        theirs = self.seat.ask(f"updated/{self.version}")
-        return {"total_s": theirs.pop("end") - begin, "sender": stages, **theirs}
+        sent = self.ways[way].send(self.version)
+        received = self.worker.get(f"updated/{self.version}")
+        return {"total_s": received.pop("end") - begin, "sender": dict(sent.stages), **received}
 
     def check(self) -> dict[str, Any]:
-        """Return by how much the engine's log-probabilities differ from those of the model that was sent."""
+        """Return how far the engine's log-probabilities are from those of the model that was sent."""
         import torch
 
         self.checks += 1
         differences, behind = [], []
-        for prompt, response in self.seat.ask(f"generated/{self.checks}"):
-            tokens = torch.tensor([*prompt, *response.token_ids], device=self.seat.backend.device()).long()
+        for prompt, response, logprobs in self.worker.get(f"generated/{self.checks}"):
+            tokens = torch.tensor([*prompt, *response], device=self.worker.backend.device()).long()
             with torch.no_grad():
                 logits = self.model(tokens[None]).logits[0, len(prompt) - 1 : -1].float().cpu()
             chosen = tokens[len(prompt) :, None].cpu()
-            mine = logits.log_softmax(-1).gather(1, chosen)[:, 0]
-            differences.append((mine - torch.from_numpy(response.logprobs)).abs())
+            expected = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+            differences.append((expected - torch.tensor(logprobs)).abs())
             behind.append(logits.max(-1).values - logits.gather(1, chosen)[:, 0])
         difference, places = torch.cat(differences), torch.cat(behind)
+        self.result["right"] &= difference.mean().item() < _MAX_DIFFERENCE
         return {
             "logprob_difference": {"mean": difference.mean().item(), "max": difference.max().item()},
             "greedy": {"equal": (places == 0).float().mean().item(), "furthest_behind": places.max().item()},
         }
 
-    def finish(self, name: str, measured: Any) -> None:
-        theirs = self.seat.ask(f"part/{name}")
-        rows = [row for rows in _leaves(measured) for row in rows]
-        self.result["right"] &= all(row["logprob_difference"]["mean"] < _NOISE for row in rows)
-        merged = _merge(measured, theirs)
-        self.result[name] = {way: _summary(rows[1:]) for way, rows in merged.items()} if name == "updates" else merged
-        self.plan.json.write_text(json.dumps(self.result, indent=2) + "\n")
+    def finish(self, part: str, rows: Any) -> None:
+        rows = merge(rows, self.worker.get(f"part/{part}"))
+        self.result[part] = {way: summarize(each) for way, each in rows.items()} if part == "updates" else rows
+        self._json_path.write_text(json.dumps(self.result, indent=2) + "\n")
 
-    def _change(self) -> None:
+    def _change_weights(self) -> None:
         import torch
 
         torch.manual_seed(self.version)
@@ -267,36 +286,40 @@ class Trainer(Side):
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.02)
 
 
-class Rollout(Side):
+class RolloutProcess(EngineProcess):
     """Has vLLM's engine."""
 
-    def set_up(self) -> None:
+    def set_up(self) -> dict[str, TransferWay]:
         import torch
 
         from hwrl.interfaces import RolloutSettings
-        from hwrl_vllm.bench_ways import own_transfer
+        from hwrl_vllm.bench_ways import make_ways, vllm_transfer_options
         from hwrl_vllm.engine import VllmEngine
 
         settings = RolloutSettings(
-            model_directory=self.plan.model_directory,
+            model_directory=self.workload.directory,
             dtype=torch.bfloat16,
             eos_ids=[1],
             max_running=64,
             max_length=_LONGEST,
-            may_sleep="sleep" in self.plan.parts,
+            may_sleep="sleep" in self.workload.parts,
         )
         options = {
             "enforce_eager": True,
             "enable_prefix_caching": False,
-            **own_transfer(self.seat.backend, apart=self.plan.apart),
+            **vllm_transfer_options(self.worker.backend, apart=self.workload.apart),
         }
-        self.engine = VllmEngine(settings, options=options | self.plan.options, backend=self.seat.backend)
+        self.engine = VllmEngine(settings, options=options | self.workload.options, backend=self.worker.backend)
+        directory = self.workload.directory
+        return make_ways(self.worker, [], self.engine, apart=self.workload.apart, directory=directory)
 
     def update(self, way: str) -> dict[str, Any]:
         self.version += 1
-        self.seat.ask(f"begin/{self.version}")
-        stages = self.ways[way].receive(self.version)
-        self.seat.tell(f"updated/{self.version}", {**stages, "end": time.monotonic()})
+        self.worker.get(f"begin/{self.version}")
+        received: TransferResult = self.ways[way].receive(self.version)
+        end = time.monotonic()
+        row = {"pause_s": received.pause_s, "receiver": dict(received.stages), "end": end}
+        self.worker.put(f"updated/{self.version}", row)
         return {}
 
     def check(self) -> dict[str, Any]:
@@ -311,17 +334,20 @@ class Rollout(Side):
         self.engine.submit([GenerationRequest(number, prompt, sampling) for number, prompt in enumerate(prompts)])
         generated = []
         while self.engine.pending():
-            generated += [(prompts[done.request_id].tolist(), done.response) for done in self.engine.step()]
+            for done in self.engine.step():
+                response = done.response
+                tokens, logprobs = np.asarray(response.token_ids).tolist(), np.asarray(response.logprobs).tolist()
+                generated.append((prompts[done.request_id].tolist(), tokens, logprobs))
         self.checks += 1
-        self.seat.tell(f"generated/{self.checks}", generated)
+        self.worker.put(f"generated/{self.checks}", generated)
         return {}
 
-    def finish(self, name: str, measured: Any) -> None:
-        self.seat.tell(f"part/{name}", measured)
+    def finish(self, part: str, rows: Any) -> None:
+        self.worker.put(f"part/{part}", rows)
 
-    def use_sleep_of(self, whose: str) -> None:
-        if whose == "vLLM":
-            self.engine._vllm.collective_rpc(_use_vllms_sleep)
+    def use_sleep_memory(self, memory: str) -> None:
+        if memory == "vLLM":
+            self.engine._vllm.collective_rpc(_use_vllm_memory)
 
     def time_sleep(self, level: int) -> dict[str, float]:
         freed, seconds = _timed(lambda: self.engine.sleep(level=level))
@@ -337,10 +363,10 @@ def _stay_asleep(seconds: float) -> dict[str, float]:
     return {"asleep_s": seconds}
 
 
-def _use_vllms_sleep(worker: Any) -> None:
+def _use_vllm_memory(worker: Any) -> None:
     from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-    worker.worker._sleep_mode_backend = CuMemBackend()  # a wrapper holds it
+    worker.worker._sleep_mode_backend = CuMemBackend()  # vLLM gives functions a wrapper of the worker
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
@@ -348,18 +374,14 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return call(), time.perf_counter() - begin
 
 
-def _leaves(tree: Any) -> list[list[dict[str, Any]]]:
-    return [tree] if isinstance(tree, list) else [leaf for branch in tree.values() for leaf in _leaves(branch)]
+def merge(rows: Any, others: Any) -> Any:
+    """Return the rows of two processes as one: dicts by key, lists by position."""
+    if isinstance(rows, list):
+        return [{**one, **other} for one, other in zip(rows, others, strict=True)]
+    return {key: merge(rows[key], others[key]) for key in rows}
 
 
-def _merge(mine: Any, theirs: Any) -> Any:
-    """Return the two processes' measurements as one."""
-    if isinstance(mine, list):
-        return [{**one, **other} for one, other in zip(mine, theirs, strict=True)]
-    return {key: _merge(mine[key], theirs[key]) for key in mine}
-
-
-def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return medians over the rounds, and each round's total."""
     summary: dict[str, Any] = {"total_s": [row["total_s"] for row in rows]}
     for key, value in rows[0].items():

@@ -19,10 +19,11 @@ from typing import Literal
 
 Kind = Literal["kill", "torn", "short", "full", "eio", "frozen"]
 KINDS: tuple[Kind, ...] = ("kill", "torn", "short", "full", "eio", "frozen")
-"""Faults at a call. kill: the process is killed before it. torn: killed after it, or after half of a write. short: a
-write does half and reports so, as the system allows (the next write, if the call is none). full: the disk is full from
-then on (half of a write fits, removing works). eio: the call fails once with EIO. frozen: the process is stopped before
-it, until another process resumes it.
+"""Faults at a call. kill: the process is killed before it. torn: killed after it, or after half of a write.
+
+short: a write does half and reports so, as the system allows (the next write, if the call is none). full: the disk is
+full from then on (half of a write fits, removing works). eio: the call fails once with EIO. frozen: the process is
+stopped before it, until another process resumes it.
 """
 KILLS: tuple[Kind, ...] = ("kill", "torn")
 

@@ -15,13 +15,13 @@ from hwrl.run.report import RunReport
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Fault, WatchedDisk, read_trace, why_unavailable
 from tests.crash.power import Power, survivals
-from tests.support.two_step_run import CHECKPOINT, Trainers, train
+from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 
 def _train(home: Path) -> None:
-    train(home, Trainers(home, DurableFS()), Interrupts())
+    train(home, StandInFleet(home, DurableFS()), Interrupts())
 
 
 def _in_child(home: Path, *, fault: Fault | None, trace: Path | None = None) -> tuple[str, int]:
@@ -47,7 +47,7 @@ def _resumed(home: Path) -> tuple[int, list[str]]:
     said: list[str] = []
     checkpoint = home / CHECKPOINT
     step = int(checkpoint.read_text()) if checkpoint.exists() else 0
-    report = RunReport(home, say=said.append, resume_step=step)
+    report = RunReport(home, log=said.append, resume_step=step)
     report.history.clear()  # there is no need of a curve
     report.close()
     return step, said

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hwrl
 from hwrl.comm import Comm, Group, HashStore
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces import EngineSettings
 from hwrl_cpu import INFO, CpuBackend
 from hwrl_megatron import hwrl_train_engine, prepare_process
 

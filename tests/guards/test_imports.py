@@ -38,7 +38,9 @@ def test_importing_hwrl_is_fast() -> None:
     assert min(float(run(code)) for _ in range(3)) < MAX_IMPORT_MS
 
 
-@pytest.mark.parametrize("name", [*LIGHT_MODULES, "hwrl_cpu", "hwrl_cuda", "hwrl_npu", "hwrl_megatron", "hwrl_vllm"])
+@pytest.mark.parametrize(
+    "name", [*LIGHT_MODULES, "hwrl_bench", "hwrl_cpu", "hwrl_cuda", "hwrl_npu", "hwrl_megatron", "hwrl_vllm"]
+)
 def test_what_runs_before_torch_does_not_import_it(name: str) -> None:
     assert run(f"import sys; import {name}; print({HEAVY} & set(sys.modules))").strip() == "set()"
 

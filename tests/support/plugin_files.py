@@ -61,3 +61,18 @@ class PluginFiles:
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PluginFiles:
     monkeypatch.syspath_prepend(str(tmp_path))
     return PluginFiles(tmp_path)
+
+
+def install_plugin(folder: Path, name: str, *, source: str, distribution: str = "") -> str:
+    """Install a plugin of the group ``hwrl.plugins`` into ``folder``, as pip would; return its module's name.
+
+    It is found by processes with ``folder`` on ``sys.path``.
+    """
+    module = f"{folder.name.replace('-', '_')}_{name}"
+    (folder / f"{module}.py").write_text(source)
+    distribution = distribution or f"stranger_{name}"
+    metadata = folder / f"{distribution}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[hwrl.plugins]\n{name} = {module}\n")
+    return module

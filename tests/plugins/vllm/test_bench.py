@@ -26,7 +26,7 @@ def test_updates_are_timed_by_stage_and_compared_with_transformers(tmp_path: Pat
     result = json.loads((tmp_path / "bench.json").read_text())
     assert result["right"] and {"hwrl", "torch", "transformers"} < result["versions"].keys()
     (measured,) = result["updates"].values()
-    assert len(measured["total_s"]) == 2 and measured["logprob_difference"]["mean"] < bench._NOISE
+    assert len(measured["total_s"]) == 2 and measured["logprob_difference"]["mean"] < 0.1
     assert {"gather", "pack", "wire", "vote"} <= measured["sender"].keys()
     stages = measured["receiver"]
     assert measured["median_pause_s"] >= stages["wire"] + stages["load"] > 0 < result["bytes"]
@@ -35,9 +35,9 @@ def test_updates_are_timed_by_stage_and_compared_with_transformers(tmp_path: Pat
 def test_the_measurements_of_both_processes_become_one() -> None:
     mine = {"hwrl": {"level 1": [{"right": 1.0}]}}
     theirs = {"hwrl": {"level 1": [{"sleep": 0.2, "freed_nbytes": 7}]}}
-    assert bench._merge(mine, theirs) == {"hwrl": {"level 1": [{"right": 1.0, "sleep": 0.2, "freed_nbytes": 7}]}}
+    assert bench.merge(mine, theirs) == {"hwrl": {"level 1": [{"right": 1.0, "sleep": 0.2, "freed_nbytes": 7}]}}
     rows = [{"total_s": s, "pause_s": s / 2, "sender": {"pack": s / 4}} for s in (4.0, 8.0, 12.0)]
-    assert bench._summary(rows) == {
+    assert bench.summarize(rows) == {
         "total_s": [4.0, 8.0, 12.0],
         "median_total_s": 8.0,
         "median_pause_s": 4.0,

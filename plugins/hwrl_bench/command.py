@@ -1,0 +1,34 @@
+"""``hwrl bench NAME``: one subcommand for each benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+HELP = "measure weight transfer, memory offload, checkpoints, asynchronous training, LoRA or the cost of a call"
+
+BENCHMARKS = {
+    "weights": "hwrl_bench.weights",
+    "offload": "hwrl_bench.offload",
+    "checkpoint": "hwrl_bench.checkpoint",
+    "async": "hwrl_bench.async_training",
+    "lora": "hwrl_bench.lora",
+    "overhead": "hwrl_bench.overhead",
+}
+"""The modules of the benchmarks. Each has HELP, configure(parser) and run(args), and imports torch in ``run`` only."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add one subparser for each benchmark."""
+    subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(BENCHMARKS) + "}")
+    for name, path in BENCHMARKS.items():
+        module = importlib.import_module(path)
+        subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
+        module.configure(subparser)
+        subparser.set_defaults(benchmark=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen benchmark."""
+    status: int = args.benchmark(args)
+    return status
