@@ -24,7 +24,7 @@ from hwrl.checkpoint.saving.nodes import join_node
 from hwrl.checkpoint.saving.save import SaveProtocol
 from hwrl.checkpoint.saving.stages import CapturedSave
 from hwrl.checkpoint.saving.staging import StagingMemory
-from hwrl.checkpoint.saving.state import capture_state
+from hwrl.checkpoint.saving.state import CapturedState, capture_state
 from hwrl.checkpoint.saving.tuning import SaveTuning
 from hwrl.comm import Group, PrefixStore
 from hwrl.discovery import backend_or_default
@@ -63,6 +63,18 @@ class CheckpointManager:
     All ranks of ``group`` save together. They make the same calls in the same order. They share one directory, or the
     ranks of each node have one on its own disk. A rank without a heartbeat for ``timeout_s`` counts as lost; otherwise
     it may take any time to write. ``fs`` makes every change of the disk.
+
+    The arguments of ``save``: ``state`` is a nested dict of tensors, DTensors, :class:`LocalShards` and plain values,
+    as ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict`` returns it. ``extra`` is JSON with string keys,
+    taken from rank 0; ``rank_extra`` is the same for each rank.
+
+    ``export`` writes files for other readers. It is called once, on rank 0, with the path of the empty directory ``hf``
+    inside the checkpoint. With ``async_save`` it runs in the background, so it must own its data and call no
+    collective.
+
+    ``offloader`` holds tensors of the state on the host; they are written from there, neither loaded nor copied. Take
+    the state inside ``offloader.lending()`` then. The offloader may be used at once: before an ``offload`` overwrites a
+    tensor, it waits until the tensor is written. Until the ranks have divided the work, it waits for all tensors.
 
     Timeline: opening takes the directory's lock and removes the drafts of dead writers. ``resume`` comes first, then
     any number of ``save``. ``close``, or leaving the context, waits for a running save and releases the lock.
@@ -139,21 +151,9 @@ class CheckpointManager:
     ) -> SaveReport:
         """Save ``state`` as ``step``. It must be later than every complete step in the directory.
 
-        ``state`` is a nested dict of tensors, DTensors, :class:`LocalShards` and plain values, as ``get_state_dict`` of
-        ``torch.distributed.checkpoint.state_dict`` returns it. ``extra`` is JSON with string keys, taken from rank 0;
-        ``rank_extra`` is the same for each rank.
-
-        ``export`` writes files for other readers. It is called once, on rank 0, with the path of the empty directory
-        ``hf`` inside the checkpoint. With ``async_save`` it runs in the background, so it must own its data and call
-        no collective.
-
-        ``offloader`` holds tensors of the state on the host; they are written from there, neither loaded nor copied.
-        Take the state inside ``offloader.lending()`` then. The offloader may be used at once: before an ``offload``
-        overwrites a tensor, it waits until the tensor is written. Until the ranks have divided the work, it waits for
-        all tensors.
-
         Without ``async_save`` the checkpoint is complete and durable when this returns. With it, the caller may change
-        the state as soon as this returns; the call first waits for a previous save.
+        the state as soon as this returns; the call first waits for a previous save. The class docstring has the
+        arguments.
 
         Raises :class:`~hwrl.errors.CheckpointSaveError` if this save, or the previous one in the background, failed.
         The checkpoints before it are untouched and the next save may succeed. If this call raises the previous
@@ -182,14 +182,8 @@ class CheckpointManager:
             self._saving.save(captured)
         if previous_error is not None:
             raise previous_error
-        return SaveReport(
-            waited_s=waited_s - started_s,
-            blocked_s=time.perf_counter() - waited_s,
-            cloned_nbytes=captured.state.cloned_nbytes,
-            staged_nbytes=captured.state.staged_nbytes,
-            lent_nbytes=captured.state.lent_nbytes,
-            held_nbytes=self._staging.nbytes,
-        )
+        blocked_s = time.perf_counter() - waited_s
+        return _report(captured.state, self._staging, waited_s=waited_s - started_s, blocked_s=blocked_s)
 
     @contextlib.contextmanager
     def _refusing(self, call: int, step: int) -> Iterator[None]:
@@ -323,6 +317,17 @@ def _agreement_of(group: Group | None, timeout_s: float) -> Agreement:
     opened = group.store.add(f"hwrl/checkpoint/opened/{group.rank}", 1)
     store = PrefixStore(f"hwrl/checkpoint/{opened}", group.store)
     return Agreement(store, rank=group.rank, ranks=range(group.size), timeout_s=timeout_s)
+
+
+def _report(state: CapturedState, staging: StagingMemory, *, waited_s: float, blocked_s: float) -> SaveReport:
+    return SaveReport(
+        waited_s=waited_s,
+        blocked_s=blocked_s,
+        cloned_nbytes=state.cloned_nbytes,
+        staged_nbytes=state.staged_nbytes,
+        lent_nbytes=state.lent_nbytes,
+        held_nbytes=staging.nbytes,
+    )
 
 
 def _log_failure(saving: Future[None]) -> None:

@@ -174,14 +174,31 @@ def test_the_default_device_is_the_callers_own_matter(tmp_path: Path) -> None:
 # -- closed, or dropped -----------------------------------------------------------------------------------------
 
 
+class Locking(CpuBackend):
+    """Counts the bytes of page-locked memory."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self.locked_nbytes = 0
+
+    def register_host_memory(self, memory: torch.Tensor) -> None:
+        self.locked_nbytes += memory.nbytes
+
+    def unregister_host_memory(self, memory: torch.Tensor) -> None:
+        self.locked_nbytes -= memory.nbytes
+
+
 def test_a_closed_manager_saves_nothing_and_holds_nothing(tmp_path: Path) -> None:
-    opened = manager(tmp_path, async_save=True)
+    backend = Locking()
+    opened = manager(tmp_path, async_save=True, backend=backend)
+    opened.save(1, small(1))
+    assert backend.locked_nbytes > 0
     opened.close()
-    with pytest.raises(CheckpointSaveError, match="step 1 cannot be saved\n  why: the manager is closed"):
-        opened.save(1, small(1))
+    with pytest.raises(CheckpointSaveError, match="step 2 cannot be saved\n  why: the manager is closed"):
+        opened.save(2, small(2))
     with pytest.raises(CheckpointError, match="nothing can be loaded"):
         opened.resume(small(1))
-    assert opened._staging.nbytes == 0
+    assert backend.locked_nbytes == 0
 
 
 def test_a_manager_that_is_dropped_frees_the_directory_when_its_save_is_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint by its layout file: :class:`StateLoad` and :func:`read_tensors`."""
+"""Loading a checkpoint by its layout file: :func:`plan_load` and :func:`read_tensors`."""
 
 from __future__ import annotations
 
