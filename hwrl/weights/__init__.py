@@ -1,14 +1,12 @@
 """Weights from a trainer to rollout replicas: planned layouts, transports, two-phase commit of versions."""
 
-from hwrl.weights.gather import WeightShard, gather_weights
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
 from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
-from hwrl.weights.shared import SharedReads, SharedWeights
 from hwrl.weights.slabs import BroadcastBuffer
-from hwrl.weights.source import WeightSource
+from hwrl.weights.source import SharedReads, SharedWeights, WeightShard, WeightSource, gather_weights
 from hwrl.weights.transport import ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS, TransportName
 

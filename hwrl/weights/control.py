@@ -127,7 +127,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Payload:
+class TransportPayload:
     """The part of a proposal that only its transport reads.
 
     A transport has a frozen dataclass of its own; fields are int, float, str or tuple[int, ...].
@@ -153,10 +153,10 @@ class Proposal:
     timeout_s: float
     before: int
     metadata: dict[str, str | int | float]
-    payload: Payload
+    payload: TransportPayload
 
     @classmethod
-    def read(cls, text: bytes, payloads: Mapping[str, type[Payload]]) -> Proposal:
+    def read(cls, text: bytes, payloads: Mapping[str, type[TransportPayload]]) -> Proposal:
         """Read a proposal. Raises TransferFailedError if it is malformed or ``payloads`` lacks its transport."""
         try:
             found = json.loads(text)
@@ -175,7 +175,7 @@ class ControlChannel:
     ``payloads`` maps each transport's name to its payload.
     """
 
-    def __init__(self, store: Store, *, name: str, payloads: Mapping[str, type[Payload]]) -> None:
+    def __init__(self, store: Store, *, name: str, payloads: Mapping[str, type[TransportPayload]]) -> None:
         # A connection of its own: a client that waits blocks other threads, and making a group waits.
         self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
         self.name = name

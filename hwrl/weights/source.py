@@ -1,17 +1,25 @@
-"""The weights to send: :class:`WeightSource`."""
+"""The weights to send: :class:`WeightSource`; whole tensors out of shards; reads shared by several ranks."""
 
 from __future__ import annotations
 
+import collections
+import functools
+import math
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from hwrl.comm import Group
+from hwrl.comm import Group, Pending
 from hwrl.errors import WeightsError
-from hwrl.weights.gather import gather_weights
+from hwrl.interfaces import TrainEngine
 from hwrl.weights.layout import NamedTensor
+
+_AHEAD_NBYTES = 512 << 20
+_DENSE = torch.contiguous_format
+_END = -1
 
 
 @dataclass(frozen=True)
@@ -129,3 +137,165 @@ class _ModuleWeights:
 def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
     for read in reads:
         yield from read()
+
+
+# -- whole tensors out of shards -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """This rank's shard of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
+
+    Shards are of equal size, rounded up; the last ones may be smaller or empty.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    dim: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """A tensor on its way. ``whole`` is None except on the first rank; ``landed`` pairs its parts with buffers."""
+
+    name: str
+    nbytes: int
+    whole: torch.Tensor | None = None
+    landed: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    pending: Sequence[Pending] = ()
+
+
+def gather_weights(
+    named: Iterable[tuple[str, torch.Tensor | WeightShard]], group: Group | None, *, dtype: torch.dtype | None
+) -> Iterator[NamedTensor]:
+    """Yield each tensor whole on the first rank of ``group``; on the others, send the shards and yield nothing.
+
+    Floating-point tensors travel as ``dtype``, None: as they are. All ranks of the group must exhaust this iterator.
+    Shards travel to the first rank only, up to 512 MiB ahead of the yielded tensor, while the caller works with it.
+    Replicated tensors cost no traffic.
+    """
+    ahead: collections.deque[_Gathering] = collections.deque()
+    limit = 0 if group is None else _AHEAD_NBYTES  # one rank has no traffic to hide
+    under_way = 0
+    for name, tensor in named:
+        ahead.append(_gather(name, tensor, group, dtype))
+        under_way += ahead[-1].nbytes
+        while under_way > limit:
+            under_way -= ahead[0].nbytes
+            yield from _finish(ahead.popleft())
+    while ahead:
+        yield from _finish(ahead.popleft())
+
+
+def _finish(one: _Gathering) -> Iterator[NamedTensor]:
+    for pending in one.pending:
+        pending.wait()
+    for part, received in one.landed:
+        if received is not part:
+            part.copy_(received)
+    if one.whole is not None:
+        yield one.name, one.whole
+
+
+def _gather(
+    name: str, tensor: torch.Tensor | WeightShard, group: Group | None, dtype: torch.dtype | None
+) -> _Gathering:
+    if group is not None and isinstance(tensor, DTensor):
+        if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
+            tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, group.size)
+        else:
+            tensor = tensor.full_tensor()
+    local = tensor.tensor if isinstance(tensor, WeightShard) else tensor
+    wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
+    if not isinstance(tensor, WeightShard):
+        first = group is None or group.rank == 0
+        return _Gathering(name, tensor.numel() * wanted.itemsize, tensor.to(wanted) if first else None)
+    assert group is not None, "shards are of several ranks"
+    if group.rank == 0:
+        return _receive_shards(name, tensor, group, wanted)
+    mine = tensor.tensor.to(wanted).contiguous()
+    sent = [group.send(mine, dst=0, async_op=True)] if mine.numel() else []
+    nbytes = math.prod(tensor.shape) * wanted.itemsize
+    return _Gathering(name, nbytes, landed=[(mine, mine)], pending=sent)  # keeps the shard alive until it is sent
+
+
+def _receive_shards(name: str, shard: WeightShard, group: Group, dtype: torch.dtype) -> _Gathering:
+    mine = shard.tensor.to(dtype).contiguous()
+    whole = torch.empty(shard.shape, dtype=dtype, device=mine.device)
+    parts = whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
+    parts[0].copy_(mine)
+    landed = [(part, part if part.is_contiguous() else torch.empty_like(part, memory_format=_DENSE)) for part in parts]
+    received = [
+        group.recv(received, src=rank, async_op=True)
+        for rank, (_, received) in enumerate(landed)
+        if rank and received.numel()
+    ]
+    return _Gathering(name, whole.nbytes, whole, landed[1:], received)
+
+
+# -- reads of all ranks together -------------------------------------------------------------------------------------
+
+
+class SharedReads:
+    """Sources that all ranks of ``group`` must read together, for example shards of one model.
+
+    The first rank gives ``sources`` to a sender inside the context; a transfer may read them several times or not at
+    all. The other ranks :meth:`follow` until the first rank leaves the context. ``group`` None means this rank alone.
+    """
+
+    def __init__(self, sources: Sequence[WeightSource], group: Group | None) -> None:
+        self._group = group
+        self._originals = sources
+        self.sources = tuple(
+            WeightSource(source.metadata, functools.partial(self._read, number))
+            for number, source in enumerate(sources)
+        )
+
+    def follow(self) -> None:
+        """Take part in each read of the first rank, until it leaves the context. Blocks."""
+        while (number := self._announce(_END)) != _END:
+            for _ in self._originals[number]:
+                pass
+
+    def __enter__(self) -> SharedReads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._group is None or self._group.rank == 0:
+            self._announce(_END)
+
+    def _read(self, number: int) -> Iterator[NamedTensor]:
+        self._announce(number)
+        weights = iter(self._originals[number])
+        try:
+            for pair in weights:  # noqa: UP028 - delegating would close the iterator before it is drained
+                yield pair
+        finally:
+            for _ in weights:  # the reader stopped early, and the other ranks gather to the end
+                pass
+
+    def _announce(self, number: int) -> int:
+        """Broadcast the number of the source that the first rank reads next, _END if none; return its number."""
+        if self._group is None:
+            return number
+        word = torch.tensor([number], dtype=torch.int32, device=self._group.backend.device())
+        self._group.broadcast(word, src=0)
+        return int(word.item())
+
+
+class SharedWeights(SharedReads):
+    """An engine's weights as shared reads: ``model``, the whole model or an adapter's base, and the ``adapter``."""
+
+    model: WeightSource
+    adapter: WeightSource
+
+    def __init__(self, engine: TrainEngine, group: Group | None) -> None:
+        model = WeightSource(engine.weights_metadata, engine.named_weights)
+        super().__init__([model, WeightSource(engine.adapter_metadata, engine.named_adapter)], group)
+        self.model, self.adapter = self.sources
+
+    def __enter__(self) -> SharedWeights:
+        return self

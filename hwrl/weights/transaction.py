@@ -25,7 +25,7 @@ _BEGIN_WITHIN = 4  # times timeout_s: after that no round of the same version be
 _WHY_CHARACTERS = 300
 
 
-class Outcome(NamedTuple):
+class CommitOutcome(NamedTuple):
     """How many receivers have the version, and the excluded replicas with the reason."""
 
     receivers: int
@@ -56,7 +56,7 @@ class SenderLink:
 
     def commit(
         self, version: int, metadata: dict[str, str | int | float], source: WeightSource, clock: StageClock
-    ) -> Outcome:
+    ) -> CommitOutcome:
         """Bring ``source`` to the receivers as ``version``, as the transport does it."""
         if self.transport.keeps_versions:
             return store_version(self, version, metadata, source, clock)
@@ -114,7 +114,7 @@ class SenderLink:
 
 def store_version(
     link: SenderLink, version: int, metadata: dict[str, str | int | float], source: WeightSource, clock: StageClock
-) -> Outcome:
+) -> CommitOutcome:
     """Store ``version`` for receivers to fetch; waits for none of them and excludes none.
 
     Returns how many receivers had joined. If writing fails, the version before stays.
@@ -134,7 +134,7 @@ def store_version(
         link.end.end_round(sending)
     link.forget_proposals_before(proposal)
     link.stored = proposal
-    return Outcome(receivers, {})
+    return CommitOutcome(receivers, {})
 
 
 class Transaction:
@@ -160,7 +160,7 @@ class Transaction:
         self._excluded: dict[str, str] = {}
         self._last_failure = ""
 
-    def run(self) -> Outcome:
+    def run(self) -> CommitOutcome:
         """Repeat rounds until each member has the version or is excluded.
 
         On any error, waiting receivers learn its reason at once.
@@ -171,7 +171,7 @@ class Transaction:
             self.give_up(exc)
             raise
         served = self._link.membership.served.values()
-        return Outcome(sum(version == self._version for version in served), self._excluded)
+        return CommitOutcome(sum(version == self._version for version in served), self._excluded)
 
     def give_up(self, exc: BaseException) -> None:
         """Tell the receivers about ``exc``, the end of this version; does nothing if it was committed."""

@@ -16,7 +16,7 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommError, CommTimeoutError, TransferFailedError
 from hwrl.interfaces import Backend
-from hwrl.weights.control import ControlChannel, Decision, Limits, Note, Payload, Prepare, Proposal, Vote
+from hwrl.weights.control import ControlChannel, Decision, Limits, Note, Prepare, Proposal, TransportPayload, Vote
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
@@ -33,7 +33,7 @@ _Found = TypeVar("_Found")
 class TransportSender(Protocol):
     """The sender's end of a transport. ``send`` may be called for the same version several times."""
 
-    def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> Payload:
+    def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> TransportPayload:
         """Prepare proposal ``number`` to receivers ``to``; return the part of the proposal for their ends."""
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
@@ -45,7 +45,7 @@ class TransportSender(Protocol):
     def end_round(self, sending: SenderRound) -> None:
         """Let go of the round's tensors, and delete its transport notes; called once a round, however it ended."""
 
-    def forget(self, payloads: Sequence[Payload], *, kept: Sequence[Payload]) -> None:
+    def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
         """Delete the store keys of past ``payloads``, except keys shared with ``kept``."""
 
     def release(self) -> None:
@@ -110,7 +110,7 @@ class Transport:
     that packs as many tensors as possible. ``stage`` is the name of ``send`` and ``receive`` in reports.
     """
 
-    payload: type[Payload]
+    payload: type[TransportPayload]
     sender: Callable[[SenderContext], TransportSender]
     receiver: Callable[[ReceiverContext], TransportReceiver]
     keeps_versions: bool = False

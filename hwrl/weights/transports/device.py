@@ -14,7 +14,7 @@ import torch
 from hwrl.comm import Comm, Group, Pending, Store, forget_group, store_failures
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
-from hwrl.weights.control import Limits, Payload, Proposal
+from hwrl.weights.control import Limits, Proposal, TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import BroadcastBuffer, Checksums, SlabLease, TensorReader
@@ -22,7 +22,7 @@ from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext
 
 
 @dataclass(frozen=True)
-class DevicePayload(Payload):
+class DevicePayload(TransportPayload):
     """``lanes`` process groups, named ``group``/0, ``group``/1, …"""
 
     group: str
@@ -129,7 +129,7 @@ class DeviceSender:
     def end_round(self, sending: SenderRound) -> None:
         """Do nothing: the groups stay for the next round."""
 
-    def forget(self, payloads: Sequence[Payload], *, kept: Sequence[Payload]) -> None:
+    def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
         """Delete the keys of groups that no proposal names any longer."""
         groups = {payload.group for payload in payloads if isinstance(payload, DevicePayload)}
         for name in groups - {payload.group for payload in kept if isinstance(payload, DevicePayload)}:

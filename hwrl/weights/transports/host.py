@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hwrl.errors import CommTimeoutError, TransferFailedError
-from hwrl.weights.control import Payload, Proposal
+from hwrl.weights.control import Proposal, TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
@@ -91,7 +91,7 @@ class HostSender:
     def end_round(self, sending: SenderRound) -> None:
         """Do nothing: nothing is lent."""
 
-    def forget(self, payloads: Sequence[Payload], *, kept: Sequence[Payload]) -> None:
+    def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
         """Do nothing: a version's file is reused."""
 
     def release(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
 from hwrl.interfaces import Backend
 from hwrl.memory.pagelock import PageLocked
-from hwrl.weights.control import Payload, Proposal
+from hwrl.weights.control import Proposal, TransportPayload
 from hwrl.weights.destination import FlatVersion
 from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
 from hwrl.weights.slabs import Checksums
@@ -30,7 +30,7 @@ _HEADER = struct.Struct("<qq")  # the proposal's number; how many slabs are writ
 
 
 @dataclass(frozen=True)
-class HostPayload(Payload):
+class HostPayload(TransportPayload):
     """The version is in file number ``slot`` of ``files``, the sender's files made so far.
 
     They are file names in ``directory`` or, if it is empty, file descriptors of process ``pid``. ``inodes`` identify

@@ -16,7 +16,7 @@ import torch
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.interfaces import Backend, Capability, Handle, StreamLike
 from hwrl.memory.fingerprint import bytes_of
-from hwrl.weights.control import Payload
+from hwrl.weights.control import TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import BroadcastBuffer, Checksums, SlabLease, TensorReader
@@ -36,7 +36,7 @@ def _taken_key(number: int) -> str:
 
 
 @dataclass(frozen=True)
-class IpcPayload(Payload):
+class IpcPayload(TransportPayload):
     """Nothing: the sender shows each window by a note of its own."""
 
 
@@ -102,7 +102,7 @@ class IpcSender:
             sending.forget(_taken_key(number), of_receivers=True)
         self._shown = 0
 
-    def forget(self, payloads: Sequence[Payload], *, kept: Sequence[Payload]) -> None:
+    def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
         """Do nothing: each round deletes its notes."""
 
     def release(self) -> None:
