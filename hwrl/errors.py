@@ -12,7 +12,7 @@ HwrlError
  │   ├─ CommTimeoutError            a peer did not come in time
  │   ├─ CommAbortedError            the group was aborted
  │   └─ PeerLostError               a member of the group died
- ├─ PlacementError                  a process got no device, or one that another has
+ ├─ PlacementError                  a process got no device, or a device of another process
  ├─ DeviceMemoryError               the device has no room
  ├─ MemoryStateError                offloaded memory was used, or an offload cannot be done
  ├─ WeightsError
@@ -25,9 +25,9 @@ HwrlError
  │   └─ CheckpointSaveError         a save did not commit
  ├─ ConfigError                     a configuration value is wrong
  ├─ DataError                       a data set or a reward function is wrong
- ├─ InputChangedError               a file that a run reads changed while it was going on
+ ├─ InputChangedError               an input file changed during the run
  ├─ RunDirectoryError               a file of the run directory cannot be written or read
- └─ EngineError                     a train or rollout engine cannot do what was asked
+ └─ EngineError                     a train or rollout engine cannot do an operation
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pathlib import Path
 
 
 def manual(page: str) -> Path:
-    """Return the file of a manual's page: in the package if a wheel is installed, beside it in the tree."""
+    """Return the path of a docs page: inside an installed wheel, or beside the package in the source tree."""
     shipped = Path(__file__).parent / "docs" / page
     return shipped if shipped.is_file() else Path(__file__).parents[1] / "docs" / page
 
@@ -46,8 +46,8 @@ def manual(page: str) -> Path:
 class HwrlError(Exception):
     """Base of all hwrl errors.
 
-    ``what`` failed, ``why``, and the ``fix``; all three are in the message and are attributes. ``code`` is the
-    class's section in ``docs/errors.md``. Survives pickling, so it reads the same from another process.
+    ``what`` failed, ``why``, and the ``fix`` are attributes and parts of the message. ``code`` is the class's section
+    in ``docs/errors.md``. Errors can be pickled, so they read the same from another process.
     """
 
     code = "hwrl"
@@ -85,7 +85,7 @@ class BackendUnavailableError(BackendError):
 
 
 class BackendAmbiguousError(BackendError):
-    """Raised when detection cannot pick one backend safely."""
+    """Raised when detection cannot choose a backend safely."""
 
 
 class BackendLoadError(BackendError):
@@ -97,35 +97,35 @@ class BackendAlreadyChosenError(BackendError):
 
 
 class UnsupportedError(HwrlError):
-    """Raised when the backend lacks a capability; never replaced by a no-op."""
+    """Raised when the backend lacks a capability; hwrl never does nothing instead."""
 
 
 class CommError(HwrlError):
-    """Raised when a process group or a collective failed."""
+    """Raised when a process group or a collective fails."""
 
 
 class CommTimeoutError(CommError):
-    """Raised when a collective or a rendezvous did not finish in time; names the missing peer if it is known."""
+    """Raised when a collective or a rendezvous does not finish in time; names the missing peer if it is known."""
 
 
 class CommAbortedError(CommError):
-    """Raised by operations on a group that was aborted or closed."""
+    """Raised by operations on an aborted or closed group."""
 
 
 class PeerLostError(CommError):
-    """Raised when a member of the group closed its connection or died."""
+    """Raised when a member of the group closes its connection or dies."""
 
 
 class PlacementError(HwrlError):
-    """Raised when a process of a run did not get the device that it was given, or got one that another process has."""
+    """Raised when a process of a run does not get its assigned device, or gets a device of another process."""
 
 
 class DeviceMemoryError(HwrlError):
-    """Raised when the device has no room for what was asked; says who holds how much of it."""
+    """Raised when the device has no room for an allocation; tells how its memory is used."""
 
 
 class MemoryStateError(HwrlError):
-    """Raised when offloaded memory is used, or when an offload or load cannot be done."""
+    """Raised when offloaded memory is used, or when an offload or a load fails."""
 
 
 class WeightsError(HwrlError):
@@ -137,11 +137,11 @@ class LayoutMismatchError(WeightsError):
 
 
 class TransferFailedError(WeightsError):
-    """Raised when a transfer did not commit; the receivers go on serving the old version."""
+    """Raised when a transfer did not commit; the receivers continue with the old version."""
 
 
 class ReceiverExcludedError(WeightsError):
-    """Raised in a receiver that was excluded; it must connect again before it can serve new versions."""
+    """Raised in an excluded receiver; it must connect again before it can serve new versions."""
 
 
 class CheckpointError(HwrlError):
@@ -157,7 +157,7 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointSaveError(CheckpointError):
-    """Raised when a save, in the foreground or the background, or a join did not commit."""
+    """Raised when a save, in the foreground or the background, or a join does not commit."""
 
 
 class ConfigError(HwrlError):
@@ -169,7 +169,7 @@ class DataError(HwrlError):
 
 
 class InputChangedError(HwrlError):
-    """Raised when a process of a run finds another content in a file than the run began with."""
+    """Raised when a process of a run finds an input file changed since the start of the run."""
 
 
 class RunDirectoryError(HwrlError):
@@ -177,19 +177,20 @@ class RunDirectoryError(HwrlError):
 
 
 class EngineError(HwrlError):
-    """Raised when a train or rollout engine cannot do what was asked."""
+    """Raised when a train or rollout engine cannot do a requested operation."""
 
 
 def attempt_all(*acts: Callable[[], object], after: BaseException | None = None) -> None:
-    """Call each of ``acts``, also after errors; then raise the first error, with the later ones as notes on it.
+    """Call each of ``acts``, even after errors; then raise the first error, with the later ones as notes.
 
-    With ``after``, an error that the caller is about to raise, nothing is raised, and all errors are notes on that.
+    If the caller is about to raise an error, it passes it as ``after``: then all errors become notes on ``after``, and
+    nothing is raised here.
     """
     first = after
     for act in acts:
         try:
             act()
-        except Exception as exc:  # noqa: BLE001 - raised below, or noted on what is raised
+        except Exception as exc:  # noqa: BLE001 - raised below, or added as a note
             if first is None:
                 first = exc
             else:
@@ -199,12 +200,12 @@ def attempt_all(*acts: Callable[[], object], after: BaseException | None = None)
 
 
 def note(error: BaseException, later: Exception) -> None:
-    """Add ``later``, which came after ``error``, to it as a note, unless it says the same."""
+    """Add the later error ``later`` to ``error`` as a note, unless the messages are equal."""
     text = f"{type(later).__name__}: {str(later) or repr(later)}"
     if str(later) != str(error) and f"then {text}" not in getattr(error, "__notes__", []):
         error.add_note(f"then {text}")
 
 
 def with_notes(error: BaseException) -> str:
-    """Return the message of ``error`` and what was noted on it."""
+    """Return the message of ``error`` and its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])

@@ -1,4 +1,4 @@
-"""LoRA adapters on a model, by PEFT: trained alone, named and configured as PEFT's checkpoints are."""
+"""LoRA adapters by PEFT: put them into a model, save them, and translate between the names of their tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 _IN_MODEL = ".default."
-"""PEFT's name of the one adapter, inside the names of its parameters in a model; checkpoints are without."""
+"""PEFT's name of the adapter, inside the parameter names of a model. The names in a checkpoint lack it."""
 _PREFIX = "base_model.model."
-"""What PEFT's checkpoints begin the name of every tensor with."""
+"""The prefix of every tensor name in PEFT's checkpoints."""
 
 
 def require_peft() -> None:
@@ -25,15 +25,15 @@ def require_peft() -> None:
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "model.lora_rank cannot be used",
-            why="PEFT, which puts LoRA adapters into a model, is not installed",
+            why="PEFT, the library for LoRA adapters, is not installed",
             fix="pip install 'hwrl[lora]'; or train the whole model, with model.lora_rank=0",
         )
 
 
 def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
-    """Put an adapter into ``model``, in place, and freeze the rest; return the model, which computes as before.
+    """Put an adapter into ``model``, in place, and freeze the rest. Return the model; its outputs are the same.
 
-    The adapter's first values depend on ``seed`` and the model's form alone; they have the model's dtype. Raises
+    The adapter has the model's dtype. Its first values depend only on ``seed`` and the shapes of the model. Raises
     ConfigError if PEFT is not installed or finds no layer to adapt.
     """
     require_peft()
@@ -48,34 +48,34 @@ def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
         raise ConfigError(
             "the model cannot have this adapter",
             why=str(exc).splitlines()[0],
-            fix="correct model.target_modules: all-linear, or the ends of the names of layers that the model has",
+            fix="correct model.target_modules: all-linear, or the ends of the names of the model's layers",
         ) from exc
 
 
 def save_adapter(
     directory: Path, weights: Mapping[str, torch.Tensor], *, config: Mapping[str, Any], model_directory: Path
 ) -> None:
-    """Write ``weights`` (PEFT's names) to ``directory`` so that ``PeftModel.from_pretrained`` loads them.
+    """Write ``weights`` (PEFT's names) to ``directory``, for ``PeftModel.from_pretrained``.
 
-    ``config`` is what :meth:`LoraSettings.peft_config` returned.
+    ``config`` comes from :meth:`~hwrl.interfaces.LoraSettings.peft_config`.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    whole = LoraConfig(**config, base_model_name_or_path=str(model_directory), inference_mode=True)
-    whole.save_pretrained(str(directory))
+    complete = LoraConfig(**config, base_model_name_or_path=str(model_directory), inference_mode=True)
+    complete.save_pretrained(str(directory))
     save_file({name: weights[name].contiguous() for name in weights}, directory / "adapter_model.safetensors")
 
 
 def divided(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return what a checkpoint holds of ``model``: its base under Hugging Face names, its adapter under PEFT's."""
+    """Return the state dict of ``model`` in two parts: the base under Hugging Face names, the adapter under PEFT's."""
     own = model.state_dict()
     base = {base_name(name): tensor for name, tensor in own.items() if not adapter_name(name)}
     return base, {named: tensor for name, tensor in own.items() if (named := adapter_name(name))}
 
 
 def adapter_name(name: str) -> str | None:
-    """Return what PEFT's checkpoints call the adapter's parameter ``name`` of a model; None if it is the base's.
+    """Return the name in PEFT's checkpoints of the model's parameter ``name``; None if it belongs to the base.
 
     >>> adapter_name("model.layers.0.mlp.up_proj.lora_A.default.weight")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
@@ -85,7 +85,7 @@ def adapter_name(name: str) -> str | None:
 
 
 def is_adapters(name: str) -> bool:
-    """Return whether ``name`` is one that :func:`adapter_name` gives."""
+    """Return whether ``name`` is the name of an adapter's tensor, as :func:`adapter_name` returns it."""
     return name.startswith(_PREFIX)
 
 

@@ -1,4 +1,4 @@
-"""Model directories: what ``AutoModelForCausalLM`` and ``AutoTokenizer`` read from the disk, with clear errors."""
+"""Load models, configurations and tokenizers of transformers from local directories, with clear errors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from transformers.initialization import no_init_weights
 from hwrl.errors import DataError
 
 _ATTENTION = "sdpa"
-"""The attention whose masks may be boolean and four-dimensional, as continuous batching needs them."""
+"""Continuous batching needs its boolean four-dimensional masks."""
 
 _CODE = "trust_remote_code"
-"""In every error of transformers about a directory that needs Python code of its own."""
+"""Every error of transformers about a directory with Python code contains this."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
-    """Return the model that ``directory`` describes, with its generation settings, but with arbitrary weights.
+    """Return the model of ``directory`` with its generation settings, but with arbitrary weights.
 
-    It reads configurations and nothing else; every weight must be written before the model is used.
+    Reads configuration files only. Write every weight before using the model.
     """
     config = load_model_config(directory)
     with _translated(directory):
@@ -49,7 +49,7 @@ def load_model_config(directory: Path) -> Any:
 
 
 def load_generation_config(directory: Path) -> Any:
-    """Return the generation settings in ``directory``, those of the model's configuration if it has none of its own."""
+    """Return the generation settings in ``directory``, or else those of the model's configuration."""
     config = load_model_config(directory)
     with _translated(directory):
         if (directory / "generation_config.json").is_file():
@@ -58,17 +58,17 @@ def load_generation_config(directory: Path) -> Any:
 
 
 def vocabulary_size(directory: Path) -> int:
-    """Return how many tokens the model in ``directory`` knows, which may be more than its tokenizer has."""
+    """Return the vocabulary size of the model in ``directory``; its tokenizer may have fewer tokens."""
     config = load_model_config(directory)
     with _translated(directory):
         return int(config.get_text_config().vocab_size)
 
 
 def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
-    """Return the model in ``directory``, on the host; DataError if there is none that transformers can read.
+    """Return the model in ``directory``, on the host; DataError if transformers cannot read one.
 
-    DataError also if its files lack a tensor of the model, hold one more, or hold one of another shape: transformers
-    would fill a missing tensor with random numbers.
+    Also raises DataError if the files lack a tensor, hold an unknown one or one of another shape. Transformers would
+    fill a missing tensor with random numbers.
     """
     _require_directory(directory)
     if (directory / "adapter_config.json").exists():
@@ -85,30 +85,32 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
             local_files_only=True,
             trust_remote_code=False,
             attn_implementation=_ATTENTION,
-            ignore_mismatched_sizes=True,  # listed in ``found``; else the error does not name them
+            ignore_mismatched_sizes=True,  # ``found`` lists them; the error would not
             output_loading_info=True,
         )
     _require_complete(directory, model, found)
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if not tensor.untyped_storage().resizable():  # mapped from the file, which may change and cannot be offloaded
+        if not tensor.untyped_storage().resizable():  # mapped from the file: cannot be offloaded
             tensor.data = tensor.data.clone()
     return model
 
 
 def _require_complete(directory: Path, model: Any, found: Mapping[str, Any]) -> None:
-    """Raise DataError if ``found``, transformers' loading info, has a tensor that is missing, unknown or misshapen."""
+    """Raise DataError if ``found``, transformers' loading info, has a missing, unknown or misshapen tensor."""
     misshapen = [f"{name} ({list(had)} there, {list(wanted)} here)" for name, had, wanted in found["mismatched_keys"]]
     mistakes = {"lacks": found["missing_keys"], "has, but the model does not,": found["unexpected_keys"]}
     mistakes["has in another shape"] = misshapen
-    told = [f"it {verb} {_some(names)}" for verb, names in mistakes.items() if names]
+    differences = [f"it {verb} {_some(names)}" for verb, names in mistakes.items() if names]
     inside, outside = model.get_input_embeddings(), model.get_output_embeddings()
     if model.config.get_text_config().tie_word_embeddings and outside.weight is not inside.weight:
-        told.append("config.json has tie_word_embeddings=true, and the files hold embeddings and an output layer apart")
-    if told:
+        differences.append(
+            "config.json has tie_word_embeddings=true, and the files hold embeddings and an output layer apart"
+        )
+    if differences:
         raise DataError(
-            f"the tensors in {directory} are not those of the model that its config.json describes",
-            why="; ".join(told),
-            fix="download or save the model again; or correct its config.json, if that is wrong",
+            f"the tensors in {directory} do not fit the model in its config.json",
+            why="; ".join(differences),
+            fix="download or save the model again; or correct its config.json",
         )
 
 
@@ -118,9 +120,9 @@ def _some(names: Iterable[str]) -> str:
 
 
 def model_identity(directory: Path) -> int:
-    """Return a number below 2**60 that identifies the model in ``directory``: its configuration and all its weights.
+    """Return a hash below 2**60 of the model in ``directory``: its configuration and all its weights.
 
-    Reads every weight file, which takes about a second for two gigabytes.
+    Reads every weight file: about one second for two gigabytes.
     """
     _require_directory(directory)
     identity = hashlib.sha256()
@@ -132,9 +134,9 @@ def model_identity(directory: Path) -> int:
 
 
 def logits_at(model: Any, rows: torch.Tensor, columns: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Run ``model`` on ``inputs`` and return the logits at ``rows`` and ``columns`` only (places × vocabulary).
+    """Run ``model`` on ``inputs``; return the logits at ``rows`` and ``columns`` only (positions × vocabulary).
 
-    Logits of other places are never computed: the output layer sees the hidden states of these alone.
+    The output layer gets the hidden states of these positions alone, so other logits are never computed.
     """
 
     def choose(_: Any, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -145,22 +147,22 @@ def logits_at(model: Any, rows: torch.Tensor, columns: torch.Tensor, **inputs: A
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer in ``directory``; DataError if there is none that transformers can read."""
+    """Return the tokenizer in ``directory``; DataError if transformers cannot read one."""
     _require_directory(directory)
     with _translated(directory, what="tokenizer", fix="put the model's tokenizer files into the directory"):
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> tuple[str, list[int]]:
-    """Return the text and the token ids that the model reads: a text as the tokenizer encodes it, special tokens
-    included; messages as the tokenizer's chat template writes them, up to where the answer begins.
+    """Return the model's input as text and as token ids.
 
-    Raises whatever the template raises, and ValueError if there is none.
+    The tokenizer encodes a string and adds its special tokens. Its chat template turns messages into text, up to the
+    start of the answer. Raises the template's own errors, and ValueError without a template.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the special tokens
 
 
 def _require_directory(directory: Path) -> None:
@@ -177,26 +179,26 @@ def _translated(
     what: str = "model",
     fix: str = "name a directory that AutoModelForCausalLM.from_pretrained can load",
 ) -> Iterator[None]:
-    """Raise DataError for everything that transformers raises about the files in ``directory``."""
+    """Turn every error of transformers about the files in ``directory`` into a DataError."""
     try:
         yield
     except DataError:
         raise
     except Exception as exc:
         if _CODE in str(exc):
-            why = "its files name Python code to run, and hwrl runs no code that comes with a model"
-            fix = "use a model that transformers itself has"
+            why = "its files name Python code to run, and hwrl runs no code from a model directory"
+            fix = "use an architecture of transformers itself"
         else:
             why = _why(exc)
         raise _unusable(directory, why, what=what, fix=fix) from exc
 
 
 def _why(exc: Exception) -> str:
-    if isinstance(exc, pickle.UnpicklingError):  # torch's own words advise to load it unsafely
-        return "a .bin file is damaged, or holds something that is no tensor"
+    if isinstance(exc, pickle.UnpicklingError):  # torch's message advises an unsafe load
+        return "a .bin file is damaged, or holds other objects than tensors"
     words = " ".join(str(exc).split())
     return f"{type(exc).__name__}: {words[:300]}"
 
 
 def _unusable(directory: Path, why: str, *, what: str, fix: str) -> DataError:
-    return DataError(f"{directory} holds no {what} that can be loaded", why=why, fix=fix)
+    return DataError(f"{directory} holds no loadable {what}", why=why, fix=fix)

@@ -92,7 +92,7 @@ def misconfigure(model: Path) -> None:
         (tie, "tie_word_embeddings=true"),
         (cut, "SafetensorError(.|\n)*fix: name a directory"),
         (hold_no_archive, r"a \.bin file is damaged"),
-        (hold_a_class, "holds something that is no tensor"),
+        (hold_a_class, "holds other objects than tensors"),
         (hold_an_adapter, r"adapter_config\.json(.|\n)*fix: merge the adapter"),
         (misconfigure, "num_hidden_layers"),
     ],
@@ -128,7 +128,7 @@ def test_code_in_a_model_directory_is_never_run_nor_asked_for(
     (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
     (model / "evil.py").write_text(f"open({str(model / 'ran')!r}, 'w')\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    with pytest.raises(DataError, match="hwrl runs no code that comes with a model"):
+    with pytest.raises(DataError, match="hwrl runs no code from a model directory"):
         load(model)
     assert not (model / "ran").exists()
     assert sys.stdin.tell() == 0, "no question was answered"

@@ -1,7 +1,7 @@
-"""The reference backend: hwrl on the CPU. Copy this file to begin a backend of your own.
+"""The reference backend: hwrl on the CPU. Copy this file to start a new backend.
 
-"Device" memory is the C heap, where torch's CPU tensors live; "pinned" memory is anonymous mmap. They are two pools,
-so offloading to the host really frees device memory, and the tests that every backend must pass mean something here.
+"Device" memory is the C heap, the memory of torch's CPU tensors; "pinned" memory is anonymous mmap. The two are
+separate. So offloading to the host really frees device memory, and the contracts of every backend apply here, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def hwrl_create_backend() -> Backend:
 
 
 class CpuBackend(Backend):
-    """The CPU: one device, whose work is done when a call returns."""
+    """The CPU: one device; work is done when a call returns."""
 
     @functools.cached_property
     def _groups(self) -> AbortableGroups:

@@ -1,9 +1,9 @@
-"""Process groups that can be aborted: Gloo, with its sockets known.
+"""Gloo process groups with a working abort: they know their sockets.
 
-torch's ``ProcessGroupGloo.abort`` returns without doing anything (measured on 2.13: a blocked recv stayed blocked until
-its peer died). A shut-down socket, however, fails every operation that uses it within milliseconds. So each group gets
-a Gloo device of its own: the port on which that device listens tells this process's sockets of the group from all
-others. Delete when Gloo's own abort works.
+torch's ``ProcessGroupGloo.abort`` does nothing (measured on 2.13: a blocked recv stayed blocked until its peer died).
+But after the shutdown of a socket, every operation on it fails within milliseconds. So each group gets its own Gloo
+device, and the device's listening port identifies the group's sockets in this process. Delete this module when Gloo's
+own abort works.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from hwrl.errors import CommError, UnsupportedError
 _making_device = threading.Lock()
 _ATTEMPTS = 5
 _NOTICE_S = 1.0
-# Operations under way at once. With torch's 2, a stream of 16 MB broadcasts waits for its own handshakes: 5 % slower.
+# Concurrent operations. With torch's default of 2, a stream of 16 MB broadcasts waits for handshakes: 5 % slower.
 _THREADS = 4
 
 
 class AbortableGroups:
-    """The groups of one backend object, and where each of them listens."""
+    """The groups of one backend object, with the listening addresses of each."""
 
     def __init__(self) -> None:
         self._addresses: WeakKeyDictionary[Any, frozenset[tuple[str, int]]] = WeakKeyDictionary()
 
     def create(self, store: Store, *, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-        """Return a group that ``abort`` can end; blocks until all ranks are connected."""
+        """Return a group for :meth:`abort`; blocks until all ranks are connected."""
         device, address = _device_of_its_own()
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
         options._devices, options._timeout, options._threads = [device], timeout, _THREADS
@@ -53,7 +53,7 @@ class AbortableGroups:
         return group
 
     def abort(self, group: dist.ProcessGroup) -> None:
-        """Shut this process's sockets of ``group`` down, so that blocked operations fail at once, here and there."""
+        """Shut down this process's sockets of ``group``; blocked operations fail at once, here and at the peers."""
         addresses = self._addresses.pop(group, None)
         if addresses is None:
             raise UnsupportedError(
@@ -69,10 +69,11 @@ class AbortableGroups:
 
 
 def _shut_down(addresses: frozenset[tuple[str, int]], how: int) -> None:
-    """Shut the sockets of ``addresses`` down. Gloo closes one when it notices that nothing more comes.
+    """Shut down the sockets of ``addresses``. Gloo closes a socket when it sees the end of the incoming data.
 
-    Gloo must notice before it can no longer write: an operation that begins in between and fails to write is waited
-    for until its timeout, also by the group's end (seen with torch 2.13, on a busy machine in 1 of 12 aborts).
+    The shutdown has two steps, reading first: Gloo must see the end before its writes fail. Otherwise an operation may
+    start in between, fail to write, and block everything, even the end of the group, until its timeout (seen with
+    torch 2.13 on a busy machine, in 1 of 12 aborts).
     """
     for mine in _sockets():
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile: nothing to end
@@ -90,7 +91,7 @@ def _connections(addresses: frozenset[tuple[str, int]]) -> bool:
 
 
 def _device_of_its_own() -> tuple[Any, tuple[str, int]]:
-    """Return a new Gloo device and where it listens: the one listener that appeared while it was made."""
+    """Return a new Gloo device and its listening address: the only new listener of the process."""
     for _ in range(_ATTEMPTS):
         with _making_device:
             before = set(_listeners())
@@ -101,7 +102,7 @@ def _device_of_its_own() -> tuple[Any, tuple[str, int]]:
     raise CommError(
         "cannot tell a new group's sockets from others",
         why=f"other listeners appeared at the same time, {_ATTEMPTS} times in a row",
-        fix="make groups while no server is being started in this process",
+        fix="make groups while this process starts no server",
     )
 
 
@@ -120,7 +121,7 @@ def _listeners() -> Iterator[tuple[str, int]]:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yield a duplicate of each internet socket of this process, closed again after its turn."""
+    """Yield a duplicate of each internet socket of this process; close it after the caller's use."""
     for name in os.listdir("/proc/self/fd"):
         try:
             copy = os.dup(int(name))

@@ -1,4 +1,4 @@
-"""How much memory this process's C heap and resident set hold."""
+"""Measure the memory of this process: its C heap and its resident set."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _mallinfo2() -> Callable[[], Any] | None:
 
 
 def can_count() -> bool:
-    """Return whether the C library can say how much of the heap is in use."""
+    """Return whether the C library reports the used part of the heap."""
     return _mallinfo2() is not None
 
 
 def allocated_nbytes() -> int:
-    """Return the bytes that ``malloc`` has handed out in this process, in all arenas; 0 if it cannot say."""
+    """Return the bytes allocated by ``malloc`` in this process, in all arenas; 0 if unknown."""
     count = _mallinfo2()
     if count is None:
         return 0
@@ -50,5 +50,5 @@ def allocated_nbytes() -> int:
 
 
 def peak_resident_nbytes() -> int:
-    """Return the largest resident set that this process has had."""
+    """Return the largest resident set of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

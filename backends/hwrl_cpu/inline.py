@@ -1,4 +1,4 @@
-"""Streams and events of a device whose work is done when a call returns."""
+"""Streams and events of a synchronous device: work is done when a call returns."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class InlineStream:
         return True
 
     def wait_event(self, event: Any) -> None:
-        """Return at once: what the event marks is done."""
+        """Return at once: the marked work is done."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Return at once: what the other stream was given is done."""
+        """Return at once: the other stream's work is done."""
 
     def record_event(self, event: InlineEvent | None = None) -> InlineEvent:
         event = event or InlineEvent()

@@ -1,4 +1,4 @@
-"""Tensors whose memory other processes open: their storage is moved into a shared memory file, in place."""
+"""Export tensors to other processes: move their storage to a shared memory file, in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hwrl.interfaces import Handle
 
 
 def export(memory: torch.Tensor) -> Handle:
-    """Return a handle of ``memory``, whose address changes; see :meth:`hwrl.Backend.export_memory`."""
+    """Return a handle of ``memory``; its address changes. See :meth:`hwrl.Backend.export_memory`."""
     fd, _ = memory.untyped_storage()._share_fd_cpu_()
     offset = memory.storage_offset() * memory.element_size()
     inode = os.fstat(fd).st_ino

@@ -1,4 +1,4 @@
-"""hwrl on NVIDIA GPUs: torch's own device module and NCCL, with a probe that needs neither."""
+"""hwrl on NVIDIA GPUs, with torch's own device module and NCCL. The probe needs neither."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives", api=(1, 0))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name, and the one that torch 2.9 deprecated
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the current name, and the name deprecated in torch 2.9
 _DEVICE_FILES = "dev/nvidia[0-9]*"
-_PCI_VENDOR, _PCI_DISPLAY = 0x10DE, 0x03  # NVIDIA; display controllers, which 3D controllers without a screen belong to
+_PCI_VENDOR, _PCI_DISPLAY = 0x10DE, 0x03  # NVIDIA; display controllers, including 3D controllers without a screen
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 _PROVEN = Support("supported", "the conformance kit passed on two H200 (torch 2.11, driver 580)")
 _SUPPORT = {
@@ -58,7 +58,7 @@ def hwrl_backend_info() -> BackendInfo:
 @hwrl.hookimpl
 def hwrl_probe(context: ProbeContext) -> ProbeResult:
     files = context.device_files(_DEVICE_FILES)
-    subsystem = context.device_files("dev/dxg")  # the only device file under WSL, whoever made the GPU
+    subsystem = context.device_files("dev/dxg")  # the only device file under WSL, for any vendor's GPU
     if not files and not subsystem:
         return without_device_files(
             context,
@@ -77,7 +77,7 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
 
 
 def _why_torch_cannot(context: ProbeContext) -> str:
-    """Return why the installed torch cannot use CUDA, read from its version file without importing it, or ''."""
+    """Return the reason why the installed torch cannot use CUDA, from its version file, without an import; or ''."""
     if not context.has_module("torch"):
         return "torch is not installed"
     text = context.module_text("torch", "version.py") or ""
@@ -113,7 +113,7 @@ def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
 
 
 class CudaDeviceMap(DeviceMap):
-    """GPU numbers, with the driver's convention that the list ends before the first negative number."""
+    """GPU numbers. By the driver's convention, the value -1 hides every GPU."""
 
     def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
         if env.get(VISIBLE, "").strip() == "-1":
@@ -124,7 +124,7 @@ class CudaDeviceMap(DeviceMap):
         return {VISIBLE: ",".join(self.name(index, env) for index in logical)}
 
     def name(self, logical: int, env: Mapping[str, str]) -> str:
-        names = env.get(VISIBLE, "")  # numbers, or UUIDs, under which alone the parts of a divided GPU can be had
+        names = env.get(VISIBLE, "")  # numbers or UUIDs; the parts of a divided GPU have only UUIDs
         return names.split(",")[logical].strip() if "-" in names else super().name(logical, env)
 
     def ray_options(self, count: float) -> dict[str, Any]:
@@ -132,19 +132,20 @@ class CudaDeviceMap(DeviceMap):
 
 
 class CudaBackend(Backend):
-    """torch's CUDA device, unchanged but for how processes are given devices, share memory and end a group."""
+    """torch's CUDA device, with its own device map, shared memory and process groups."""
 
     devices = CudaDeviceMap(visible_variable=VISIBLE, ray_resource="GPU")
 
     def supports(self, capability: Capability) -> Support:
         settings = "".join(os.environ.get(name, "") for name in ALLOCATOR).replace(" ", "")
         if capability is Capability.DEVICE_IPC and "expandable_segments:True" in settings:
-            return Support("unsupported", "expandable_segments is on, whose memory the driver does not share")
+            return Support("unsupported", "expandable_segments is on, and the driver does not share its memory")
         return _SUPPORT.get(capability) or super().supports(capability)
 
     def device_uuid(self, index: int) -> str | None:
         name = self.devices.name(index, os.environ)
-        return name if name.startswith("MIG-") else super().device_uuid(index)  # all parts of a GPU may have its UUID
+        # For a part of a GPU, torch may return the UUID of the whole GPU.
+        return name if name.startswith("MIG-") else super().device_uuid(index)
 
     def _export_memory(self, memory: torch.Tensor) -> Handle:
         from hwrl_cuda import ipc
@@ -162,7 +163,7 @@ class CudaBackend(Backend):
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _REGISTER_PORTABLE))
         if error:
             with contextlib.suppress(RuntimeError):
-                torch.ones(1, device=self.device())  # the next launch would report the error once more
+                torch.ones(1, device=self.device())  # clear the error: the next launch would report it again
             raise UnsupportedError(
                 f"cannot page-lock {memory.nbytes:,} bytes of host memory",
                 why=f"cudaHostRegister failed with error {error}",
@@ -177,15 +178,15 @@ class CudaBackend(Backend):
     def create_process_group(
         self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
     ) -> ProcessGroup:
-        # Some time after an operation timed out or failed, torch's watchdog ends this process, and those of other
-        # groups over the same store. This variable, which torch (2.10 to 2.13) reads when a group is made, leaves the
-        # watchdog out; hwrl's ``Pending.complete`` watches instead, from the thread that waits.
+        # After a timeout or a failure, torch's watchdog ends this process, and processes of other groups on the same
+        # store. This variable turns the watchdog off; torch (2.10 to 2.13) reads it when it makes a group. Instead,
+        # ``Pending.complete`` watches the operation, in the waiting thread.
         with environ.variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
             group = super().create_process_group(store, rank=rank, size=size, name=name, timeout=timeout)
-        # Connected now, where all ranks are known to be there. Later, torch would make one communicator more for each
-        # pair that sends and receives, and the host would block in it for a peer that does not come, beyond any abort.
+        # Connect now, while all ranks are present. Otherwise torch makes a communicator for each sending pair later,
+        # and there the host blocks for a missing peer, even after an abort.
         group._get_backend(self.device()).eager_connect_single_device(self.device())
         return group
 
     def await_work(self, work: Any) -> None:
-        work.synchronize()  # in a group without a watchdog, wait() would block the host
+        work.synchronize()  # without a watchdog, wait() would block the host

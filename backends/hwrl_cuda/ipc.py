@@ -1,9 +1,9 @@
-"""Device memory that other processes open, through the driver's own IPC calls.
+"""Share device memory with other processes, through the driver's own IPC calls.
 
-torch's multiprocessing has such calls too. The driver's serve better here: they are documented and do not change with
-torch's version, a handle serves any number of readers, and no counter is left behind when a reader is killed (torch
-then keeps the exporter's memory until the process ends). Both share what is underneath, and its limits: memory that
-came from ``cudaMalloc``, which expandable segments and stream-ordered pools do not.
+torch's multiprocessing has such calls, too. The driver's calls fit better here: they are documented and do not change
+with torch's version; a handle serves any number of readers; and a killed reader leaves no counter behind (with torch
+it would keep the exporter's memory until the process ends). Both have the same limit: they share only memory from
+``cudaMalloc``, not expandable segments or stream-ordered pools.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class _DriverError(Exception):
-    """The driver refused a call; the message is the call and the driver's name of the error."""
+    """A call of the driver failed; the message has the call and the driver's name of the error."""
 
 
 def export(memory: torch.Tensor) -> Handle:
@@ -53,7 +53,7 @@ def export(memory: torch.Tensor) -> Handle:
         except _DriverError as exc:
             raise UnsupportedError(
                 "cannot export this memory",
-                why=f"{exc}; the driver shares what cudaMalloc gave, no expandable segment and no stream-ordered pool",
+                why=f"{exc}; the driver shares memory of cudaMalloc, not expandable segments or stream-ordered pools",
                 fix="take expandable_segments and cudaMallocAsync out of PYTORCH_ALLOC_CONF, or do not use IPC",
             ) from exc
     return {
@@ -84,7 +84,7 @@ def open(handle: Handle) -> torch.Tensor:
         _close(base.value, index)
         raise CommError(
             "cannot open another process's memory",
-            why=f"it was bytes {offset:,} to {offset + nbytes:,} of what is now {size.value:,} bytes",
+            why=f"it was bytes {offset:,} to {offset + nbytes:,}, but the allocation now has {size.value:,} bytes",
             fix="open it while the exporter keeps the tensor",
         )
     mapping = _Mapping(base.value, index=index, offset=offset, nbytes=nbytes)
@@ -92,7 +92,7 @@ def open(handle: Handle) -> torch.Tensor:
 
 
 class _Mapping:
-    """An opened handle, closed when the last tensor over it is gone: a tensor keeps what it was made from."""
+    """An opened handle. It closes after the last tensor on it is gone, because tensors keep their source alive."""
 
     def __init__(self, base: int, *, index: int, offset: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -102,12 +102,12 @@ class _Mapping:
             "strides": None,
             "version": 2,
         }
-        weakref.finalize(self, _close, base, index).atexit = False  # the driver closes what a process leaves
+        weakref.finalize(self, _close, base, index).atexit = False  # at exit the driver closes it
 
 
 def _close(base: int, index: int) -> None:
     with _context(index):
-        torch.cuda.current_stream(index).synchronize()  # what still reads it was queued before the tensor went
+        torch.cuda.current_stream(index).synchronize()  # reads queued before the tensor's end must finish
         _call("cuIpcCloseMemHandle", base)
 
 
@@ -117,7 +117,7 @@ def _index_of(device: str) -> int:
         raise CommError(
             "cannot open memory of a device that this process does not see",
             why=f"it is on {device}, and visible here are {', '.join(visible) or 'none'}",
-            fix="run both processes on one host, and show this one the exporter's device in CUDA_VISIBLE_DEVICES",
+            fix="run both processes on one host, and make the exporter's device visible here by CUDA_VISIBLE_DEVICES",
         )
     return visible.index(device)
 
@@ -129,7 +129,7 @@ def _uuid(index: int) -> str:
 
 @contextlib.contextmanager
 def _context(index: int) -> Iterator[None]:
-    """Make the device's context current in this thread, which the driver's calls need, and torch makes late."""
+    """Make the device's context current in this thread: the driver's calls need it, and torch creates it late."""
     with torch.cuda.device(index):
         made: set[int] = _contexts.__dict__.setdefault("made", set())
         if index not in made:

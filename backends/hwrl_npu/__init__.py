@@ -1,4 +1,4 @@
-"""hwrl on Ascend NPUs, through torch_npu and HCCL; proven over a simulated CANN, not on a device (docs/npu.md)."""
+"""hwrl on Ascend NPUs, through torch_npu and HCCL; tested with a simulated CANN, not on a device (docs/npu.md)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ INFO = BackendInfo(
     name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)", api=(1, 0)
 )
 _DEVICE_FILES = "dev/davinci[0-9]*"
-_PCI_VENDOR, _PCI_ACCELERATOR = 0x19E5, 0x12  # Huawei, of which a board's screen controller has another class
-_READ_AS_DEFAULT_S = 1800  # torch_npu takes this timeout for "none was given", and waits for an hour instead
+_PCI_VENDOR, _PCI_ACCELERATOR = 0x19E5, 0x12  # Huawei; its screen controllers have another class
+_READ_AS_DEFAULT_S = 1800  # torch_npu reads this timeout as "not given", and waits for an hour instead
 _SIMULATED = Support(
     "unverified", "passes the conformance kit over a simulated CANN (torch_npu 2.13); not run on a device"
 )
@@ -81,7 +81,7 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
 def hwrl_create_backend() -> Backend:
     try:
         import torch_npu  # noqa: F401 - registers the device with torch
-    except Exception as exc:  # torch_npu raises ImportError, OSError or RuntimeError, by what is missing of CANN
+    except Exception as exc:  # ImportError, OSError or RuntimeError: it depends on the missing part of CANN
         raise BackendUnavailableError(
             "backend 'npu' cannot be created",
             why=f"import torch_npu raised {type(exc).__name__}: {exc}",
@@ -126,12 +126,12 @@ class NpuBackend(Backend):
 
     def set_device(self, index: int) -> None:
         super().set_device(index)
-        # torch_npu 2.13 makes a device's default stream when it is first used, and ends the process in a backward pass
-        # if there is a device that was only set.
+        # torch_npu 2.13 makes a device's default stream at its first use. A backward pass with a device that was set
+        # but never used ends the process.
         self.device_module.current_stream()
 
     def memory_info(self) -> MemoryInfo:
-        self.device_module.current_stream()  # torch_npu's mem_get_info wants a device to be set, and sets none
+        self.device_module.current_stream()  # torch_npu's mem_get_info needs a device to be set, and sets none
         return super().memory_info()
 
     def _export_memory(self, memory: torch.Tensor) -> Handle:
@@ -156,7 +156,7 @@ class NpuBackend(Backend):
         return group
 
     def await_work(self, work: Any) -> None:
-        work.get_future().wait()  # in a group without a watchdog, the work's own wait() would block the host
+        work.get_future().wait()  # without a watchdog, the work's own wait() would block the host
 
     def abort_process_group(self, group: ProcessGroup) -> None:
         from hwrl_npu import hccl

@@ -1,13 +1,13 @@
-"""Process groups on HCCL that depend on no default group, can be aborted, and end no process.
+"""Process groups on HCCL: independent of the default group, with a working abort, and without a watchdog.
 
-torch's own way to a group (``torch_npu`` 2.10 to 2.13) has traps, each of which is met here:
+torch's own way to a group (``torch_npu`` 2.10 to 2.13) has five traps. This module avoids each of them:
 
-- a group without global ranks takes the place of the job's default group in a static variable, so ranks are given;
-- the watchdog ends the process some time after an operation timed out or failed, so there is none;
-- the communicator is made by the first operation, in which the host blocks for a peer that does not come, so that
-  operation is done at once, where all ranks are known to be there;
-- a device that waits for a dead peer waits for half an hour, so it is told the group's own timeout;
-- ``ProcessGroup.abort`` does nothing; ``abort_hccl_comm`` does.
+- A group without global ranks replaces the job's default group in a static variable. So we pass ranks.
+- The watchdog ends the process some time after a timeout or a failure. So there is none.
+- The first operation makes the communicator, and there the host blocks for a missing peer. So we run one operation at
+  once, while all ranks are present.
+- A device waits half an hour for a dead peer. So we set the group's own timeout on the device, too.
+- ``ProcessGroup.abort`` does nothing. So we call ``abort_hccl_comm``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hwrl import environ
 from hwrl.comm import Store
 from hwrl.errors import UnsupportedError
 
-_NAME_LENGTH = 100  # HCCL's 127 less torch_npu's own prefix; the end is kept, which makes hwrl's names unique
-_GRACE_S = 30  # the host gives up first, and says which operation it was
+_NAME_LENGTH = 100  # HCCL's limit of 127 less torch_npu's prefix; the end of hwrl's names is unique
+_GRACE_S = 30  # the host times out first, and its error names the operation
 
 
 def create(store: Store, *, rank: int, size: int, name: str, timeout: timedelta, device: torch.device) -> Any:
@@ -39,9 +39,9 @@ def create(store: Store, *, rank: int, size: int, name: str, timeout: timedelta,
     options.global_ranks_in_group = list(range(size))
     options.group_id = name[-_NAME_LENGTH:]
     options.hccl_config = {"hccl_exec_timeout": math.ceil(timeout.total_seconds()) + _GRACE_S}
-    with environ.variable("TORCH_HCCL_BLOCKING_WAIT", "1"):  # read when a group is made; it leaves the watchdog out
+    with environ.variable("TORCH_HCCL_BLOCKING_WAIT", "1"):  # read when a group is made; turns the watchdog off
         hccl = kind(store, rank, size, options)
-    # Unless waited for, the tensor's memory is that of another while the device still writes there.
+    # Wait: otherwise the tensor's memory is reused while the device still writes to it.
     hccl.allreduce([torch.zeros(1, dtype=torch.int32, device=device)]).wait()
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
@@ -55,11 +55,11 @@ def abort(group: Any) -> None:
 
 
 def _refuse_static_ranks() -> None:
-    """Raise where HCCL would take a group's ranks for those of a job that was described in advance."""
+    """Raise if the environment describes a fixed job: HCCL would take the group's ranks for ranks of that job."""
     for name in ("RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"):
         if os.environ.get(name):
             raise UnsupportedError(
-                "cannot make a group of processes that share no default group",
+                "cannot make a group of processes without a common default group",
                 why=f"{name}={os.environ[name]} makes torch_npu derive every group from the default one",
                 fix=f"unset {name}",
             )

@@ -1,8 +1,8 @@
-"""Device memory that other processes open, through what torch_npu gives torch.multiprocessing.
+"""Share device memory with other processes, through torch_npu's calls for torch.multiprocessing.
 
-Its handles know both kinds of segments. It counts a handle's readers, however, and keeps the exporter's memory until as
-many as were expected have closed it. A handle of ours serves any number, who may be killed; so its count is given back
-when it is made, and readers count nothing.
+These handles support both kinds of memory segments. But torch_npu counts a handle's readers, and keeps the exporter's
+memory until the expected number of readers has closed it. Our handles serve any number of readers, and readers may be
+killed. So the exporter releases the counter at once, and readers do not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import DeviceMap, Handle
 
 _NO_EVENT = bytes(64)  # ACL_IPC_EVENT_HANDLE_SIZE
-_NO_COUNTER = b"/hwrl-counts-no-readers"  # a shared memory file that does not exist: torch_npu ignores that
+_NO_COUNTER = b"/hwrl-counts-no-readers"  # a file that does not exist; torch_npu ignores it
 
 
 def export(memory: torch.Tensor, *, devices: DeviceMap) -> Handle:
@@ -45,7 +45,8 @@ def open(handle: Handle, *, devices: DeviceMap) -> torch.Tensor:
     index = _index_of(int(handle["device"]), devices)
     offset, nbytes = int(handle["offset"]), int(handle["nbytes"])
     kind: Any = torch.UntypedStorage
-    memory = torch.empty(0, dtype=torch.uint8, device=torch.device("npu", index))  # the call crashes before first use
+    # Use the device first: the next call crashes otherwise.
+    memory = torch.empty(0, dtype=torch.uint8, device=torch.device("npu", index))
     try:
         storage = kind._new_shared_npu(index, raw, nbytes, offset, _NO_COUNTER, 0, _NO_EVENT, False)
     except RuntimeError as exc:
@@ -64,7 +65,7 @@ def _index_of(physical: int, devices: DeviceMap) -> int:
         raise CommError(
             "cannot open memory of a device that this process does not see",
             why=f"it is on NPU {physical}, and visible here are {', '.join(map(str, visible)) or 'none'}",
-            fix=f"run both on one host, and show this process the exporter's device in {devices.visible_variable}",
+            fix=f"run both on one host, and make the exporter's device visible here by {devices.visible_variable}",
         )
     return visible.index(physical)
 

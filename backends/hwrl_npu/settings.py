@@ -1,4 +1,4 @@
-"""The environment variables that matter on NPUs: what is wrong with them, and what a worker needs."""
+"""Environment variables of NPUs: checks for ``hwrl doctor``, and the variables of a worker."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hwrl.interfaces import DeviceMap, Finding, ProbeContext
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Two names of the allocator's settings: that which every torch_npu knows, and torch's, which newer ones know too."""
+"""Two names of the allocator's settings: torch_npu's own name, and torch's name, known to newer torch_npu."""
 _SHOWN = (VISIBLE, "ASCEND_HOME_PATH", *ALLOCATOR, "HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "TASK_QUEUE_ENABLE")
 _PORTS = {"HCCL_HOST_SOCKET_PORT_RANGE": "HCCL_IF_BASE_PORT", "HCCL_NPU_SOCKET_PORT_RANGE": ""}
-"""Which ports HCCL may use, and the older variable with which a user may have said so."""
+"""HCCL's port ranges, each with an older variable for the same setting."""
 _DEFAULT_BUFFER_MB = 200
 
 
 class NpuDeviceMap(DeviceMap):
-    """NPU numbers, which the runtime wants in strictly ascending order: given 1,0 it shows no device at all."""
+    """NPU numbers, in strictly ascending order: for 1,0 the runtime shows no device at all."""
 
     def visible(self, env: Mapping[str, str]) -> tuple[int, ...] | None:
         ids = super().visible(env)
@@ -38,25 +38,25 @@ DEVICES = NpuDeviceMap(visible_variable=VISIBLE, ray_resource="NPU")
 
 
 def worker(role: str, env: Mapping[str, str], *, exports_memory: bool, shares_device: bool) -> dict[str, str]:
-    """Return what a worker needs; see :func:`hwrl.discovery.hookspecs.hwrl_process_env`.
+    """Return the variables of a worker; see :func:`hwrl.discovery.hookspecs.hwrl_process_env`.
 
-    Never a second name for the allocator's settings: torch_npu refuses to start if both are set, even to nothing.
+    Never set the allocator's settings under a second name: torch_npu refuses to start with both, even if one is empty.
     """
     wanted = {}
     if role == "trainer" and not exports_memory and not any(name in env for name in ALLOCATOR):
         wanted[ALLOCATOR[0]] = "expandable_segments:True"
-    if shares_device:  # else all processes of a device ask for the same ports
+    if shares_device:  # otherwise all processes of a device use the same ports
         wanted |= {ports: "auto" for ports, older in _PORTS.items() if older not in env}
     return wanted
 
 
 def uses_expandable_segments(env: Mapping[str, str]) -> bool:
-    """Return whether the allocator is told to grow its segments, which other processes cannot open."""
+    """Return whether the allocator uses expandable segments. Other processes cannot open these."""
     return "expandable_segments:True" in "".join(env.get(name, "") for name in ALLOCATOR).replace(" ", "")
 
 
 def findings(context: ProbeContext, *, devices: int) -> Iterator[Finding]:
-    """Yield what ``hwrl doctor`` should tell, on a machine with so many ``devices``."""
+    """Yield lines for ``hwrl doctor`` on a machine with this number of ``devices``."""
     env = context.env
     yield from (Finding("info", f"{name}={env[name]}") for name in _SHOWN if name in env)
     if not devices:
@@ -116,6 +116,6 @@ def _versions(context: ProbeContext) -> Iterator[Finding]:
 
 
 def _version(context: ProbeContext, module: str) -> str:
-    """Return the first two numbers of an installed module's version, '' if they cannot be found."""
+    """Return the first two numbers of an installed module's version, '' if not found."""
     found = re.search(r"__version__\s*=\s*'(\d+\.\d+)", context.module_text(module, "version.py") or "")
     return found.group(1) if found else ""

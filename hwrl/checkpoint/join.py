@@ -1,4 +1,4 @@
-"""One whole checkpoint from the parts that nodes have on disks of their own: :func:`join_parts`."""
+"""One whole checkpoint from the parts on the disks of several nodes: :func:`join_parts`."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from pathlib import Path
 from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, draft_path
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
 from hwrl.checkpoint.format.copies import copy_files
-from hwrl.checkpoint.format.layout import read_entries
+from hwrl.checkpoint.format.loading import read_entries
 from hwrl.checkpoint.format.manifest import (
     EXTRA_NAME,
     LAYOUT_NAME,
     CheckpointInfo,
-    corrupt,
+    corrupt_error,
     find_checkpoints,
     in_use,
     read_extra,
     verify_files,
 )
-from hwrl.checkpoint.saving.save import seal
+from hwrl.checkpoint.format.seal import seal
 from hwrl.errors import CheckpointNotFoundError, CheckpointSaveError
 
 _REWRITTEN = (LAYOUT_NAME, EXTRA_NAME)
 
 
 def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = None) -> int:
-    """Copy the parts of ``step``, or of the newest of which all are there, into ``out``; return the step.
+    """Copy the parts of ``step``, or of the newest step with all parts, into ``out``; return the step.
 
-    Every file is verified as it is copied, and ``directories`` are left as they are. Nothing that is complete in
-    ``out`` is replaced or removed, and its tracker never goes back. Raises
-    :class:`~hwrl.errors.CheckpointNotFoundError` if ``directories`` do not hold all parts of one save,
-    :class:`~hwrl.errors.CheckpointCorruptError` if one of them is damaged, :class:`~hwrl.errors.CheckpointSaveError`
-    if ``out`` is one of them, has that step or a later one, or has no room, and what
-    :class:`CheckpointDirectory` raises about ``out``, which may be a trainer's new directory.
+    Every file is verified as it is copied. ``directories`` stay unchanged. No complete checkpoint in ``out`` is
+    replaced or removed, and its tracker never goes back.
+
+    Raises :class:`~hwrl.errors.CheckpointNotFoundError` if ``directories`` do not hold all parts of one save,
+    :class:`~hwrl.errors.CheckpointCorruptError` if a part is damaged, :class:`~hwrl.errors.CheckpointSaveError` if
+    ``out`` is one of ``directories``, has this step or a later one, or has no room, and the errors of opening a
+    :class:`CheckpointDirectory`.
     """
     parts = _find_parts(directories, step)
     manifest = parts[0].manifest
@@ -46,20 +47,20 @@ def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = Non
         for part in parts:
             stack.enter_context(in_use(part))
         fs = DurableFS()
-        home = CheckpointDirectory(out, fs)
-        stack.callback(home.close)
-        newest = max((info.step for info in home.complete()), default=-1)
+        target = CheckpointDirectory(out, fs)
+        stack.callback(target.close)
+        newest = max((info.step for info in target.complete()), default=-1)
         if newest >= manifest.step:
             raise _failed(manifest.step, f"{out} already holds step {newest}, complete", fix="give another --out")
-        with _drafting(home, manifest.step) as draft:
+        with _drafting(target, manifest.step) as draft:
             _fill(draft, parts, fs)
-            home.commit(draft, manifest.step)
-            home.set_tracker(max(manifest.step, home.announced))
+            target.commit(draft, manifest.step)
+            target.set_tracker(max(manifest.step, target.announced))
     return manifest.step
 
 
 def _find_parts(directories: Sequence[Path], step: int | None) -> list[CheckpointInfo]:
-    """Return all parts of the newest save that has them all, by node."""
+    """Return the parts of the newest save with all parts, by node."""
     saves: dict[tuple[int, str], dict[int, CheckpointInfo]] = {}
     for directory in directories:
         for info in find_checkpoints(directory)[0]:
@@ -80,24 +81,24 @@ def _find_parts(directories: Sequence[Path], step: int | None) -> list[Checkpoin
 
 
 @contextlib.contextmanager
-def _drafting(home: CheckpointDirectory, step: int) -> Iterator[Path]:
-    """Yield a new draft in ``home``, which is removed after an error; the disk's own is raised as hwrl's."""
-    save_id = os.urandom(8).hex()  # of its own: the parts' comes from a file
-    draft = draft_path(home.directory, step, save_id)
+def _drafting(target: CheckpointDirectory, step: int) -> Iterator[Path]:
+    """Yield a new draft in ``target``. After an error the draft is removed; an OSError becomes CheckpointSaveError."""
+    save_id = os.urandom(8).hex()  # a new one: the id of the parts is read from a file
+    draft = draft_path(target.path, step, save_id)
     try:
-        home.begin(step, save_id)
+        target.begin(step, save_id)
         yield draft
     except BaseException as exc:
-        home.abandon(draft)
+        target.abandon(draft)
         if not isinstance(exc, OSError):
             raise
-        why = f"{exc.strerror}: {exc.filename or home.directory}"
+        why = f"{exc.strerror}: {exc.filename or target.path}"
         complete: list[CheckpointInfo] = []
-        with contextlib.suppress(CheckpointNotFoundError):  # the same disk
-            complete = home.complete()
+        with contextlib.suppress(CheckpointNotFoundError):  # the same disk may refuse this too
+            complete = target.complete()
         if any(info.step == step for info in complete):
-            why = f"it is complete in {home.directory}, but its name may not be durable or not in the tracker ({why})"
-        raise _failed(step, why, fix="mend the cause, or give another --out") from exc
+            why = f"it is complete in {target.path}, but its name may not be durable or not in the tracker ({why})"
+        raise _failed(step, why, fix="fix the cause, or give another --out") from exc
 
 
 def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:
@@ -111,7 +112,7 @@ def _fill(draft: Path, parts: Sequence[CheckpointInfo], fs: DurableFS) -> None:
     try:
         seal(fs, draft, list(entries.values()), {"all": shared, "ranks": ranks}, manifest)
     except ValueError as exc:
-        raise corrupt(parts[0].path, f"with the parts of the other nodes it is not whole: {exc}") from exc
+        raise corrupt_error(parts[0].path, f"with the parts of the other nodes it is not whole: {exc}") from exc
 
 
 def _failed(step: int, why: str, *, fix: str) -> CheckpointSaveError:

@@ -1,4 +1,4 @@
-"""``hwrl checkpoints``: list, verify, export, join and prune the checkpoints of a run, beside the run if need be."""
+"""``hwrl checkpoints``: list, verify, export, join and prune the checkpoints of a run, also while it runs."""
 
 from __future__ import annotations
 
@@ -20,34 +20,37 @@ if TYPE_CHECKING:
 
 HELP = "list, verify, export, join or prune the checkpoints of a run"
 
-_INNER = "checkpoints"
-"""Where a run's directory has them."""
+_SUBDIRECTORY = "checkpoints"
+"""Where a run's directory has its checkpoints."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions."""
     actions = parser.add_subparsers(required=True, metavar="{ls,verify,export,join,prune}")
-    _add(actions, "ls", _list, "show the checkpoints in DIR, and who writes there")
+    _add(actions, "ls", _list, "show the checkpoints in DIR, and the process that writes there")
     verify = _add(
-        actions, "verify", _verify, "read every file and compare its hash; status 1 if one differs, or if there is none"
+        actions,
+        "verify",
+        _verify,
+        "read every file and compare its hash; status 1 if one differs, or if there is no checkpoint",
     )
-    verify.add_argument("--step", type=int, help="this one only")
+    verify.add_argument("--step", type=int, help="only this step")
     export = _add(actions, "export", _export, "write a checkpoint's model, or adapter, for from_pretrained")
-    export.add_argument("out", type=Path, metavar="OUT", help="the directory to write, which must not exist")
-    export.add_argument("--model", type=Path, required=True, help="the model directory that training began from")
+    export.add_argument("out", type=Path, metavar="OUT", help="the directory to write; it must not exist")
+    export.add_argument("--model", type=Path, required=True, help="the model directory at the start of training")
     export.add_argument("--step", type=int, help="default: the newest")
     dtypes = ("float32", "bfloat16", "float16", "float64")
     export.add_argument("--dtype", default="float32", choices=dtypes, help="default: float32, as trained")
-    join = _add(actions, "join", _join, "put together what nodes saved on disks of their own")
+    join = _add(actions, "join", _join, "put together the parts of nodes with disks of their own")
     join.add_argument("more", type=Path, nargs="+", metavar="DIR", help="the same directory of the other nodes")
     join.add_argument("--out", type=Path, required=True, help="the directory to write global_step_N/ into")
-    join.add_argument("--step", type=int, help="default: the newest that is whole")
+    join.add_argument("--step", type=int, help="default: the newest with all parts")
     prune = _add(actions, "prune", _prune, "remove all complete checkpoints but the newest; not while a trainer runs")
-    prune.add_argument("--keep", type=int, required=True, help="how many stay, at least 1")
+    prune.add_argument("--keep", type=int, required=True, help="how many to keep, at least 1")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the action on ``args.dir``, or on the ``checkpoints/`` in it; 1 if a verified checkpoint is not whole."""
+    """Run the action on ``args.dir``, or on the ``checkpoints/`` in it; return 1 if a verified checkpoint is bad."""
     args.dir = _checkpoints_in(args.dir, or_owner=args.action is _list)
     action: Callable[[argparse.Namespace], tuple[dict[str, Any], list[str], bool]] = args.action
     report, lines, ok = action(args)
@@ -56,31 +59,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checkpoints_in(directory: Path, *, or_owner: bool = False) -> Path:
-    """Return ``directory``, or the ``checkpoints/`` in it if it has no step itself.
+    """Return ``directory``, or the ``checkpoints/`` in it if ``directory`` itself has no step.
 
-    Raises CheckpointNotFoundError if hwrl never saved there, unless, with ``or_owner``, somebody may yet.
+    Raises CheckpointNotFoundError if hwrl never saved there. With ``or_owner``, a running writer is enough.
     """
-    from hwrl.checkpoint import find_checkpoints
-    from hwrl.checkpoint.directory.checkpoint_directory import is_home
+    from hwrl.checkpoint import find_checkpoints, has_saves
 
-    found, inner = directory, directory / _INNER
+    found, inner = directory, directory / _SUBDIRECTORY
     if inner.is_dir() and not any(find_checkpoints(directory)):
         found = inner
-    if not is_home(found) and not (or_owner and _owner(found)):
-        raise _nothing_in(found)
+    if not has_saves(found) and not (or_owner and _owner(found)):
+        raise _no_checkpoint_error(found)
     return found
 
 
 def _owner(directory: Path) -> str | None:
-    """Return who writes to ``directory``: of a run, which has the directory around it, the process that leads it."""
+    """Return the writer of ``directory``, as a sentence: for a run's checkpoints, the process that leads the run."""
     from hwrl.checkpoint import find_owner
 
-    around = [directory.parent] if directory.name == _INNER and directory.is_dir() else []
-    return next(filter(None, map(find_owner, [*around, directory])), None)
+    run = [directory.parent] if directory.name == _SUBDIRECTORY and directory.is_dir() else []
+    return next(filter(None, map(find_owner, [*run, directory])), None)
 
 
-def _nothing_in(directory: Path, reasons: Sequence[str] = ()) -> CheckpointNotFoundError:
-    """Return the error for a ``directory`` without a complete checkpoint; ``reasons`` say why others are not."""
+def _no_checkpoint_error(directory: Path, reasons: Sequence[str] = ()) -> CheckpointNotFoundError:
+    """Return the error for a ``directory`` without a complete checkpoint. ``reasons`` are about the incomplete ones."""
     absent = "it is a file" if directory.exists() else "there is no such directory"
     why = "; ".join(reasons) or ("nothing was saved there" if directory.is_dir() else absent)
     what, fix = "holds no checkpoint", "give the directory of a run, or the one that has global_step_N/"
@@ -101,10 +103,10 @@ def _add(actions: Any, name: str, action: Callable[..., object], text: str) -> a
 
 
 def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.directory.checkpoint_directory import TRACKER_NAME, leftovers, set_aside
+    from hwrl.checkpoint import TRACKER_NAME, broken_checkpoints, unfinished_saves
 
     complete, skipped = _find(args)
-    path, unfinished, aside = args.dir / TRACKER_NAME, leftovers(args.dir), set_aside(args.dir)
+    path, unfinished, aside = args.dir / TRACKER_NAME, unfinished_saves(args.dir), broken_checkpoints(args.dir)
     owner, tracker = _owner(args.dir), path.read_text(errors="replace") if path.is_file() else None
     report = {
         "owner": owner,
@@ -114,21 +116,21 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         "unfinished": [str(path) for path in unfinished],
         "set_aside": [str(path) for path in aside],
     }
-    says = "there is no tracker yet" if tracker is None else f"the tracker says {tracker}"
+    tracker_text = "there is no tracker yet" if tracker is None else f"the tracker says {tracker}"
     lines = [
         f"  step {info.step:<8} {info.nbytes / 1e6:12,.1f} MB  {info.manifest.world_size} rank(s)  "
         f"weight version {info.weight_version:<6} {_saved_at(info)}{_part(info)}"
         for info in complete
     ]
     lines += [f"  {one.path.name} is not complete: {one.reason}" for one in skipped]
-    lines += [f"  {path.name}: a save that runs, or did not end" for path in unfinished]
-    lines += [f"  {path.name}: set aside, since it could not be resumed; yours to look at and remove" for path in aside]
-    header = f"{args.dir}: {owner or 'nobody writes here now'}; {says}"
+    lines += [f"  {path.name}: a save that runs, or was interrupted" for path in unfinished]
+    lines += [f"  {path.name}: put aside, because it could not be resumed; look at it and remove it" for path in aside]
+    header = f"{args.dir}: {owner or 'nobody writes here now'}; {tracker_text}"
     return report, [header, *(lines or ["  nothing was saved yet"])], True
 
 
 def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.format.manifest import in_use, verify_files
+    from hwrl.checkpoint import in_use, verify_files
 
     complete, skipped = _find(args)
     broken = {one.path.name: one.reason for one in skipped}
@@ -137,7 +139,7 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
             with in_use(info):
                 verify_files(info, info.manifest.files)
         except CheckpointCorruptError as exc:
-            if info.path.exists():  # else the trainer removed it before we came to it
+            if info.path.exists():  # otherwise the trainer has removed it meanwhile
                 broken[info.path.name] = exc.why
     whole = [info.step for info in complete if info.path.exists() and info.path.name not in broken]
     parts = {info.step: _part(info) for info in complete}
@@ -145,13 +147,12 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         f"{name}: {why}" for name, why in broken.items()
     ]
     if not lines:
-        raise _nothing_in(args.dir)
+        raise _no_checkpoint_error(args.dir)
     return {"whole": whole, "broken": broken}, lines, not broken
 
 
 def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.format.layout import read_tensors
-    from hwrl.checkpoint.format.manifest import EXTRA_NAME, corrupt, in_use, read_extra, verify_files
+    from hwrl.checkpoint import EXTRA_NAME, corrupt_error, in_use, read_extra, read_tensors, verify_files
 
     if args.out.exists():
         raise ConfigError(f"{args.out} exists", why="nothing is overwritten", fix="choose another directory")
@@ -173,7 +174,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         weights = read_tensors(info, prefix="model.")
         adapter = read_extra(info)[0].get("adapter")
         if adapter is not None and not (isinstance(adapter, dict) and {"base", "config"} <= adapter.keys()):
-            raise corrupt(info.path, f"{EXTRA_NAME} has an adapter that is none of hwrl's")
+            raise corrupt_error(info.path, f"{EXTRA_NAME} has an adapter that is none of hwrl's")
     with _drafting(args.out) as draft:
         if adapter is None:
             _write_model(args, weights, draft)
@@ -186,7 +187,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 @contextlib.contextmanager
 def _drafting(out: Path) -> Iterator[Path]:
-    """Yield a path that becomes ``out`` when the block ends without an error; ConfigError for the disk's own."""
+    """Yield a path, which is renamed to ``out`` after the block; ConfigError for an error of the disk."""
     from safetensors import SafetensorError
 
     try:
@@ -195,7 +196,7 @@ def _drafting(out: Path) -> Iterator[Path]:
             draft = Path(directory) / out.name
             yield draft
             draft.rename(out)
-    except (OSError, SafetensorError) as exc:  # safetensors has its own for a full disk
+    except (OSError, SafetensorError) as exc:  # safetensors raises its own error for a full disk
         raise ConfigError(
             f"{out} cannot be written", why=str(exc), fix="make room there, or choose another directory"
         ) from exc
@@ -238,7 +239,7 @@ def _not_the_model(args: argparse.Namespace, *, why: str) -> DataError:
 
 
 def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint.join import join_parts
+    from hwrl.checkpoint import join_parts
 
     directories = [args.dir, *map(_checkpoints_in, args.more)]
     step = join_parts(directories, args.out, step=args.step)
@@ -247,9 +248,7 @@ def _join(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 
 def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint import DurableFS
-    from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory
-    from hwrl.checkpoint.format.manifest import verify_files
+    from hwrl.checkpoint import CheckpointDirectory, DurableFS, verify_files
 
     if args.keep < 1:
         raise ConfigError(f"--keep {args.keep} is not possible", why="the newest stays", fix="give 1 or more")
@@ -259,20 +258,20 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         raise CheckpointError(
             f"{args.dir} is not pruned while a trainer may save there",
             why=owner,
-            fix="give the trainer checkpoint.max_ckpt_to_keep, and it keeps so many itself; or prune when it has ended",
+            fix="give the trainer checkpoint.max_ckpt_to_keep, and it prunes itself; or prune after it has ended",
         )
-    home = CheckpointDirectory(args.dir, DurableFS())
+    directory = CheckpointDirectory(args.dir, DurableFS())
     try:
-        complete = home.complete()
+        complete = directory.complete()
         before = {info.step: info.nbytes for info in complete}
         for info in complete[-args.keep :]:
-            verify_files(info, info.manifest.files)  # what is damaged must not outlive what is whole
+            verify_files(info, info.manifest.files)  # a damaged checkpoint must not outlive a good one
         if before and not any(info.manifest.nodes > 1 for info in complete):
-            home.set_tracker(max(before))  # of a part, only its trainer knows
-        home.retain(args.keep)
-        kept = {info.step for info in home.complete()}
+            directory.set_tracker(max(before))  # other nodes may lack a part; only its trainer knows
+        directory.retain(args.keep)
+        kept = {info.step for info in directory.complete()}
     finally:
-        home.close()
+        directory.close()
     removed = [step for step in before if step not in kept]
     nbytes = sum(before[step] for step in removed)
     report = {"removed": removed, "kept": sorted(kept), "freed_nbytes": nbytes}
@@ -280,17 +279,16 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 
 def _complete(args: argparse.Namespace) -> list[CheckpointInfo]:
-    """Return what is complete, oldest first; CheckpointNotFoundError if nothing is."""
+    """Return the complete checkpoints, oldest first; CheckpointNotFoundError if there are none."""
     complete, skipped = _find(args)
     if not complete:
-        raise _nothing_in(args.dir, [f"{one.path.name}: {one.reason}" for one in skipped])
+        raise _no_checkpoint_error(args.dir, [f"{one.path.name}: {one.reason}" for one in skipped])
     return complete
 
 
 def _find(args: argparse.Namespace) -> tuple[list[CheckpointInfo], list[Skipped]]:
-    """Return what :func:`~hwrl.checkpoint.find_checkpoints` finds; only ``--step`` if one is named."""
-    from hwrl.checkpoint import find_checkpoints
-    from hwrl.checkpoint.format.manifest import step_name
+    """Return the complete checkpoints and the incomplete ones; only those of ``--step`` if it is given."""
+    from hwrl.checkpoint import find_checkpoints, step_name
 
     complete, skipped = find_checkpoints(args.dir)
     step = getattr(args, "step", None)

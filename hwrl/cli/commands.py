@@ -62,11 +62,11 @@ class Commands:
             # An alias is one more name of the same plugin: ask each plugin once.
             plugins = {id(installed.load(name)): (name, installed.load(name)) for name in installed.names()}
             for name, manager in plugins.values():
-                for command in self._ask(name, manager):
+                for command in self._request(name, manager):
                     self._claims[command.name].append((name, command))
         return self._claims
 
-    def _ask(self, plugin: str, manager: pluggy.PluginManager | LoadFailure) -> tuple[Command, ...]:
+    def _request(self, plugin: str, manager: pluggy.PluginManager | LoadFailure) -> tuple[Command, ...]:
         if isinstance(manager, LoadFailure):
             self.problems.append(f"no commands of a plugin: {manager}")
             return ()

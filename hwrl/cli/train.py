@@ -22,37 +22,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 only if all steps were done and all goals reached; 130 after Ctrl-C or SIGTERM."""
-    from hwrl.run.interrupts import Interrupts
+    from hwrl.run import Interrupts
 
     with Interrupts():
         try:
             return _train(args)
         except KeyboardInterrupt as stop:
-            last = "resume=true continues from the last checkpoint, if there is one"
-            print(f"hwrl: interrupted, and nothing more was saved; {last}{with_notes(stop)}", file=sys.stderr)
+            advice = "resume=true continues from the last checkpoint, if there is one"
+            print(f"hwrl: interrupted, and nothing more was saved; {advice}{with_notes(stop)}", file=sys.stderr)
             return 130
 
 
 def _train(args: argparse.Namespace) -> int:
-    from hwrl.run.config import dump_config, load_config
+    from hwrl.run import dump_config, load_config
 
     config = load_config(args.config, args.overrides)
     if args.print_config:
         print(dump_config(config), end="")
         return 0
-    from hwrl.run.inputs import check_inputs
+    from hwrl.run import check_inputs
 
-    sys.path.append(str(Path.cwd()))  # Ray's workers import from there, too: a reward's module may lie beside the run
+    sys.path.append(str(Path.cwd()))  # Ray's workers do it too: a reward function may be in a module of this directory
     check_inputs(config)
-    from hwrl.run.pipeline import run_training
-    from hwrl.run.report import make_view
+    from hwrl.run import make_view, run_training  # imports torch and Ray, so only after the cheap checks
 
     view = make_view(config.train.steps)
     try:
         summary = run_training(config, view)
     finally:
         view.close()
-    view.say(summary.text)
+    view.log(summary.text)
     if not summary.finished:
         return 130
     return 0 if summary.succeeded else 1

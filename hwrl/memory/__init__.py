@@ -1,8 +1,10 @@
-"""Host memory that is kept, and device memory that is given back: see ``docs/memory.md``."""
+"""Offloading of models to host memory, and page-locked host memory: see ``docs/memory.md``."""
 
 from hwrl.interfaces import Moved, Transfer
+from hwrl.memory.fingerprint import bytes_of
 from hwrl.memory.lending import HostCopies, HostCopy
 from hwrl.memory.offload import Offloader
+from hwrl.memory.pagelock import PageLocked
 from hwrl.memory.pool import PinnedPool
 
-__all__ = ["HostCopies", "HostCopy", "Moved", "Offloader", "PinnedPool", "Transfer"]
+__all__ = ["HostCopies", "HostCopy", "Moved", "Offloader", "PageLocked", "PinnedPool", "Transfer", "bytes_of"]

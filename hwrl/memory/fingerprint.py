@@ -1,4 +1,4 @@
-"""Whether a storage's bytes changed, asked without copying them to the host."""
+"""Detect changes of a storage's bytes without copying them to the host."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import functools
 
 import torch
 
-_WORDS = 251  # a prime, so that rows swapped in a matrix of round size change the fingerprint
+_WORDS = 251  # a prime: swapped rows in a matrix of round size change the fingerprint
 _ROW_NBYTES = 8 * _WORDS
 
 
 def fingerprints(storages: list[torch.UntypedStorage]) -> list[int]:
     """Return a 64-bit sum of each storage's bytes, weighted by position; computed on the device, read once.
 
-    Takes one kernel for a storage and a few for all of them, and 4 kB of device memory for each.
+    Takes one kernel per storage plus a few for all of them, and 4 kB of device memory per storage.
     """
     if not storages:
         return []
@@ -37,5 +37,5 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all bytes of ``storage`` as a 1-d uint8 tensor that shares its memory."""
+    """Return all bytes of ``storage`` as a 1-d uint8 tensor on the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""What makes the use of offloaded memory raise: :class:`Guards`."""
+"""Make every use of offloaded memory raise: :class:`Guards`."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ _Hook = Callable[..., None]
 class Offloaded(nn.Parameter):
     """The class of a plain ``Parameter`` while it is offloaded.
 
-    Compiled code does not look at hooks that came after it was compiled, but at the class of each parameter. So it is
-    traced again, which meets the hooks; once the class is ``Parameter`` again, the old code serves as before.
+    Compiled code ignores hooks from after its compilation, but checks the class of each parameter. The new class makes
+    torch trace the code again, and the trace runs the hooks. With the old class back, the old code runs as before.
     """
 
 
 class Guards:
-    """Make every use of one part raise between :meth:`install` and :meth:`remove`, except what is lent.
+    """Makes every use of one part raise, from :meth:`install` to :meth:`remove`.
 
-    ``forward``, ``step``, ``state_dict`` and ``load_state_dict`` of the model, or of the optimizers that update it.
+    Uses are ``forward``, ``step``, ``state_dict`` and ``load_state_dict`` of the model or of its optimizers.
+    ``state_dict`` is allowed while ``lending`` is set.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: object, lending: threading.Event) -> None:
         self._name, self._model, self._optimizer, self._lending = name, model, optimizer, lending
         self._handles: list[Any] = []
         self._parameters: list[nn.Parameter] = []
-        self._around: str | None = None
-        self._on = False  # so that a hook that was left behind by an error does nothing
+        self._wrapper_class: str | None = None
+        self._on = False  # a hook left behind by an error does nothing
 
-    def install(self, *, around: str | None) -> None:
-        """Refuse uses from now on; ``state_dict`` even while lending, if there is a tensor ``around`` others."""
+    def install(self, *, wrapper_class: str | None) -> None:
+        """Refuse uses from now on. With a ``wrapper_class``, refuse ``state_dict`` even while lending."""
         self.remove()
-        self._on, self._around = True, around
+        self._on, self._wrapper_class = True, wrapper_class
         refuse, refuse_state = self._hooks()
         for optimizer in optimizers_in(self._optimizer):
             self._guard_optimizer(optimizer, refuse, refuse_state)
@@ -75,7 +76,7 @@ class Guards:
         if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes a second
             return self._refuse, self._refuse_state
         reason = f"the {self._name} are offloaded, use them inside `with offloader.loaded():`"
-        disabled = functools.partial(torch.compiler.disable, reason=reason)  # tracing the error itself would warn
+        disabled = functools.partial(torch.compiler.disable, reason=reason)  # tracing the error path itself would warn
         return disabled(self._refuse), disabled(self._refuse_state)
 
     def _mark(self, parameter: nn.Parameter) -> None:
@@ -90,8 +91,8 @@ class Guards:
     def _refuse_state(self, *args: object, **kwargs: object) -> None:
         if self._on and not self._lending.is_set():
             self._raise("they are offloaded")
-        if self._on and self._around is not None:
-            self._raise(f"they are offloaded, and tensors of class {self._around} cannot be lent")
+        if self._on and self._wrapper_class is not None:
+            self._raise(f"they are offloaded, and tensors of class {self._wrapper_class} cannot be lent")
 
     def _raise(self, why: str) -> NoReturn:
         raise MemoryStateError(
@@ -100,16 +101,16 @@ class Guards:
 
 
 def optimizers_in(optimizer: object) -> list[Optimizer]:
-    """Return torch's optimizers among ``optimizer`` and those that it wraps, which have its state and its hooks.
+    """Return the optimizers of torch in ``optimizer``: itself, or those inside a wrapper, with the state and the hooks.
 
-    A wrapper may be a subclass of ``Optimizer`` that never initialised it. Raises
-    :class:`~hwrl.errors.MemoryStateError` if there is none, as then no use could be refused; None has none.
+    A wrapper may be a subclass of ``Optimizer`` without its initialisation. Raises
+    :class:`~hwrl.errors.MemoryStateError` if it finds none: then no use could be refused. None gives an empty list.
     """
     if optimizer is None:
         return []
     todo, seen = [optimizer], {id(optimizer): optimizer}
     while todo:
-        wrapped = {id(one): one for one in _wrapped_by(todo.pop()) if id(one) not in seen}
+        wrapped = {id(one): one for one in _wrapped_optimizers(todo.pop()) if id(one) not in seen}
         todo += wrapped.values()
         seen |= wrapped
     found = [one for one in seen.values() if isinstance(one, Optimizer) and "_optimizer_step_pre_hooks" in vars(one)]
@@ -117,13 +118,13 @@ def optimizers_in(optimizer: object) -> list[Optimizer]:
         kind = type(optimizer).__qualname__
         raise MemoryStateError(
             f"the optimizer of class {kind} cannot be offloaded",
-            why="it neither is nor holds a torch.optim.Optimizer, so that its use could not be refused",
-            fix="give Offloader the torch.optim.Optimizer that it uses, or none",
+            why="it neither is nor holds a torch.optim.Optimizer, so its use could not be refused",
+            fix="give Offloader its torch.optim.Optimizer, or none",
         )
     return found
 
 
-def _wrapped_by(wrapper: object) -> Iterator[object]:
+def _wrapped_optimizers(wrapper: object) -> Iterator[object]:
     for value in list(getattr(wrapper, "__dict__", {}).values()):
         for one in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(one, Optimizer) or (hasattr(one, "param_groups") and hasattr(one, "step")):

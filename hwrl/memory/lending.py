@@ -1,4 +1,4 @@
-"""Host copies that a reader in another thread needs for a while: :class:`HostCopy`, :class:`HostCopies`."""
+"""Lend host copies to readers in other threads: :class:`HostCopy`, :class:`HostCopies`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hwrl.memory.slabs import part_of
 
 
 class Loan:
-    """What lies at ``start`` of a slab, or all of it (None): an offload that would overwrite it waits for this."""
+    """A lent range of a slab, by its ``start``; None is the whole slab. An offload waits for it before overwriting."""
 
     __slots__ = ("_due", "_loans")
 
     def __init__(self, loans: Loans, start: int | None) -> None:
-        self._loans, self._due = loans, [start]  # emptied by whoever gives back first
+        self._loans, self._due = loans, [start]  # the first give_back takes the entry
         loans.begin(start)
 
     def give_back(self) -> None:
-        """Let the memory be overwritten. May be called again, from any thread; is called when this object goes."""
+        """Let offloads overwrite the range. Any thread may call it, repeatedly; deleting the object calls it, too."""
         with contextlib.suppress(IndexError):
             self._loans.end(self._due.pop())
 
@@ -31,9 +31,10 @@ class Loan:
 
 
 class HostCopy(Loan):
-    """The host's copy of one offloaded tensor, lent by :meth:`Offloader.lend`.
+    """The host copy of one offloaded tensor, lent by :meth:`Offloader.lend`.
 
-    Its memory is the offloader's own, byte ``begin`` of ``slab``: only read it, until :meth:`give_back`.
+    Its memory belongs to the offloader: only read it, and only until :meth:`give_back`. It starts at byte ``begin`` of
+    ``slab``.
     """
 
     __slots__ = ("_begin", "_like", "_slab")
@@ -49,23 +50,23 @@ class HostCopy(Loan):
 
 
 class HostCopies:
-    """All that an :class:`Offloader` has on the host, lent at once by :meth:`Offloader.lend_all`.
+    """All host copies of an :class:`Offloader`, lent at once by :meth:`Offloader.lend_all`.
 
-    So a thread may lend single copies of it later, whatever was loaded in the meantime, and give the rest back.
-    ``slabs`` are its slabs, by each storage's address where its copy starts, and who reads them.
+    A thread may lend single copies from it later, even after a load, and give the rest back. ``slabs`` are the slabs,
+    each with the start of every storage's copy, by the storage's address, and with its loans.
     """
 
     def __init__(self, slabs: Sequence[tuple[torch.Tensor, Mapping[int, int], Loans]]) -> None:
         self._slabs = slabs
-        self._wholes = [Loan(loans, None) for _, _, loans in slabs]
+        self._slab_loans = [Loan(loans, None) for _, _, loans in slabs]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the copy of ``tensor``, no DTensor, is among them."""
+        """Return whether there is a copy of ``tensor`` (not a DTensor)."""
         storage = tensor.untyped_storage()._cdata
         return any(storage in starts for _, starts, _ in self._slabs)
 
     def lend(self, tensor: torch.Tensor) -> HostCopy | None:
-        """Lend the copy of ``tensor``, no DTensor, for itself; None if there is none."""
+        """Lend the copy of ``tensor`` (not a DTensor) on its own; None if there is none."""
         storage = tensor.untyped_storage()._cdata
         for slab, starts, loans in self._slabs:
             if (start := starts.get(storage)) is not None:
@@ -74,20 +75,20 @@ class HostCopies:
         return None
 
     def give_back(self) -> None:
-        """Let all be overwritten but what was lent for itself. May be called again, from any thread."""
-        for whole in self._wholes:
-            whole.give_back()
+        """Let offloads overwrite everything except copies lent on their own. Any thread may call it, repeatedly."""
+        for loan in self._slab_loans:
+            loan.give_back()
 
 
 class Loans:
-    """Who reads which range of a slab; a range is named by where it starts, all of it by None. For any threads."""
+    """The readers of a slab's ranges, counted by the start of the range; None is the whole slab. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._readers: Counter[int | None] = Counter()
 
     def begin(self, start: int | None) -> None:
-        """Count one reader more."""
+        """Count one more reader."""
         with self._changed:
             self._readers[start] += 1
 
@@ -98,6 +99,6 @@ class Loans:
             self._changed.notify_all()
 
     def wait(self, start: int) -> None:
-        """Block until nobody reads the range."""
+        """Block until the range has no readers."""
         with self._changed:
             self._changed.wait_for(lambda: not self._readers[start] and not self._readers[None])

@@ -1,13 +1,11 @@
-"""Device memory that is given back and restored: :class:`Offloader`."""
+"""Move a model and its optimizer between the device and the host: :class:`Offloader`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -15,165 +13,170 @@ from torch import nn
 from hwrl.discovery import backend_or_default
 from hwrl.errors import HwrlError, MemoryStateError
 from hwrl.interfaces import Backend, Moved, Transfer
-from hwrl.memory.fingerprint import bytes_of, fingerprints
 from hwrl.memory.guards import Guards, optimizers_in
-from hwrl.memory.lending import HostCopies, HostCopy, Loans
+from hwrl.memory.lending import HostCopies, HostCopy
+from hwrl.memory.part import Copies, OffloadablePart
 from hwrl.memory.pool import PinnedPool
-from hwrl.memory.slabs import batches
-from hwrl.memory.storages import (
-    Named,
-    Placed,
-    model_tensors,
-    optimizer_tensors,
-    pieces_of,
-    require_resizing,
-    storages_of,
-    whole,
-)
+from hwrl.memory.storages import NamedTensors, local_tensor, model_tensors, optimizer_tensors
 
-_ALIGNMENT_NBYTES = 512
-_BATCH_NBYTES = 256 << 20  # copying it takes several times as long as the fingerprints of the next batch
-
-_Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Pairs of target and source."""
+_BATCH_NBYTES = 256 << 20  # copying a batch takes several times as long as the fingerprints of the next one
 
 
 class Offloader:
     """Moves a model's parameters and buffers, and its optimizer's state, to the host and back.
 
-    What an optimizer updates that is none of the model's memory, such as its own float32 parameters, is its state too.
-    Works on plain modules and on FSDP2 (each rank moves its own shards), with tied parameters and shared storages
-    moved once. ``optimizer`` is one of torch's, or a wrapper that holds some, as accelerate's does.
-    Tensor subclasses move if they have ``__tensor_flatten__``, or memory of their own and more in their attributes.
-    Device memory is really freed, and comes back under the same Parameter objects and storages, so that
-    the optimizer, FSDP2 and views stay valid. Gradients are left alone: call ``zero_grad`` first.
+    Works on plain modules and on FSDP2 (each rank moves its own shards). Tied parameters and shared storages move
+    once. ``optimizer`` is an optimizer of torch, or a wrapper around some, such as accelerate's. Parameters of the
+    optimizer outside the model, such as its own float32 copies, belong to its state. A tensor subclass moves if it has
+    ``__tensor_flatten__``, or if it has memory of its own; then the tensors in its attributes move, too. Device memory
+    is really freed. It comes back under the same Parameter objects and storages, so the optimizer, FSDP2 and views
+    stay valid. Gradients do not move: call ``zero_grad`` first.
 
-    A storage is not copied to the host again if the host still has its content: its tensors' version counters and
-    a fingerprint of its bytes, taken on the device, are both unchanged. (Counters alone do not tell: fused
-    optimizers and ``foreach`` operations on DTensors do not count.)
+    A storage is not copied to the host again if its content is unchanged: its tensors' version counters, and a
+    fingerprint of its bytes, computed on the device. (Counters alone are not enough: fused optimizers, and ``foreach``
+    operations on DTensors, do not increment them.)
 
-    Nothing is freed before everything was found to be movable, the host has a copy, and the guards are on. An error
-    at any point leaves everything as it was.
+    Nothing is freed until all memory was found to be movable, the host has a copy, and the guards are installed. An
+    error at any point leaves everything unchanged.
 
-    While parts are offloaded, ``forward`` (compiled too), ``step``, ``state_dict`` and ``load_state_dict`` raise
-    :class:`~hwrl.errors.MemoryStateError`; reading a tensor directly is not guarded and may crash the process.
+    While a part is offloaded, ``forward`` (compiled too), ``step``, ``state_dict`` and ``load_state_dict`` raise
+    :class:`~hwrl.errors.MemoryStateError`. Direct reads of a tensor are not guarded and may crash the process.
 
-    The offloader owns the host memory; ``close``, or leaving the context, brings everything back and frees it.
+    The offloader owns the host memory. ``close``, or leaving the context, loads everything and frees it. Copies run in
+    batches of about ``batch_nbytes``.
     """
 
-    def __init__(self, model: nn.Module, optimizer: object = None, *, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: object = None,
+        *,
+        backend: Backend | None = None,
+        batch_nbytes: int = _BATCH_NBYTES,
+    ) -> None:
         self._backend = backend_or_default(backend)
         self._pool = PinnedPool(self._backend)
         self._stream = self._backend.stream()
         self._lending = threading.Event()
-        optimizers_in(optimizer)  # refuses a wrapper of none
-        find_params = functools.partial(model_tensors, model)
-        guards = Guards("parameters", model, optimizer, self._lending)
-        self._params = _Part("parameters", self._backend, find_params, guards)
-        guards = Guards("optimizer", model, optimizer, self._lending)
-        find_state = functools.partial(_optimizer_tensors, optimizer)
-        self._optimizer = _Part("optimizer", self._backend, find_state, guards, apart_from=find_params)
+        optimizers_in(optimizer)  # raises for a wrapper without an optimizer
+        find_parameters = functools.partial(model_tensors, model)
+        self._parameters = OffloadablePart(
+            "parameters",
+            self._backend,
+            find_parameters,
+            Guards("parameters", model, optimizer, self._lending),
+            batch_nbytes=batch_nbytes,
+        )
+        self._optimizer = OffloadablePart(
+            "optimizer",
+            self._backend,
+            functools.partial(_optimizer_tensors, optimizer),
+            Guards("optimizer", model, optimizer, self._lending),
+            batch_nbytes=batch_nbytes,
+            excluding=find_parameters,
+        )
 
     @property
     def pool_nbytes(self) -> int:
-        """The bytes of host memory that are held for copies."""
+        """The bytes of host memory for copies."""
         return self._pool.nbytes
 
     def offload(self, *, params: bool = True, optimizer: bool = True) -> Transfer:
-        """Move the chosen parts to the host and free their device memory; what is offloaded already stays so.
+        """Move the selected parts to the host and free their device memory; skip parts that are offloaded already.
 
-        Blocks until the copies are complete, and before that, batch by batch, until what is to be overwritten is no
-        longer lent. Raises :class:`~hwrl.errors.MemoryStateError`, with everything as it was, if
-        a tensor's memory cannot be moved, or on any other error.
+        Blocks until the copies are complete. Before it overwrites a lent copy, it waits until the reader gives it
+        back. Raises :class:`~hwrl.errors.MemoryStateError`, with everything unchanged, if a tensor's memory cannot be
+        moved, or on any other error.
         """
-        parts = [part for part in self._chosen(params=params, optimizer=optimizer) if not part.offloaded]
+        parts = [part for part in self._selected(params=params, optimizer=optimizer) if not part.offloaded]
         moved = Transfer()
         with _explained("offloaded", parts, fix="nothing was moved: remove the cause and offload again"):
             try:
-                self._move_out(parts, moved)
+                self._move_to_host(parts, moved)
             except BaseException:
-                self._stay(parts)
+                self._undo_offload(parts)
                 raise
         return moved
 
-    def _move_out(self, parts: list[_Part], moved: Transfer) -> None:
-        self._stream.synchronize()  # a load may still read the slab that is now written
+    def _move_to_host(self, parts: list[OffloadablePart], moved: Transfer) -> None:
+        self._stream.synchronize()  # an earlier load may still read the slab
         for part in parts:
-            part.lay_out()
+            part.find_storages()
         for part in parts:
-            for copies in part.save(self._pool):
+            for copies in part.copies_to_host(self._pool):
                 self._copy(copies, moved)
         self._stream.synchronize()
         for part in parts:
-            part.guard()
+            part.forbid_use()
         for part in parts:
-            part.free()
+            part.free_device()
         if parts:
             self._backend.empty_cache()
 
-    def _stay(self, parts: list[_Part]) -> None:
-        away = [part for part in parts if part.offloaded]
+    def _undo_offload(self, parts: list[OffloadablePart]) -> None:
+        freed = [part for part in parts if part.offloaded]
         for part in parts:
             if not part.offloaded:
-                part.release()
-                part.let_go()
-        with _explained("brought back after an error", away, fix="the host has all of it: free device memory and load"):
-            self._bring_back(away)
-        for part in away:
-            part.let_go()
+                part.allow_use()
+                part.drop_storages()
+        fix = "the host has all of it: free device memory and load"
+        with _explained("brought back after an error", freed, fix=fix):
+            self._move_to_device(freed)
+        for part in freed:
+            part.drop_storages()
 
     def load(self, *, params: bool = True, optimizer: bool = True) -> Transfer:
-        """Bring the chosen parts back; what is on the device already stays so.
+        """Bring the selected parts back to the device; skip parts that are there already.
 
-        Does not block where the backend has streams: the caller's current stream waits for the copies. Raises
-        :class:`~hwrl.errors.MemoryStateError`, with everything as it was, if the device has no room, or on any other
-        error: the host's copies are kept, for another load.
+        Does not block if the backend has streams: the caller's current stream waits for the copies. Raises
+        :class:`~hwrl.errors.MemoryStateError`, with everything unchanged, if the device has no room, or on any other
+        error. The host keeps its copies for another load.
         """
-        parts = [part for part in self._chosen(params=params, optimizer=optimizer) if part.offloaded]
+        parts = [part for part in self._selected(params=params, optimizer=optimizer) if part.offloaded]
         with _explained("loaded", parts, fix="the host still has all of it: free device memory and load again"):
-            moved = self._bring_back(parts)
+            moved = self._move_to_device(parts)
         for part in parts:
-            part.let_go()
+            part.drop_storages()
         return moved
 
-    def _bring_back(self, parts: list[_Part]) -> Transfer:
+    def _move_to_device(self, parts: list[OffloadablePart]) -> Transfer:
         moved = Transfer()
         try:
             for part in parts:
-                for copies in part.fill():
+                for copies in part.copies_to_device():
                     self._copy(copies, moved)
             self._backend.current_stream().wait_stream(self._stream)
             for part in parts:
-                part.release()
+                part.allow_use()
         except BaseException:
             for part in parts:
-                part.guard()
-            self._stream.synchronize()  # copies may still write what is freed
+                part.forbid_use()
+            self._stream.synchronize()  # copies may still write to memory that is freed next
             for part in parts:
-                part.free()
+                part.free_device()
             raise
         return moved
 
     @contextlib.contextmanager
     def loaded(self, *, params: bool = True, optimizer: bool = True) -> Iterator[Moved]:
-        """Have the chosen parts on the device inside; restore the state that was found, on errors too."""
-        chosen = self._chosen(params=params, optimizer=optimizer)
-        found = [part.offloaded for part in chosen]
+        """Load the selected parts for the block; restore the earlier state at its end, after errors too."""
+        selected = self._selected(params=params, optimizer=optimizer)
+        was_offloaded = [part.offloaded for part in selected]
         moved = Moved()
         try:
             moved.load = self.load(params=params, optimizer=optimizer)
             yield moved
         finally:
-            away = [part for part, offloaded in zip(chosen, found, strict=True) if offloaded]
-            here = [part for part in chosen if part not in away]
-            moved.offload = self.offload(params=self._params in away, optimizer=self._optimizer in away)
-            self.load(params=self._params in here, optimizer=self._optimizer in here)
+            to_host = [part for part, offloaded in zip(selected, was_offloaded, strict=True) if offloaded]
+            to_device = [part for part in selected if part not in to_host]
+            moved.offload = self.offload(params=self._parameters in to_host, optimizer=self._optimizer in to_host)
+            self.load(params=self._parameters in to_device, optimizer=self._optimizer in to_device)
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """Let ``state_dict`` of offloaded parts work inside: its tensors have no memory, :meth:`lend` has their values.
+        """Allow ``state_dict`` of offloaded parts for the block. Its tensors are empty; :meth:`lend` has their values.
 
-        So what is offloaded is saved from the host, without a load and without a copy:
+        A checkpoint can so save offloaded parts from the host, without a load and without a copy:
         ``with offloader.lending(): manager.save(step, state_of(model, optimizer), offloader=offloader)``.
         """
         self._lending.set()
@@ -183,26 +186,26 @@ class Offloader:
             self._lending.clear()
 
     def lend(self, tensor: torch.Tensor) -> HostCopy | None:
-        """Lend the host's copy of an offloaded tensor (of a DTensor: of its local part); None if it is not offloaded.
+        """Lend the host copy of an offloaded tensor (of a DTensor: its local part); None if it is not offloaded.
 
-        The copy is good until it is given back, however often the parts are loaded and offloaded in the meantime.
+        The copy is valid until it is given back, even if the parts are loaded and offloaded meanwhile.
         """
         copies = self.lend_all()
         try:
-            return copies.lend(whole(tensor, is_away=copies.holds))
+            return copies.lend(local_tensor(tensor, is_offloaded=copies.holds))
         finally:
             copies.give_back()
 
     def lend_all(self) -> HostCopies:
-        """Lend all that is offloaded, at once; the parts that are not are none of it."""
-        return HostCopies([part.lendable for part in (self._params, self._optimizer) if part.lendable is not None])
+        """Lend the host copies of all offloaded parts at once."""
+        return HostCopies([part.lendable for part in (self._parameters, self._optimizer) if part.lendable is not None])
 
     def close(self) -> None:
-        """Bring everything back and free the host memory, what is lent when it is given back. May be called again."""
+        """Load everything and free the host memory; lent copies are freed when given back. May be called again."""
         self.load()
         self._stream.synchronize()
-        for part in (self._params, self._optimizer):
-            part.forget()
+        for part in (self._parameters, self._optimizer):
+            part.drop_slab()
         self._pool.close()
 
     def __enter__(self) -> Offloader:
@@ -211,11 +214,11 @@ class Offloader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _chosen(self, *, params: bool, optimizer: bool) -> list[_Part]:
-        return [self._params] * params + [self._optimizer] * optimizer
+    def _selected(self, *, params: bool, optimizer: bool) -> list[OffloadablePart]:
+        return [self._parameters] * params + [self._optimizer] * optimizer
 
-    def _copy(self, copies: _Copies, moved: Transfer) -> None:
-        """Queue ``copies`` on the side stream, after the current one's work, and count them in ``moved``."""
+    def _copy(self, copies: Copies, moved: Transfer) -> None:
+        """Queue ``copies`` on the side stream, after the current stream's work, and count them in ``moved``."""
         if not copies:
             return
         begin, end = self._backend.event(timing=True), self._backend.event(timing=True)
@@ -228,128 +231,13 @@ class Offloader:
         moved.add(nbytes=sum(target.numel() for target, _ in copies), begin=begin, end=end)
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a storage's copy lies in the slab, and by what it would show that it changed since."""
-
-    start: int
-    nbytes: int
-    versions: tuple[int, ...]
-    fingerprint: int
-
-
-class _Part:
-    """The storages of one kind, and their copies in one slab.
-
-    Out: ``lay_out``, ``save``, ``guard``, ``free``. Back: ``fill``, ``release``. After an error on the way out,
-    ``fill`` if it was freed, and ``release``; on the way back, ``guard`` and ``free``. When it is back: ``let_go``.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        backend: Backend,
-        find: Callable[[], Named],
-        guards: Guards,
-        *,
-        apart_from: Callable[[], Named] = tuple,
-    ) -> None:
-        self.name, self._backend = name, backend
-        self._find, self._apart_from, self._guards = find, apart_from, guards
-        self._slab: torch.Tensor | None = None
-        self._copied: dict[int, _Slot] = {}  # by start, what the slab holds
-        self._layout: list[Placed] = []
-        self._away: list[tuple[torch.UntypedStorage, _Slot]] = []  # what is in the slab, in the order of the layout
-        self._starts: dict[int, int] = {}  # by storage, of an offloaded part
-        self._loans = Loans()
-        self.offloaded = False
-
-    def lay_out(self) -> None:
-        """Find the storages; raises, by the tensor's name, if one cannot be moved. Changes nothing."""
-        apart = {piece.storage_key for piece in pieces_of(self._apart_from())}
-        pieces = [piece for piece in pieces_of(self._find()) if piece.storage_key not in apart]
-        self._layout = storages_of(pieces, self.name, device_type=self._backend.info.device_type)
-        if self._layout:
-            require_resizing(self._layout[0].storage.device)
-
-    def save(self, pool: PinnedPool) -> Iterator[_Copies]:
-        """Yield the copies to the host that :meth:`free` needs first, in batches; changes nothing on the device.
-
-        A batch is compared with what the host holds only when it is asked for, while the one before is copied.
-        """
-        starts = list(itertools.accumulate(map(_aligned_nbytes, self._layout), initial=0))
-        slab = pool.slab(self.name, nbytes=starts[-1])
-        if slab is not self._slab:
-            self._slab, self._copied = slab, {}
-        known, self._copied, self._away = self._copied, {}, []  # known again when the copies are complete
-        placed = zip(self._layout, starts, strict=False)
-        for batch in batches(placed, lambda one: one[0].storage.nbytes(), nbytes=_BATCH_NBYTES):
-            copies = []
-            prints = fingerprints([one.storage for one, _ in batch])
-            for (one, start), fingerprint in zip(batch, prints, strict=True):
-                slot = _Slot(start, one.storage.nbytes(), one.versions, fingerprint)
-                self._away.append((one.storage, slot))
-                if known.get(start) != slot:
-                    self._loans.wait(start)
-                    copies.append((slab[start : start + slot.nbytes], bytes_of(one.storage)))
-            yield copies
-
-    def guard(self) -> None:
-        """Refuse every use from now on."""
-        around = (piece.around for one in self._layout for piece in one.pieces)
-        self._guards.install(around=next(filter(None, around), None))
-
-    def free(self) -> None:
-        """Free the device memory; the slab holds all of it, and no use is possible."""
-        self._copied = {slot.start: slot for _, slot in self._away}
-        self._starts = {storage._cdata: slot.start for storage, slot in self._away}
-        self.offloaded = True
-        for storage, _ in self._away:
-            storage.resize_(0)
-
-    def fill(self) -> Iterator[_Copies]:
-        """Allocate the device memory again, batch by batch, and yield the copies that fill it.
-
-        A batch is allocated while the one before is copied. After an error the memory that is still there is filled
-        as well: nobody knows what it holds.
-        """
-        assert self._slab is not None, "saved before"
-        for batch in batches(self._away, lambda pair: pair[1].nbytes, nbytes=_BATCH_NBYTES):
-            for storage, slot in batch:
-                if storage.nbytes() != slot.nbytes:
-                    storage.resize_(slot.nbytes)
-            yield [(bytes_of(storage), self._slab[slot.start : slot.start + slot.nbytes]) for storage, slot in batch]
-
-    def release(self) -> None:
-        """Allow every use: the device has all of it."""
-        self.offloaded = False
-        self._guards.remove()
-
-    def let_go(self) -> None:
-        """Let go of the storages, so that what the optimizer replaces is freed; of a part that is on the device."""
-        self._layout, self._away, self._starts = [], [], {}
-
-    def forget(self) -> None:
-        """Let go of the host's copies, of a part that is on the device."""
-        self._slab, self._copied = None, {}
-
-    @property
-    def lendable(self) -> tuple[torch.Tensor, Mapping[int, int], Loans] | None:
-        """Where the copies lie while offloaded, by storage, and who reads them; else None."""
-        return None if self._slab is None or not self.offloaded else (self._slab, self._starts, self._loans)
-
-
-def _aligned_nbytes(placed: Placed) -> int:
-    return -(-placed.storage.nbytes() // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-
-
-def _optimizer_tensors(optimizer: object) -> Named:
+def _optimizer_tensors(optimizer: object) -> NamedTensors:
     return optimizer_tensors(optimizers_in(optimizer))
 
 
 @contextlib.contextmanager
-def _explained(done: str, parts: list[_Part], *, fix: str) -> Iterator[None]:
-    """Turn any error inside into one that says what it stopped; hwrl's own say it already."""
+def _explained(done: str, parts: list[OffloadablePart], *, fix: str) -> Iterator[None]:
+    """Raise MemoryStateError, with the parts' names, for any exception in the block other than hwrl's own."""
     try:
         yield
     except HwrlError:

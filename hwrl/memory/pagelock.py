@@ -1,4 +1,4 @@
-"""Mapped host memory that is page-locked where it lies: :class:`PageLocked`."""
+"""Page-lock mapped host memory in place: :class:`PageLocked`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hwrl.interfaces import Backend
 
 
 class PageLocked:
-    """``memory``, the bytes of ``mapping`` (1-d uint8), page-locked until :meth:`close` or until this object goes.
+    """The bytes of ``mapping`` as ``memory`` (1-d uint8), page-locked until :meth:`close` or deletion.
 
-    Takes exactly the mapping's bytes, where torch's own pinned memory is rounded up to a power of two and never given
-    back to the system. Locking blocks for seconds where there are gigabytes. Raises
-    :class:`~hwrl.errors.UnsupportedError` if the backend cannot lock it.
+    It takes exactly the mapping's bytes. torch's own pinned memory is rounded up to a power of two, and never returned
+    to the system. Locking blocks: gigabytes take seconds. Raises :class:`~hwrl.errors.UnsupportedError` if the backend
+    cannot lock the memory.
     """
 
     def __init__(self, mapping: mmap.mmap, *, backend: Backend) -> None:
@@ -24,10 +24,10 @@ class PageLocked:
         self._unlock = weakref.finalize(self, _unlock, self.memory, backend)
 
     def close(self) -> None:
-        """Wait for the device and unlock; the memory itself lives as long as tensors of it. May be called again."""
+        """Wait for the device and unlock the memory; it lives on while tensors use it. May be called again."""
         self._unlock()
 
 
 def _unlock(memory: torch.Tensor, backend: Backend) -> None:
-    backend.synchronize()  # copies may be under way
+    backend.synchronize()  # copies may be in progress
     backend.unregister_host_memory(memory)

@@ -1,4 +1,4 @@
-"""Host memory that is kept: :class:`PinnedPool`."""
+"""Page-locked host memory, allocated once and reused: :class:`PinnedPool`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hwrl.memory.pagelock import PageLocked
 class PinnedPool:
     """Page-locked host memory by name, allocated once and reused.
 
-    The pool owns its slabs; they are freed by :meth:`close` or on leaving the context, and must not be used after.
+    The pool owns its slabs. :meth:`close`, or leaving the context, frees them; do not use them afterwards.
 
     >>> from hwrl.discovery import get_backend
     >>> with PinnedPool(get_backend()) as pool:
@@ -33,23 +33,23 @@ class PinnedPool:
     def slab(self, name: str, *, nbytes: int) -> torch.Tensor:
         """Return the slab ``name``, a 1-d uint8 tensor of at least ``nbytes``.
 
-        A slab that is too small is freed first and replaced by a larger one; its content is lost.
+        If the old slab is too small, the pool frees it first and allocates a larger one; the content is lost.
         """
-        held = self._slabs.get(name)
-        if held is not None and held.numel() >= nbytes:
-            return held
-        del held
+        old = self._slabs.get(name)
+        if old is not None and old.numel() >= nbytes:
+            return old
+        del old
         self._free(name)
         slab = self._slabs[name] = self._allocate(name, nbytes)
         return slab
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the pool holds."""
+        """The total bytes of the pool's slabs."""
         return sum(slab.numel() for slab in self._slabs.values())
 
     def close(self) -> None:
-        """Give every slab up."""
+        """Free every slab."""
         for name in list(self._slabs):
             self._free(name)
 

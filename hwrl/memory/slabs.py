@@ -1,4 +1,4 @@
-"""Tensors that lie in a range of bytes, and tensors without the bytes around them."""
+"""Tensors on a range of bytes, and tensors with a storage of their own bytes only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _Item = TypeVar("_Item")
 def part_of(slab: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor over ``slab`` (1-d uint8) from byte ``start``, with ``like``'s dtype, shape and strides.
 
-    Its storage is a part of the slab's and holds its elements only, because torch's checkpoint writer clones a tensor
-    that shares a larger one, and keeps the clones until its file is complete. It keeps the slab's memory alive.
+    Its storage covers only its elements: torch's checkpoint writer clones a tensor on a larger storage, and keeps the
+    clones until its file is complete. The tensor keeps the slab's memory alive.
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     first = slab.storage_offset() + start
@@ -28,9 +28,9 @@ def place_of(slab: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, contiguous and on the host, over a storage of its own elements only, in the same memory.
+    """Return ``tensor`` (contiguous, on the host) on a storage of its own elements only, in the same memory.
 
-    ``torch.save`` writes a storage whole.
+    Use it before ``torch.save``, which writes whole storages.
     """
     begin = int(tensor.storage_offset()) * tensor.element_size()
     storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]
@@ -38,7 +38,7 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def batches(items: Iterable[_Item], nbytes_of: Callable[[_Item], int], *, nbytes: int) -> Iterator[list[_Item]]:
-    """Divide ``items`` into runs of about ``nbytes``."""
+    """Divide ``items`` into consecutive batches of about ``nbytes``."""
     batch: list[_Item] = []
     filled = 0
     for item in items:

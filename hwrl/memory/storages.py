@@ -1,4 +1,4 @@
-"""Where the memory of a model and of an optimizer lies: :func:`pieces_of`, :func:`storages_of`."""
+"""Find the memory of a model and of an optimizer: :func:`stored_tensors`, :func:`device_storages`."""
 
 from __future__ import annotations
 
@@ -21,89 +21,94 @@ from hwrl.memory.guards import Offloaded
 _PLAIN = (torch.Tensor, nn.Parameter, Buffer, Offloaded)
 _NO_STATE = (type, FunctionType, ModuleType, nn.Module, Optimizer)
 
-Named = Iterable[tuple[str, torch.Tensor]]
-"""Tensors, and their names for people."""
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""Tensors, and their names for messages."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor with a storage of its own. ``versions`` also counts the writes to the tensors around it.
+class StoredTensor:
+    """A tensor with its own storage. ``versions`` are its version counter and those of the tensors around it.
 
-    ``around`` is the class of a tensor that is more than this piece and that hwrl does not know; else None.
+    ``wrapper_class`` is the class of a surrounding tensor of a type unknown to hwrl, or None. Only that class can
+    rebuild the surrounding tensor from its parts.
     """
 
     name: str
     tensor: torch.Tensor
     versions: tuple[int, ...]
-    around: str | None
+    wrapper_class: str | None
 
     @property
     def storage_key(self) -> int:
-        """The same for tensors that share memory."""
+        """A key; tensors with shared memory have the same key."""
         return self.tensor.untyped_storage()._cdata if self.tensor.layout is torch.strided else id(self.tensor)
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A storage, and the pieces that share it."""
+class SharedStorage:
+    """A storage, and all tensors on it."""
 
     storage: torch.UntypedStorage
-    pieces: tuple[Piece, ...]
+    tensors: tuple[StoredTensor, ...]
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The version counters of all tensors that share the storage."""
-        return tuple(version for piece in self.pieces for version in piece.versions)
+        """The version counters of all tensors on the storage."""
+        return tuple(version for stored in self.tensors for version in stored.versions)
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers of ``model``; FSDP2 modules are resharded first."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # a root that only ran forward still holds its whole parameters
+            module.reshard()  # after a forward pass alone, the root still holds unsharded parameters
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the optimizers' states, and the parameters that they update."""
+    """Yield the tensors in the optimizers' states, and their parameters."""
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         for state in list(optimizer.state.values()):
             yield from _tensors_in(state, f"{kind}.state", set())
-        for group in optimizer.param_groups:  # copies of its own, in float32; the model's parameters are set apart
+        for (
+            group
+        ) in optimizer.param_groups:  # the optimizer's own float32 copies; callers exclude the model's parameters
             yield from ((f"{kind}.param_groups", parameter) for parameter in group["params"])
 
 
-def pieces_of(named: Named) -> Iterator[Piece]:
-    """Divide tensors into those that have storages: of a wrapper subclass, the tensors that it flattens into.
+def stored_tensors(named: NamedTensors) -> Iterator[StoredTensor]:
+    """Yield the tensors with storages behind ``named``: for a wrapper subclass, the tensors inside it.
 
-    Other subclasses may keep tensors in their attributes, as scales of quantized weights; these are pieces too.
+    Other subclasses may keep tensors in attributes, such as scales of quantized weights; yield these, too.
     """
     for name, tensor in named:
-        yield from _pieces(name, tensor, (), None)
+        yield from _stored_tensors(name, tensor, (), None)
 
 
-def _pieces(name: str, tensor: torch.Tensor, versions: tuple[int, ...], around: str | None) -> Iterator[Piece]:
+def _stored_tensors(
+    name: str, tensor: torch.Tensor, versions: tuple[int, ...], wrapper_class: str | None
+) -> Iterator[StoredTensor]:
     if is_lazy(tensor):
         return  # no memory yet
     versions = (*versions, -1 if tensor.is_inference() else tensor._version)
     if is_traceable_wrapper_subclass(tensor):
-        around = around if isinstance(tensor, DTensor) else type(tensor).__name__
+        wrapper_class = wrapper_class if isinstance(tensor, DTensor) else type(tensor).__name__
         for attribute in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, attribute)
             if isinstance(inner, torch.Tensor):
-                yield from _pieces(f"{name}.{attribute}", inner, versions, around)
+                yield from _stored_tensors(f"{name}.{attribute}", inner, versions, wrapper_class)
         return
     hidden = list(_hidden_in(tensor, name))
-    around = type(tensor).__name__ if hidden else around
-    yield Piece(name, tensor, versions, around)
+    wrapper_class = type(tensor).__name__ if hidden else wrapper_class
+    yield StoredTensor(name, tensor, versions, wrapper_class)
     for path, one in hidden:
-        yield from _pieces(path, one, versions, around)
+        yield from _stored_tensors(path, one, versions, wrapper_class)
 
 
-def _hidden_in(tensor: torch.Tensor, name: str) -> Named:
-    """Return the tensors in the attributes of a subclass; not gradients, as these are never moved."""
+def _hidden_in(tensor: torch.Tensor, name: str) -> NamedTensors:
+    """Return the tensors in the attributes of a subclass, without gradients: gradients never move."""
     if type(tensor) in _PLAIN:
         return ()
     attributes = {key: value for key, value in vars(tensor).items() if "grad" not in key}
@@ -127,46 +132,46 @@ def _tensors_in(value: object, name: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 def _may_hold_state(value: object) -> bool:
-    """Return whether ``value`` is somebody's object: torch's own, as meshes and groups, own the tensors in them."""
-    torchs = type(value).__module__.partition(".")[0] == "torch"
-    return hasattr(value, "__dict__") and not torchs and not isinstance(value, _NO_STATE)
+    """Return whether ``value`` is an object outside torch: torch's own objects, such as meshes, keep their tensors."""
+    from_torch = type(value).__module__.partition(".")[0] == "torch"
+    return hasattr(value, "__dict__") and not from_torch and not isinstance(value, _NO_STATE)
 
 
-def storages_of(pieces: Iterable[Piece], part: str, *, device_type: str) -> list[Placed]:
-    """Return each storage on the device once.
+def device_storages(tensors: Iterable[StoredTensor], part: str, *, device_type: str) -> list[SharedStorage]:
+    """Return each storage of ``tensors`` on the device, once.
 
     Raises :class:`~hwrl.errors.MemoryStateError`, with the tensor's name, if its memory cannot be moved.
     """
-    found: dict[int, list[Piece]] = {}
+    found: dict[int, list[StoredTensor]] = {}
     storages: dict[int, torch.UntypedStorage] = {}
-    for piece in pieces:
-        if piece.tensor.device.type != device_type:
+    for stored in tensors:
+        if stored.tensor.device.type != device_type:
             continue
-        storage = _movable_storage(piece, part)
+        storage = _movable_storage(stored, part)
         if storage.nbytes():
-            storages[piece.storage_key] = storage
-            found.setdefault(piece.storage_key, []).append(piece)
-    return [Placed(storage, tuple(found[key])) for key, storage in storages.items()]
+            storages[stored.storage_key] = storage
+            found.setdefault(stored.storage_key, []).append(stored)
+    return [SharedStorage(storage, tuple(found[key])) for key, storage in storages.items()]
 
 
-def _movable_storage(piece: Piece, part: str) -> torch.UntypedStorage:
-    tensor = piece.tensor
+def _movable_storage(stored: StoredTensor, part: str) -> torch.UntypedStorage:
+    tensor = stored.tensor
     if tensor.layout is not torch.strided:
-        _refuse(part, piece, why=f"is a {tensor.layout} tensor", fix="replace it by its to_dense()")
+        _refuse(part, stored, why=f"is a {tensor.layout} tensor", fix="replace it by its to_dense()")
     storage = tensor.untyped_storage()
     if not _has_address(storage):
         kind = type(tensor).__qualname__
-        why = f"is a {kind}, whose memory cannot be found"
-        _refuse(part, piece, why=why, fix=f"give {kind} __tensor_flatten__ and __tensor_unflatten__, or don't offload")
+        why = f"is a {kind}, and its memory cannot be found"
+        _refuse(part, stored, why=why, fix=f"give {kind} __tensor_flatten__ and __tensor_unflatten__, or don't offload")
     if not storage.resizable():
         why = f"has {storage.nbytes():,} bytes that belong to a file, an array or another process"
         fix = "give each parameter and buffer memory of its own: tensor.data = tensor.data.clone()"
-        _refuse(part, piece, why=why, fix=fix)
+        _refuse(part, stored, why=why, fix=fix)
     return storage
 
 
-def _refuse(part: str, piece: Piece, *, why: str, fix: str) -> NoReturn:
-    raise MemoryStateError(f"the {part} cannot be offloaded", why=f"{piece.name} {why}", fix=fix)
+def _refuse(part: str, stored: StoredTensor, *, why: str, fix: str) -> NoReturn:
+    raise MemoryStateError(f"the {part} cannot be offloaded", why=f"{stored.name} {why}", fix=fix)
 
 
 def _has_address(storage: torch.UntypedStorage) -> bool:
@@ -177,20 +182,22 @@ def _has_address(storage: torch.UntypedStorage) -> bool:
     return True
 
 
-def whole(tensor: torch.Tensor, *, is_away: Callable[[torch.Tensor], bool]) -> torch.Tensor:
-    """Return the tensor that has the values of ``tensor``: the local part of a DTensor, else ``tensor`` itself.
+def local_tensor(tensor: torch.Tensor, *, is_offloaded: Callable[[torch.Tensor], bool]) -> torch.Tensor:
+    """Return the tensor with the values of ``tensor``: the local part of a DTensor, else ``tensor`` itself.
 
-    Raises :class:`~hwrl.errors.MemoryStateError` if it is made of several of which one ``is_away``.
+    Raises :class:`~hwrl.errors.MemoryStateError` if ``tensor`` has several parts and one ``is_offloaded``.
     """
-    pieces = list(pieces_of([("", tensor)]))
-    kind = next((piece.around for piece in pieces if piece.around and is_away(piece.tensor)), None)
+    tensors = list(stored_tensors([("", tensor)]))
+    kind = next(
+        (stored.wrapper_class for stored in tensors if stored.wrapper_class and is_offloaded(stored.tensor)), None
+    )
     if kind is not None:
         raise MemoryStateError(
             f"the host's copy of a tensor of class {kind} cannot be lent",
-            why="it is made of several tensors that only the class can put together",
+            why="it has several parts, and only its class can put them together",
             fix="read it inside `with offloader.loaded():`",
         )
-    return pieces[0].tensor if len(pieces) == 1 else tensor
+    return tensors[0].tensor if len(tensors) == 1 else tensor
 
 
 def require_resizing(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The checks that rollout engines make before they serve a request, load weights or sleep."""
+"""Checks of a rollout engine, before it serves a request, loads weights or sleeps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from hwrl.errors import EngineError, UnsupportedError
-from hwrl.interfaces.rollout import GenerationRequest, adapter_unsupported
+from hwrl.interfaces import GenerationRequest
+from hwrl.interfaces.rollout import adapter_unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ def require_fit(request: GenerationRequest, *, max_length: int) -> None:
 
 
 def require_weights(version: int, *, pending: int) -> None:
-    """Raise EngineError if an engine that serves ``version`` has no weights for its ``pending`` requests."""
+    """Raise EngineError if requests are ``pending`` and ``version`` is -1: the engine has no weights."""
     if pending and version < 0:
         raise EngineError(
             f"{pending} requests are pending, but the engine has no weights",
@@ -35,7 +36,7 @@ def require_weights(version: int, *, pending: int) -> None:
 
 
 def require_none_pending(pending: int) -> None:
-    """Raise EngineError if an engine with ``pending`` requests is to sleep."""
+    """Raise EngineError if requests are ``pending``: the engine cannot sleep then."""
     if pending:
         raise EngineError(
             "the engine cannot sleep now",
@@ -45,7 +46,7 @@ def require_none_pending(pending: int) -> None:
 
 
 def require_awake(asleep: Collection[str], tags: Collection[str], *, needed_for: str) -> None:
-    """Raise EngineError if one of ``tags`` is among those ``asleep``."""
+    """Raise EngineError if one of ``tags`` is ``asleep``."""
     sleeping = sorted(set(asleep) & set(tags))
     if sleeping:
         raise EngineError(
@@ -54,7 +55,7 @@ def require_awake(asleep: Collection[str], tags: Collection[str], *, needed_for:
 
 
 def require_base(own: int | None, wanted: int) -> None:
-    """Raise EngineError unless an engine that holds the base ``own`` can take an adapter of the base ``wanted``."""
+    """Raise EngineError unless the engine's base ``own`` is the base ``wanted`` by an adapter."""
     if own != wanted:
         raise EngineError(
             "the adapter does not belong to the engine's base",
@@ -64,13 +65,13 @@ def require_base(own: int | None, wanted: int) -> None:
 
 
 def require_adapter(adapter: object) -> None:
-    """Raise UnsupportedError if an engine that has no ``adapter`` is to load one, or its base."""
+    """Raise UnsupportedError if the engine has no ``adapter``, and so loads neither an adapter nor a base."""
     if not adapter:
         raise adapter_unsupported()
 
 
 def require_no_adapter(adapter: object) -> None:
-    """Raise UnsupportedError if an engine that has an ``adapter`` is to load a whole model."""
+    """Raise UnsupportedError if the engine has an ``adapter``, and so loads no whole model."""
     if adapter:
         raise UnsupportedError(
             "this engine takes no whole model",

@@ -1,4 +1,4 @@
-"""The user's prompts: JSON Lines or Parquet, tokenised once, in an order that depends on the seed alone."""
+"""The user's prompts from JSON Lines or Parquet, tokenised once, in an order set by the seed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from hwrl.errors import DataError
 from hwrl.interfaces import Ints
 
 Messages = list[dict[str, Any]]
-"""A conversation: each message has the texts ``role`` and ``content``, and what else the chat template reads."""
+"""A conversation. Each message has the strings ``role`` and ``content``, and any other keys for the chat template."""
 Encode = Callable[[str | Messages], tuple[str, Sequence[int]]]
-"""Turns a prompt, a text or messages, into the text and the token ids that the model reads."""
+"""Turns a prompt (a string or messages) into the model's input, as text and as token ids."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row: the prompt as text and as token ids (int32), and what the reward function needs to judge an answer.
+    """One row: the prompt as text and as token ids (int32), and the ``answer`` for the reward function.
 
-    ``text`` of a conversation is what the chat template made of it. ``max_new_tokens`` is this prompt's own limit on
-    responses, if it has one.
+    A conversation's ``text`` comes from the chat template. ``max_new_tokens`` limits the responses to this prompt.
     """
 
     text: str
@@ -46,20 +45,20 @@ class PromptStream:
         self._order: Ints = np.empty(0, dtype=np.int32)
 
     def __getitem__(self, sequence_number: int) -> Prompt:
-        epoch, place = divmod(sequence_number, len(self._prompts))
+        epoch, index = divmod(sequence_number, len(self._prompts))
         if epoch != self._epoch:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts)).astype(np.int32)
             self._epoch = epoch
-        return self._prompts[int(self._order[place])]
+        return self._prompts[int(self._order[index])]
 
 
 def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int, content: bytes | None = None) -> list[Prompt]:
-    """Read every row of ``path`` (``.jsonl`` or ``.parquet``): ``prompt``, text or messages, and ``answer``, anything.
+    """Read every row of ``path`` (``.jsonl`` or ``.parquet``).
 
-    ``content`` is what the file holds, from a caller that has read it.
-    A row may set ``max_new_tokens``, a limit on its responses below the run's. Raises what :func:`check_prompts` does,
-    and DataError, with the row's place, for messages that ``encode`` refuses, and for a prompt that is empty or longer
-    than ``max_prompt_tokens``.
+    A row has ``prompt`` (a string or messages) and ``answer`` (any value). It may have ``max_new_tokens``, to lower the
+    run's limit on responses. Pass the file's bytes as ``content`` if they are read already. Raises the errors of
+    :func:`check_prompts`. Raises DataError, with the row's place, if ``encode`` fails, and if a prompt is empty or
+    longer than ``max_prompt_tokens``.
     """
     prompts = []
     for place, row in _rows(path, content=content):
@@ -75,10 +74,10 @@ def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int, content:
 
 
 def check_prompts(path: Path, *, key: str) -> None:
-    """Read ``path``, which the configuration's ``key`` names, as far as that needs no tokenizer.
+    """Check the rows of ``path`` without a tokenizer. ``key`` is the configuration key with the path.
 
-    Raises DataError, with the line of a ``.jsonl`` file or the row of another, for what is no prompt with an answer,
-    for a file that holds none, and for one that is not there or of no known kind.
+    Raises DataError if the file is missing, empty or of an unknown kind, and, with the row's place, if a row is not a
+    prompt with an answer.
     """
     for _ in _rows(path, key=key):
         pass
@@ -88,8 +87,8 @@ def _check_row(row: Any, *, place: str) -> None:
     if not isinstance(row, dict) or "answer" not in row or not _is_prompt(row.get("prompt")):
         raise DataError(
             f"{place} is not a prompt",
-            why="it needs a 'prompt', a text or a list of messages with the texts 'role' and 'content', and an "
-            f"'answer', and is {str(row)[:80]!r}",
+            why="it needs a 'prompt' (a string, or a list of messages with the strings 'role' and 'content') and an "
+            f"'answer'; it is {str(row)[:80]!r}",
             fix='write rows like {"prompt": "2 + 2 =", "answer": "4"}, or '
             '{"prompt": [{"role": "user", "content": "2 + 2 = ?"}], "answer": "4"}',
         )
@@ -113,30 +112,30 @@ def _is_message(value: Any) -> bool:
 def _encoded(prompt: str | Messages, encode: Encode, *, place: str) -> tuple[str, Ints]:
     try:
         text, token_ids = encode(prompt)
-    except Exception as exc:  # a chat template is a program: it may raise anything, and refuses roles in that way
+    except Exception as exc:  # a chat template may raise anything, and refuses roles by raising
         raise DataError(
             f"the prompt of {place} cannot be encoded",
             why=str(exc) or repr(exc),
-            fix="mend the row, or, if the model's tokenizer has no chat template, write the prompt as a text",
+            fix="fix the row; or write the prompt as a string, if the model's tokenizer has no chat template",
         ) from exc
     return text, np.array(token_ids, dtype=np.int32)
 
 
 def check_vocabulary(prompts: Iterable[Prompt], *, path: Path, vocabulary: int) -> None:
-    """Raise DataError, with the row's number, if a prompt of ``path`` has a token that is none of ``vocabulary``."""
+    """Raise DataError, with the row's number, if a prompt of ``path`` has a token id of ``vocabulary`` or more."""
     for number, prompt in enumerate(prompts, start=1):
         if prompt.token_ids.max() >= vocabulary:
             raise DataError(
-                f"{path}, row {number} has a token that the model does not know",
+                f"{path}, row {number} has a token unknown to the model",
                 why=f"it is token {prompt.token_ids.max()}, and the model has {vocabulary} (vocab_size in config.json)",
-                fix="put the tokenizer that belongs to the model into model.path",
+                fix="put the model's own tokenizer into model.path",
             )
 
 
 def _rows(
     path: Path, *, key: str = "data.train or data.eval", content: bytes | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row, which is a prompt with an answer, and where it stands; raise as :func:`check_prompts` does."""
+    """Yield the place and the content of each row; raise the errors of :func:`check_prompts`."""
     if not path.is_file():
         raise DataError(f"there is no file {path}", why=f"{key} names it", fix="correct the path")
     if path.suffix not in _READERS:
@@ -171,8 +170,8 @@ def _json_lines(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):  # json takes the last
-        raise ValueError(f"a key stands twice in one object: {[key for key, _ in pairs]}")
+    if len(found) < len(pairs):  # json would keep the last one
+        raise ValueError(f"a key appears twice in one object: {[key for key, _ in pairs]}")
     return found
 
 
@@ -182,7 +181,7 @@ def _parquet_rows(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
 
     try:
         table = pq.read_table(pa.BufferReader(content))
-    except (pa.ArrowException, OSError) as exc:  # OSError: of a page in the middle
+    except (pa.ArrowException, OSError) as exc:  # OSError: a damaged page
         raise DataError(f"{path} cannot be read as Parquet", why=str(exc), fix="write the file again") from exc
     for number, row in enumerate(table.to_pylist(), start=1):
         yield f"{path}, row {number}", row

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hwrl.discovery.registry import backend_or_default
+from hwrl.discovery import backend_or_default
 from hwrl.errors import EngineError
 from hwrl.interfaces import (
     MEMORY_TAGS,
@@ -42,24 +42,25 @@ _StateDict = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Generating:
-    """A request in a slot, and its own source of random numbers."""
+    """A request in a slot, and its random-number generator."""
 
     request: GenerationRequest
     random: np.random.Generator
 
 
 class EmbeddedEngine(RolloutEngine):
-    """Generates with ``model`` (any ``AutoModelForCausalLM`` with full attention), at most ``max_running`` at once.
+    """Generates with ``model``, any ``AutoModelForCausalLM`` with full attention; at most ``max_running`` requests run.
 
-    ``max_length`` bounds prompt plus response, in tokens; memory for all slots is allocated at the first step. The
-    model is the engine's: it writes new weights into its parameters and buffers, and generates nothing before the
-    first. A model whose layers would not see all of ``max_length`` tokens is an EngineError. If it has an adapter
-    (:func:`~hwrl.lora.add_adapter`), its weights are a base and an adapter.
+    A prompt and its response have at most ``max_length`` tokens. The first step allocates memory for all slots. The
+    engine owns the model, writes new weights into its parameters and buffers, and generates only after the first. It
+    raises EngineError for a model whose layers cannot see ``max_length`` tokens. A model with an adapter
+    (:func:`~hwrl.lora.add_adapter`) gets its weights as base and adapter. A forward pass takes at most
+    ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a pass by itself.
 
-    Asleep at level 2 it keeps what no trainer sends, the buffers that are no part of a checkpoint.
+    A sleep of level 2 keeps the buffers outside a checkpoint, because no trainer sends them.
 
-    What is sampled depends on ``seed``, the request's number and the model alone: not on what runs beside it, and on
-    the device only as far as that rounds differently.
+    Samples depend only on ``seed``, the request's number and the model, not on other running requests. Devices may
+    differ by rounding.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class EmbeddedEngine(RolloutEngine):
         self._backend = backend_or_default(backend)
         self._base, self._adapter = divided(model)
         self._asleep: frozenset[str] = frozenset()
-        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes that each had
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # each with its bytes while awake
         self._device = next(model.parameters()).device
         self._max_running, self._max_length = max_running, max_length
         self._cache = SlotCache(slots=max_running, length=max_length, device=self._device)
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
         self._prefill_tokens = prefill_tokens
-        self._seed = seed % (1 << 64)  # the generator takes no negative one
+        self._seed = seed % (1 << 64)  # numpy takes no negative seed
         self._waiting: deque[GenerationRequest] = deque()
         self._slots: list[_Generating] = []
         self._tokens = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
@@ -97,7 +98,7 @@ class EmbeddedEngine(RolloutEngine):
 
     @classmethod
     def from_settings(cls, settings: RolloutSettings, *, backend: Backend) -> EmbeddedEngine:
-        """Return an engine with a model of its own on ``backend``'s device."""
+        """Return an engine with a new model on ``backend``'s device."""
         model = build_model(settings.model_directory, dtype=settings.dtype)
         if settings.lora is not None:
             model = add_adapter(model, settings.lora)
@@ -148,7 +149,7 @@ class EmbeddedEngine(RolloutEngine):
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
         require_adapter(self._adapter)
         given = self._checked(weights, self._base)
-        self.version, self.base = -1, None  # until all of it is there
+        self.version, self.base = -1, None  # until the copy is complete
         self._copy(given, self._base)
         self.base = base
 
@@ -205,7 +206,7 @@ class EmbeddedEngine(RolloutEngine):
     # -- one step -----------------------------------------------------------------------------------------------
 
     def _start_waiting(self) -> int:
-        """Give free slots to waiting requests; return how many started."""
+        """Give free slots to waiting requests; return the number of started ones."""
         first = len(self._slots)
         while self._waiting and len(self._slots) < self._max_running:
             request = self._waiting.popleft()
@@ -236,7 +237,7 @@ class EmbeddedEngine(RolloutEngine):
         self._sample(rows, self._last_logits(tokens, last[:, None], mask, torch.zeros_like(last)))
 
     def _prefill_parts(self, rows: slice) -> list[slice]:
-        """Cut ``rows`` so that no part has more than ``prefill_tokens`` padded tokens, unless it is one prompt."""
+        """Divide ``rows`` into parts of at most ``prefill_tokens`` padded tokens, or of one prompt."""
         parts, start, longest = [], rows.start, 0
         for row, length in enumerate(self._length[rows].tolist(), rows.start):
             longest = max(longest, length)
@@ -258,7 +259,7 @@ class EmbeddedEngine(RolloutEngine):
     def _last_logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, last: torch.Tensor
     ) -> torch.Tensor:
-        """Run the model and return, for each row, the logits (rows × vocabulary) at its place ``last``."""
+        """Run the model; return the logits (rows × vocabulary) of each row at its position ``last``."""
         return logits_at(
             self.model,
             torch.arange(len(tokens), device=self._device),
@@ -277,7 +278,7 @@ class EmbeddedEngine(RolloutEngine):
         scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
         logprobs = scaled.log_softmax(-1)
         sums = logprobs.exp().cumsum(-1)
-        # The first token whose sum is above the draw; it has a probability, for a draw of float32 is less than 1.
+        # The first token with a sum above the draw. Its probability is not 0, because a float32 draw is below 1.
         drawn = (sums <= self._draws(rows)[:, None] * sums[:, -1:]).sum(-1)
         token = torch.where(greedy, logprobs.argmax(-1), drawn)
         at = self._length[rows, None]
@@ -323,29 +324,29 @@ class EmbeddedEngine(RolloutEngine):
         return completions
 
     def _free(self, rows: list[int]) -> None:
-        """Close the gaps that the ended requests in slots ``rows`` leave, with requests from the far end."""
+        """Fill the slots ``rows`` of ended requests with the requests from the last slots."""
         ended = set(rows)
         kept = len(self._slots) - len(rows)
         gaps = [row for row in rows if row < kept]
-        movers = [row for row in range(kept, len(self._slots)) if row not in ended]
-        for source, target in zip(movers, gaps, strict=True):
+        moved = [row for row in range(kept, len(self._slots)) if row not in ended]
+        for source, target in zip(moved, gaps, strict=True):
             self._slots[target] = self._slots[source]
         del self._slots[kept:]
-        if not movers:
+        if not moved:
             return
-        self._cache.move(movers, gaps, int(self._length[movers].max()))
+        self._cache.move(moved, gaps, int(self._length[moved].max()))
         per_token = (self._tokens, self._logprobs, self._versions)
         for state in (*per_token, self._length, self._limit, self._temperature):
-            state[gaps] = state[movers]
+            state[gaps] = state[moved]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the memory of ``tensors``, each once: tied ones share it."""
+    """Return the storages of ``tensors``, a shared one once."""
     return list({tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values())
 
 
 def _require_full_attention(config: Any, *, max_length: int) -> None:
-    """Raise EngineError if a layer of a model with ``config`` cannot see all of ``max_length`` tokens."""
+    """Raise EngineError if a layer of the model cannot see ``max_length`` tokens."""
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     window = getattr(config, "sliding_window", None)
     others = sorted(kinds - {"full_attention", "sliding_attention"})

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hwrl.interfaces.groups import PromptGroup, Response
-from hwrl.interfaces.rollout import Completion, GenerationRequest, RolloutEngine, Sampling
+from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward_workers import Scores

@@ -1,4 +1,4 @@
-"""The leases that a rollouter holds, and the ledger that it has them from."""
+"""A rollouter's waiting leases, and its view of the ledger."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from hwrl.interfaces.groups import PromptGroup
+from hwrl.interfaces import PromptGroup
 from hwrl.rollout.ledger import PromptLease
 
 
@@ -45,7 +45,7 @@ class LeaseQueue:
             self._waiting, self._request = self._request.result(), None
 
     def pop_ready(self, *, version: int, incarnation: int) -> list[PromptLease]:
-        """Return the leases that weights of ``version`` and ``incarnation`` serve; drop those of older incarnations."""
+        """Return the leases for weights of ``version`` and ``incarnation``; drop those of older incarnations."""
         ready = [lease for lease in self._waiting if lease.incarnation == incarnation and lease.version <= version]
         self._waiting = [lease for lease in self._waiting if lease not in ready and lease.incarnation >= incarnation]
         return ready

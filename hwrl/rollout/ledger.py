@@ -1,15 +1,15 @@
-"""The account of every prompt: issued, running, finished, trained; and the staleness bound that it keeps.
+"""The prompt ledger: every prompt is leased, running, finished or trained, within the staleness bound.
 
-Prompts are numbered in stream order; a sequence number stands for one prompt, for good. The ledger gives numbers to
-rollouters on lease, takes finished groups back, and hands them to the trainer. It does no I/O and reads no clock.
+Prompts are numbered in stream order, and a sequence number always means the same prompt. The ledger leases numbers to
+rollouters, takes finished groups, and hands them to the trainer. It does no I/O and reads no clock.
 
 Two rules hold the staleness bound without dropping work:
 
 * Admission (AReaL, arXiv:2505.24298, §5.1): accepted + running + trained ≤ (max_staleness + version + 1) × batch.
-* Consumption: what was admitted at version v has its deadline at version v + max_staleness. Groups are consumed as
-  they finish, oldest first; but a younger one may go before an older one that still runs only while enough places
-  are left before the older one's deadline. By the first rule there are such places for every group at first, and
-  this rule keeps them, so that a straggler makes the trainer wait rather than go stale.
+* Consumption: a group admitted at version v must be trained by version v + max_staleness, its deadline. Finished
+  groups are consumed oldest first. A younger group overtakes an older running one only if enough training places
+  remain before the older one's deadline. Admission starts with enough places for every group, and this rule keeps
+  them. So a straggler makes the trainer wait instead of becoming stale.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hwrl.interfaces import PromptGroup
 
 @dataclass(frozen=True)
 class PromptLease:
-    """One prompt, given to one replica to work on.
+    """The permit for one replica to generate one prompt's responses.
 
-    It may begin with weights of version ``version`` or newer, published by incarnation ``incarnation`` of the trainer.
+    Generation may start with weights of ``version`` or newer, from ``incarnation`` of the trainer.
     """
 
     lease_id: int
@@ -44,7 +44,7 @@ class _Leased:
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """How many groups are where, and what went wrong so far; ``rejected`` groups had tokens of other weights."""
+    """The number of groups in each state, and of failures so far. ``rejected`` groups had tokens of wrong weights."""
 
     trained: int
     accepted: int
@@ -56,14 +56,14 @@ class LedgerCounts:
 
 
 class PromptLedger:
-    """See the module. Not thread-safe: one owner calls it.
+    """Leases prompts and releases batches; the module explains the rules. Not thread-safe.
 
-    It gives out nothing before the first :meth:`advance`, at the start and after a resume: only then are there weights
-    of this incarnation of the trainer to begin with. A version means nothing without the incarnation that published
-    it: a trainer that goes back to a checkpoint publishes other weights under the same numbers.
+    It leases nothing before the first :meth:`advance`, at the start and after a resume: until then the trainer's
+    incarnation has published no weights. A version is only meaningful with its incarnation: after going back to a
+    checkpoint, a trainer publishes other weights under the same numbers.
 
-    ``groups_per_version`` groups are trained under each weight version; ``total_groups`` ends the stream;
-    ``group_timeout_s`` is how long a replica may hold a lease; ``max_attempts`` is how often a prompt is tried.
+    ``groups_per_version`` groups are trained under each weight version. ``total_groups`` ends the stream. A lease
+    expires after ``group_timeout_s``. A prompt is tried at most ``max_attempts`` times.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class PromptLedger:
     # -- rollout side -------------------------------------------------------------------------------------------
 
     def capacity(self) -> int:
-        """Return how many groups may be leased now under the staleness bound and the stream's end."""
+        """Return the number of groups that the staleness bound and the stream's end admit now."""
         bound = (self._max_staleness + self.version + 1) * self._groups_per_version
         open_groups = self._trained + len(self._accepted) + len(self._running)
         left = len(self._returned) + self._total_groups - self._next
         return max(0, min(bound - open_groups, left)) if self._open else 0
 
     def lease(self, count: int, *, replica: str, now_s: float) -> list[PromptLease]:
-        """Give up to ``count`` prompts to ``replica``: returned ones first, oldest first, then new ones."""
+        """Lease up to ``count`` prompts to ``replica``: returned prompts first, oldest first, then new ones."""
         leases = []
         for _ in range(min(count, self.capacity())):
             number = self._pop_number()
@@ -113,16 +113,16 @@ class PromptLedger:
         return leases
 
     def complete(self, group: PromptGroup) -> bool:
-        """Take a finished group; return False if its lease is over, or if its weights are not those of the lease.
+        """Take a finished group. Return False if its lease is over or its weights do not fit the lease.
 
-        A group with other weights counts as rejected and as a failed try, and its prompt is generated anew. Raises
-        EngineError when that has happened ``max_attempts`` times.
+        A group with wrong weights counts as rejected and as a failed attempt; its prompt is generated again. Raises
+        EngineError after ``max_attempts`` failed attempts.
         """
         running = self._running.get(group.sequence_number)
         if running is None or running.lease.lease_id != group.lease_id:
             self._rejected += group.incarnation != self.incarnation
             return False
-        reason = self._foreign(group, running.lease)
+        reason = self._wrong_weights(group, running.lease)
         if reason is not None:
             self._rejected += 1
             self.fail(running.lease, reason=reason)
@@ -131,13 +131,13 @@ class PromptLedger:
         self._accepted[group.sequence_number] = (running.lease, group)
         return True
 
-    def _foreign(self, group: PromptGroup, lease: PromptLease) -> str | None:
-        """Return why the weights of ``group`` are not those of ``lease``, or None.
+    def _wrong_weights(self, group: PromptGroup, lease: PromptLease) -> str | None:
+        """Return the reason if the weights of ``group`` do not fit ``lease``, else None.
 
         The trainer publishes a version before it advances the ledger, so tokens may be one version ahead.
         """
         if group.incarnation != lease.incarnation:
-            return f"incarnation {group.incarnation} of the trainer made its weights, and {lease.incarnation} runs"
+            return f"its weights are of incarnation {group.incarnation} of the trainer, and {lease.incarnation} runs"
         if lease.version <= group.oldest_version and group.newest_version <= self.version + 1:
             return None
         return (
@@ -146,7 +146,7 @@ class PromptLedger:
         )
 
     def fail(self, lease: PromptLease, *, reason: str) -> None:
-        """Count a failed try of a prompt and put it back; raise when it has failed ``max_attempts`` times."""
+        """Count a failed attempt and put the prompt back. Raise EngineError after ``max_attempts`` attempts."""
         running = self._running.get(lease.sequence_number)
         if running is None or running.lease != lease:
             return
@@ -158,18 +158,18 @@ class PromptLedger:
             raise EngineError(
                 f"prompt {lease.sequence_number} failed {self._max_attempts} times",
                 why=reason,
-                fix="fix what the reason names; rollout.max_attempts sets how often a prompt is tried",
+                fix="fix the cause in the reason; rollout.max_attempts sets the number of attempts",
             )
 
     def forget_replica(self, replica: str) -> int:
-        """Put back all that ``replica`` holds, because it is gone; return how many groups that were."""
+        """Put back all leases of the lost ``replica``; return their number."""
         lost = [number for number, running in self._running.items() if running.replica == replica]
         for number in lost:
             self._give_back(number)
         return len(lost)
 
     def expire(self, now_s: float) -> list[str]:
-        """Put back the groups whose deadline has passed; return the replicas that held them."""
+        """Put back the expired leases; return the replicas that held them."""
         late = [number for number, running in self._running.items() if running.deadline_s <= now_s]
         replicas = sorted({self._running[number].replica for number in late})
         for number in late:
@@ -191,9 +191,9 @@ class PromptLedger:
         self._open = True
 
     def take(self, count: int) -> list[PromptGroup] | None:
-        """Return ``count`` groups to train on under the current version, oldest first, or None: not ready yet.
+        """Return ``count`` groups to train on under the current version, oldest first; None if it is too early.
 
-        No group of the batch, and none that is left behind, exceeds the staleness bound.
+        Neither these groups nor the remaining ones will exceed the staleness bound.
         """
         chosen = self._consumable(count)
         if len(chosen) < count:
@@ -205,7 +205,7 @@ class PromptLedger:
         return chosen
 
     def _consumable(self, count: int) -> list[PromptGroup]:
-        """Return up to ``count`` finished groups, oldest first, that leave every other group its place in time."""
+        """Return up to ``count`` finished groups, oldest first. Every other group keeps a place before its deadline."""
         places = self._spare_places()
         chosen: list[PromptGroup] = []
         for lease, group in sorted(self._accepted.values(), key=lambda pair: pair[0].lease_id):
@@ -218,7 +218,7 @@ class PromptLedger:
         return chosen
 
     def _spare_places(self) -> dict[int, int]:
-        """Return, by lease version, how many training places before its deadline no group of it or older needs."""
+        """Return, for each lease version, the training places before its deadline minus the groups that need one."""
         leases = [lease for lease, _ in self._accepted.values()] + [work.lease for work in self._running.values()]
         versions = sorted(lease.version for lease in leases)
         return {
@@ -229,7 +229,7 @@ class PromptLedger:
     # -- state --------------------------------------------------------------------------------------------------
 
     def counts(self) -> LedgerCounts:
-        """Return how many groups are where."""
+        """Return the number of groups in each state."""
         return LedgerCounts(
             trained=self._trained,
             accepted=len(self._accepted),
@@ -241,10 +241,10 @@ class PromptLedger:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold, as JSON-able data: what was trained, and what is still owed.
+        """Return the state for a checkpoint, as JSON-able data: the trained prompts, and the owed ones.
 
-        Groups that are running or accepted are owed: after a resume their prompts are generated again, since the
-        old responses belong to weights that are gone.
+        Running and accepted groups are owed: after a resume their prompts are generated again, because the old
+        responses came from lost weights.
         """
         owed = sorted({*self._returned, *self._running, *self._accepted})
         return {
@@ -255,7 +255,7 @@ class PromptLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, incarnation: int) -> None:
-        """Continue from :meth:`state_dict` with ``incarnation`` of the trainer; every lease of before is over."""
+        """Continue from :meth:`state_dict` with ``incarnation`` of the trainer. All earlier leases are over."""
         self.version, self.incarnation = int(state["version"]), incarnation
         self._open = False
         self._trained = int(state["trained"])

@@ -1,4 +1,4 @@
-"""The user's reward function, named by import path or by file."""
+"""Load the user's reward function, and call it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, SupportsFloat
 from hwrl.errors import DataError
 
 Reward = Callable[[str, str, Any], float | Mapping[str, float]]
-"""``reward(prompt, response, answer)``: a number, or a mapping with the key ``reward`` and other figures to report."""
+"""``reward(prompt, response, answer)``: a number, or a mapping with the key ``reward`` and further metrics."""
 
-_TAKEN = {"mean": "reward/mean", "std": "reward/std", "version": "eval/version"}
-"""Names of figures under which the metrics already have something."""
+_RESERVED = {"mean": "reward/mean", "std": "reward/std", "version": "eval/version"}
+"""Names that a reward function cannot use, and the metric of hwrl with that name."""
 _NAME = re.compile(r"\w[\w./@+-]{0,99}")
 _LARGEST = 1e15
 """Rewards are kept in float32, and their squares must not overflow."""
 
 
 def load_reward(target: str) -> Reward:
-    """Return the function that ``target`` names: ``package.module:function`` or ``path/to/file.py:function``.
+    """Return the function at ``target``: ``package.module:function`` or ``path/to/file.py:function``.
 
     >>> load_reward("hwrl.run.demo:sort_reward")("21>", "12", "12")["reward"]
     1.0
@@ -43,46 +43,45 @@ def load_reward(target: str) -> Reward:
             why=f"reward.function={target} asks for it",
             fix=_fix_for_name(module, name=name),
         )
-    return function  # type: ignore[no-any-return] # the user's function; score_response() checks what it returns
+    return function  # type: ignore[no-any-return] # the user's function; score_response() checks its result
 
 
 def score_response(reward: Reward, *, prompt: str, response: str, answer: Any) -> dict[str, float]:
-    """Call ``reward`` and return its figures, ``reward`` among them.
+    """Call ``reward`` and return its metrics, ``reward`` among them.
 
-    Raises DataError if one is no number that training can compute with, or if its name is one that hwrl itself uses,
-    or none that metrics can have.
+    Raises DataError if a value is not a finite number, or if its name is reserved or not a valid metric name.
     """
     result = reward(prompt, response, answer)
-    figures = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    for name in figures:
+    metrics = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    for name in metrics:
         _check_name(name)
-    if "reward" not in figures or not all(map(_is_usable, figures.values())):
+    if "reward" not in metrics or not all(map(_is_usable, metrics.values())):
         raise DataError(
-            "the reward is not a finite number, or a figure beside it is not",
+            "the reward is not a finite number, or another metric is not",
             why=f"the function returned {_short(result)}",
             fix=f"return a finite number, or {{'reward': number, …}} with finite numbers, up to {_LARGEST:g}",
         )
-    return {name: float(value) for name, value in figures.items()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _is_usable(value: Any) -> bool:
-    if not isinstance(value, SupportsFloat):  # a text is refused, also one that float() can read
+    if not isinstance(value, SupportsFloat):  # refuses strings, also those that float() accepts
         return False
     try:
         return abs(float(value)) <= _LARGEST
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several numbers, an integer too long
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several numbers, or a huge integer
         return False
 
 
 def _check_name(name: Any) -> None:
-    if name in _TAKEN:
-        why, fix = f"metrics have {_TAKEN[name]}, which hwrl computes itself", "give the figure another name"
+    if name in _RESERVED:
+        why, fix = f"hwrl itself computes the metric {_RESERVED[name]}", "give yours another name"
     elif not isinstance(name, str) or not _NAME.fullmatch(name):
-        why = "a name is a text of up to 100 letters, digits and _ . / @ + - that begins with a letter, a digit or _"
-        fix = "rename the figure"
+        why = "a name has up to 100 letters, digits and _ . / @ + -, and starts with a letter, a digit or _"
+        fix = "rename the metric"
     else:
         return
-    raise DataError(f"the reward function cannot return a figure called {_short(name)}", why=why, fix=fix)
+    raise DataError(f"the reward function cannot return a metric named {_short(name)}", why=why, fix=fix)
 
 
 def _short(value: object) -> str:
@@ -93,7 +92,7 @@ def _short(value: object) -> str:
 def _fix_for_name(module: Any, *, name: str) -> str:
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     close = difflib.get_close_matches(name, functions, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"define {name!r} there, or name a function that is"
+    return f"did you mean {close[0]!r}?" if close else f"define {name!r} there, or name another function"
 
 
 def _load_module(name: str) -> Any:
@@ -103,7 +102,7 @@ def _load_module(name: str) -> Any:
         raise DataError(
             f"the reward's module {name} cannot be imported",
             why=str(exc),
-            fix="install what the reason names, or name a file: reward.function=path/file.py:function",
+            fix="install the missing module, or name a file: reward.function=path/file.py:function",
         ) from exc
     except (Exception, SystemExit) as exc:
         raise _broken(name, exc) from exc
@@ -126,5 +125,5 @@ def _broken(place: str, exc: BaseException) -> DataError:
     return DataError(
         f"the reward's code in {place} cannot be loaded",
         why=f"it {'ended the process' if ends else 'raised'}: {exc!r}",
-        fix="put what a script does under `if __name__ == '__main__':`" if ends else "fix what the reason names",
+        fix="put the script's own work under `if __name__ == '__main__':`" if ends else "fix the error in the reason",
     )

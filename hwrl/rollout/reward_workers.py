@@ -1,4 +1,4 @@
-"""The threads that score responses, beside the one that generates them."""
+"""Threads that score responses beside generation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from hwrl.rollout.reward import Reward, score_response
 class Scores:
     """The reward function's metrics for each response to a prompt, in order.
 
-    ``errors`` counts the calls that raised or did not return. ``failure`` says why the responses after the last
-    scored one have no metrics; None if all have.
+    ``errors`` counts the calls without a result. ``failure`` is the reason if responses at the end have no metrics.
     """
 
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -36,16 +35,16 @@ class _Job:
     scores: Future[Scores]
     errors: int = 0
     text: str = ""
-    called_s: float | None = None  # when the call began that runs now
+    called_s: float | None = None  # start of the running call; None: no call runs
 
 
 class RewardWorkers:
     """Scores the responses to prompts in ``threads`` threads, so that generation never waits for a reward function.
 
-    A call that raises is repeated, ``attempts`` times in all; then the prompt has failed. A call that has not returned
-    after ``timeout_s`` fails the prompt at once: its thread cannot be stopped, so :meth:`expire` leaves it behind and
-    starts another. ``decode`` turns token ids into the text that the function gets. The threads are daemons: they end
-    with the process, or after :meth:`close`.
+    If a call raises, it is repeated, up to ``attempts`` calls in all; then the prompt has failed. If a call takes
+    longer than ``timeout_s``, the prompt has failed at once. Such a thread cannot be stopped: :meth:`expire` abandons
+    it and starts another. ``decode`` turns token ids into text for the function. The threads are daemons. They end with
+    the process, or after :meth:`close`.
     """
 
     def __init__(
@@ -62,20 +61,20 @@ class RewardWorkers:
         self._threads = threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._running: list[_Job] = []
-        self._guard = threading.Lock()  # of _running, and of each job between a timeout and an answer
+        self._lock = threading.Lock()  # a job leaves _running once: by its result or by its timeout
         for _ in range(threads):
             self._start_thread()
 
     def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
-        """Score ``responses`` soon. The future never has an exception: a failure is part of the scores."""
+        """Queue ``responses`` for scoring. The future never has an exception: a failure is part of the scores."""
         job = _Job(prompt, responses, Future())
         self._jobs.put(job)
         return job.scores
 
     def expire(self) -> None:
-        """Fail the prompts that wait for a call that has run for too long; call this now and then."""
+        """Fail the prompts whose present call has taken too long. Call this regularly; it does not block."""
         now_s = time.monotonic()
-        with self._guard:
+        with self._lock:
             late = [job for job in self._running if job.called_s is not None and now_s - job.called_s > self._timeout_s]
             self._running = [job for job in self._running if job not in late]
         for job in late:
@@ -84,7 +83,7 @@ class RewardWorkers:
             self._start_thread()
 
     def close(self) -> None:
-        """Let the threads end that are not in a call; jobs that have not begun are dropped."""
+        """Drop waiting jobs and end the threads. A thread inside a call ends after it. Does not wait."""
         with contextlib.suppress(Empty):
             while True:
                 self._jobs.get_nowait()
@@ -96,14 +95,14 @@ class RewardWorkers:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with self._guard:
+            with self._lock:
                 self._running.append(job)
             try:
                 scores = self._score(job)
-            except BaseException as exc:  # noqa: BLE001 - the thread must go on, and the prompt must have an answer
+            except BaseException as exc:  # noqa: BLE001 - the thread continues, and the failure is the prompt's answer
                 scores = Scores(errors=job.errors + 1, failure=f"scoring raised {exc!r}")
-            with self._guard:
-                if job not in self._running:  # expired: another thread has taken this one's place
+            with self._lock:
+                if job not in self._running:  # expired, and another thread replaces this one
                     return
                 self._running.remove(job)
             job.scores.set_result(scores)
@@ -121,13 +120,13 @@ class RewardWorkers:
         return scores
 
     def _call(self, job: _Job) -> dict[str, float] | str:
-        """Return the metrics of the response ``job.text``, or why there are none after the last attempt."""
+        """Return the metrics of the response ``job.text``, or the reason of the last failed attempt."""
         failure = ""
         for _ in range(self._attempts):
             job.called_s = time.monotonic()
             try:
                 return score_response(self._reward, prompt=job.prompt.text, response=job.text, answer=job.prompt.answer)
-            except BaseException as exc:  # noqa: BLE001 - the user's code may do anything; it is reported
+            except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
                 job.errors += 1
                 failure = f"the reward function raised {exc!r} for the response {job.text!r}"
             finally:
@@ -136,10 +135,10 @@ class RewardWorkers:
 
 
 def unscored(scores: Sequence[Scores]) -> DataError:
-    """Return the error for an evaluation in which some of the prompts have failed."""
+    """Return the error of an evaluation with failed prompts."""
     failures = [one.failure for one in scores if one.failure is not None]
     return DataError(
-        f"{len(failures)} of {len(scores)} evaluation prompts could not be judged",
+        f"{len(failures)} of {len(scores)} evaluation prompts could not be scored",
         why=failures[0],
         fix="fix the reward function, or raise reward.timeout_s; reward_errors in the metrics counts such errors",
     )

@@ -1,4 +1,4 @@
-"""When an engine sleeps: as soon as there has been nothing for it to do for a while."""
+"""Put an idle engine to sleep, and wake it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from hwrl.interfaces import MEMORY_TAGS, RolloutEngine
 
 AFTER_S = 0.2
-"""How long an engine has nothing to do before it sleeps: falling asleep and waking take about as long."""
+"""Idle time before an engine sleeps: about the time of a sleep and a wake together."""
 
 
 class Sleeper:
-    """Lets ``engine`` sleep at ``level`` when it has been idle for AFTER_S; with None, never. The engine's thread."""
+    """Puts ``engine`` to sleep at ``level`` after AFTER_S of idleness; with None, never. One thread, the engine's."""
 
     def __init__(self, engine: RolloutEngine, *, level: int | None) -> None:
         self._engine, self._level = engine, level
@@ -20,7 +20,7 @@ class Sleeper:
         self.asleep = False
 
     def is_due(self, *, idle: bool) -> bool:
-        """Note whether the engine has nothing to do now; return whether it has been so for long enough."""
+        """Note whether the engine is idle now. Return whether it has been idle for long enough."""
         if self._level is None or self.asleep or not idle:
             self._idle_since_s = None
             return False
@@ -28,21 +28,21 @@ class Sleeper:
         return time.monotonic() - self._idle_since_s >= AFTER_S
 
     def sleep(self) -> None:
-        """Let the engine sleep. Blocks."""
-        assert self._level is not None, "is_due said so"
+        """Put the engine to sleep. Blocks."""
+        assert self._level is not None, "is_due returned True"
         self._freed_nbytes += self._engine.sleep(level=self._level)
         self._sleeps += 1
         self._idle_since_s = None
         self.asleep = True
 
     def wake(self, *, cache: bool = True) -> None:
-        """Wake the engine if it sleeps; without ``cache`` its weights only, and the rest sleeps on. Blocks."""
+        """Wake the engine if it sleeps. Without ``cache`` wake its weights only. Blocks."""
         if self.asleep:
             self._engine.wake(MEMORY_TAGS if cache else {"weights"})
             self.asleep = not cache
 
     def totals(self) -> dict[str, float]:
-        """Return running totals; none for an engine that never sleeps."""
+        """Return running totals; empty if the engine never sleeps."""
         if self._level is None:
             return {}
         return {"sleeps": float(self._sleeps), "freed_nbytes": float(self._freed_nbytes)}

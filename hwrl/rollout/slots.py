@@ -1,4 +1,4 @@
-"""A key-value cache with one slot a running request, each at a position of its own."""
+"""A key-value cache for continuous batching: one slot for each running request, each slot at its own position."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by the type checker
-    """A :class:`transformers.Cache` for continuous batching.
+    """A :class:`transformers.Cache` in which each running request has a slot (a row) of fixed length.
 
-    Slots 0 … n-1 are in use; a request that ends is replaced by the last one (:meth:`move`), so that a step works on
-    a prefix of the slots and copies nothing. Before each forward pass the caller says which slots it covers and
-    where the new tokens go (:meth:`place`); attention masks are the caller's as well.
+    Slots 0 … n-1 are in use. When a request ends, the last one moves into its slot (:meth:`move`), so a step works on a
+    prefix of the slots without copies. Before each forward pass the caller sets its slots and positions
+    (:meth:`place`). The caller also makes the attention masks.
     """
 
     def __init__(self, *, slots: int, length: int, device: torch.device) -> None:
@@ -24,9 +24,9 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
         super().__init__(layer_class_to_replicate=lambda **_: _SlotLayer(self))
 
     def place(self, rows: slice, positions: torch.Tensor, used_length: int) -> None:
-        """Say where the next forward pass writes: ``positions`` (rows × new tokens, int64) of the slots ``rows``.
+        """Set the target of the next forward pass: ``positions`` (rows × new tokens, int64) in the slots ``rows``.
 
-        ``used_length`` is how much of the slots attention looks at, at most ``length``.
+        Attention reads the first ``used_length`` positions of the slots, at most ``length``.
         """
         self.rows, self.positions, self.used_length = rows, positions, used_length
 
@@ -37,7 +37,7 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
             layer.values[targets, :, :used_length] = layer.values[sources, :, :used_length]
 
     def drop(self) -> int:
-        """Free the memory of all slots, whose content is lost, until the next forward pass; return its bytes."""
+        """Free the memory of all slots with their content; return its bytes. The next forward pass allocates anew."""
         nbytes: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
         self.layers.clear()
         return nbytes
@@ -46,13 +46,13 @@ class SlotCache(Cache):  # type: ignore[misc] # transformers is not followed by 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not followed by the type checker
     is_sliding = False
 
-    def __init__(self, owner: SlotCache) -> None:
+    def __init__(self, cache: SlotCache) -> None:
         super().__init__()
-        self._owner = owner
+        self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         heads = key_states.shape[1]
-        shape = (self._owner.slots, heads, self._owner.length)
+        shape = (self._cache.slots, heads, self._cache.length)
         self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
         self.is_initialized = True
@@ -62,18 +62,18 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not f
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        owner = self._owner
-        keys, values = self.keys[owner.rows], self.values[owner.rows]
-        row = torch.arange(len(key_states), device=owner.device)[:, None]
-        keys[row, :, owner.positions] = key_states.transpose(1, 2)
-        values[row, :, owner.positions] = value_states.transpose(1, 2)
-        return keys[:, :, : owner.used_length], values[:, :, : owner.used_length]
+        cache = self._cache
+        keys, values = self.keys[cache.rows], self.values[cache.rows]
+        row = torch.arange(len(key_states), device=cache.device)[:, None]
+        keys[row, :, cache.positions] = key_states.transpose(1, 2)
+        values[row, :, cache.positions] = value_states.transpose(1, 2)
+        return keys[:, :, : cache.used_length], values[:, :, : cache.used_length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.used_length, 0
+        return self._cache.used_length, 0
 
     def get_seq_length(self) -> int:
-        return self._owner.used_length
+        return self._cache.used_length
 
     def get_max_length(self) -> int:
-        return self._owner.length
+        return self._cache.length

@@ -1,4 +1,4 @@
-"""Where a rollouter's engine gets its weights from: the receivers of a replica, and what a failed transfer means."""
+"""Load received weights into an engine: whole models, or a base and its adapters."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ _log = logging.getLogger(__name__)
 
 
 INCARNATION = "incarnation"
-"""The key of a version's metadata that says which incarnation of the trainer published it."""
+"""The key, in a version's metadata, of the trainer's incarnation."""
 
 
 class WeightUpdater(Protocol):
-    """Brings new weights into the engine that it was made for. One thread, the engine's."""
+    """Loads new weights into one engine. Only the engine's thread calls it."""
 
     incarnation: int
-    """The incarnation of the trainer that published the engine's weights; -1 before there are any."""
+    """The trainer's incarnation that published the engine's weights; -1 before the first."""
 
     def poll(self) -> bool:
-        """Return whether weights are offered that the engine has not got. Does not block."""
+        """Return whether new weights are offered. Does not block."""
         ...
 
     def update(self) -> bool:
-        """Receive what is offered and load it; return whether the engine has new weights to generate with.
+        """Receive the offered weights and load them. Return whether the engine now has a new version.
 
-        Blocks until what is offered is whole. If it cannot be had, the engine goes on with what it has.
+        Blocks until the transfer ends. After a failed transfer the engine keeps its weights.
         """
         ...
 
     def release(self) -> None:
-        """Free device memory: the engine sleeps. What it has dropped may come with the next version."""
+        """Free device memory, because the engine sleeps. The next version may bring the weights that it dropped."""
         ...
 
     def request(self) -> None:
-        """Ask to be sent now what the engine needs to generate."""
+        """Request the weights that the engine lacks. Does not wait for them."""
         ...
 
     def totals(self) -> dict[str, float]:
-        """Return the running totals of what came."""
+        """Return running totals of the received weights."""
         ...
 
 
 class RetryingReceiver:
-    """A receiver for which a failed transfer is no error: it keeps what it has, and the transfer is tried again.
+    """Receives versions on one link. A failed transfer is logged, and the next offer is another try.
 
-    A receive waits ``timeout_s`` for a version to become whole.
+    A receive waits at most ``timeout_s`` for a version to be complete.
     """
 
     def __init__(self, receiver: WeightReceiver, *, timeout_s: float) -> None:
         self.receiver, self._timeout_s = receiver, timeout_s
         self.nbytes = 0
-        """What was received so far."""
+        """Received bytes so far."""
 
     def poll(self) -> bool:
-        """Return whether a version is offered that was not received."""
+        """Return whether a new version is offered."""
         try:
             return self.receiver.poll() is not None
         except ReceiverExcludedError as exc:
@@ -70,7 +70,7 @@ class RetryingReceiver:
             return False
 
     def receive(self) -> Received | None:
-        """Return what is offered, None if the transfer failed. Blocks."""
+        """Return the offered version, or None if the transfer failed. Blocks."""
         try:
             received = self.receiver.receive(timeout_s=self._timeout_s)
             self.nbytes += received.nbytes
@@ -78,16 +78,16 @@ class RetryingReceiver:
         except ReceiverExcludedError as exc:
             self._join_again(exc)
         except (TransferFailedError, CommError) as exc:
-            _log.warning("keeping version %s: %s", self.receiver.version, exc)
+            _log.warning("keeping version %s, the transfer failed: %s", self.receiver.version, exc)
         return None
 
     def _join_again(self, exc: ReceiverExcludedError) -> None:
-        _log.warning("joining again: %s", exc)
+        _log.warning("joining the link again: %s", exc)
         self.receiver.join()
 
 
 class ModelUpdater:
-    """Brings whole models from one link into ``engine``."""
+    """Loads whole models from one link into ``engine``."""
 
     def __init__(self, engine: RolloutEngine, link: RetryingReceiver) -> None:
         self._engine, self._link = engine, link
@@ -115,101 +115,102 @@ class ModelUpdater:
 
 
 class Connect(Protocol):
-    """Joins the link ``name``; without ``newest`` only later versions come."""
+    """Joins the link ``name``. Without ``newest`` the receiver gets later versions only."""
 
     def __call__(self, name: str, *, newest: bool = True) -> RetryingReceiver: ...
 
 
 class AdapterUpdater:
-    """Brings adapters into ``engine``, and beneath them their base whenever the engine does not hold it.
+    """Loads adapters into ``engine``, and their base whenever the engine lacks it.
 
-    ``connect`` joins a link, POLICY or POLICY_BASE. The base's is joined exactly as long as that is missing, which is
-    how the sender knows; its memory is freed when the base is in the engine. An adapter that comes before its base is
-    kept until then.
+    ``connect`` joins a link: POLICY for adapters, POLICY_BASE for the base. The link for the base is joined only while
+    the engine lacks its base. So the sender knows from its members whether to send the base, and the link's memory is
+    free the rest of the time. An adapter that arrives before its base waits for it.
     """
 
     def __init__(self, engine: RolloutEngine, connect: Connect) -> None:
         self._engine, self._connect = engine, connect
-        self._base: RetryingReceiver | None = connect(
-            POLICY_BASE
-        )  # before the other: who has joined that is known to lack this
-        self._policy = connect(POLICY)
-        self._held: Received | None = None
+        # First the base's link: the sender takes a member of POLICY alone for one that holds the base.
+        self._base_link: RetryingReceiver | None = connect(POLICY_BASE)
+        self._policy_link = connect(POLICY)
+        self._adapter: Received | None = None  # the newest one; loaded again after its base was loaded again
         self._base_loads = self._base_nbytes = 0
         self.incarnation = -1
 
     def poll(self) -> bool:
-        if self._base is None and self._lacks_base():
+        if self._base_link is None and self._lacks_base():
             self.request()
-        return (self._base is not None and self._base.poll()) or self._policy.poll()
+        return (self._base_link is not None and self._base_link.poll()) or self._policy_link.poll()
 
     def update(self) -> bool:
-        if self._base is not None and self._base.poll():
-            base = self._base.receive()
+        if self._base_link is not None and self._base_link.poll():
+            base = self._base_link.receive()
             if base is None:
                 return False
             self._load_base(base, identity=base.version)
             self._base_nbytes += base.nbytes
-        elif self._policy.poll():
-            adapter = self._policy.receive()
+        elif self._policy_link.poll():
+            adapter = self._policy_link.receive()
             if adapter is None:
                 return False
             if _is_outdated(adapter, self.incarnation):
-                self._held = None  # its memory is the next one's
+                self._adapter = None  # the receiver reuses its memory
                 return False
-            self._held = adapter
-        loaded = self._load_held()
-        if not loaded and self._held is not None:
-            self.request()  # its base was lost, or never came, after the sender had decided not to send that
+            self._adapter = adapter
+        loaded = self._load_adapter()
+        if not loaded and self._adapter is not None:
+            self.request()  # the sender sent the adapter alone, and the engine lacks its base
         return loaded
 
     def release(self) -> None:
-        if self._base is None and self._lacks_base():
-            self._base = self._connect(POLICY_BASE, newest=False)
+        if self._base_link is None and self._lacks_base():
+            self._base_link = self._connect(POLICY_BASE, newest=False)
 
     def request(self) -> None:
-        if self._base is not None:
-            self._base.receiver.join()
+        if self._base_link is not None:
+            self._base_link.receiver.join()
         elif self._lacks_base():
-            self._base = self._connect(POLICY_BASE)
-        self._policy.receiver.join()
+            self._base_link = self._connect(POLICY_BASE)
+        self._policy_link.receiver.join()
 
     def totals(self) -> dict[str, float]:
-        received = self._policy.nbytes + self._base_nbytes
+        received = self._policy_link.nbytes + self._base_nbytes
         return {"received_nbytes": float(received), "base_loads": float(self._base_loads)}
 
     def _lacks_base(self) -> bool:
-        """Return whether the engine holds no base, or another than the newest adapter's."""
-        wanted = self._engine.base if self._held is None else self._held.metadata["base"]
+        """Return whether the engine holds no base, or not the base of the newest adapter."""
+        wanted = self._engine.base if self._adapter is None else self._adapter.metadata["base"]
         return self._engine.base is None or self._engine.base != wanted
 
     def _load_base(self, weights: Mapping[str, torch.Tensor], *, identity: int) -> None:
         self._engine.load_base(weights.items(), base=identity)
         self._base_loads += 1
-        if self._base is not None:
-            self._base.receiver.close()
-            self._base = None
+        if self._base_link is not None:
+            self._base_link.receiver.close()
+            self._base_link = None
 
-    def _load_held(self) -> bool:
-        """Load the newest adapter, and a base that came with it; False if there is none, or none for this base."""
-        held = self._held
-        if held is None:
+    def _load_adapter(self) -> bool:
+        """Load the newest adapter, and its base if both arrived together; return False if that is not possible yet."""
+        adapter = self._adapter
+        if adapter is None:
             return False
-        base = int(held.metadata["base"])
-        beneath = {name: held[name] for name in held if not is_adapters(name)}
-        if beneath:
-            self._load_base(beneath, identity=base)
+        base = int(adapter.metadata["base"])
+        base_weights = {name: adapter[name] for name in adapter if not is_adapters(name)}
+        if base_weights:
+            self._load_base(base_weights, identity=base)
         if self._engine.base != base:
             return False
-        adapter = {name: held[name] for name in held if name not in beneath}
-        self._engine.load_adapter(adapter.items(), version=held.version, base=base)
-        self.incarnation = int(held.metadata[INCARNATION])
+        weights = {name: adapter[name] for name in adapter if name not in base_weights}
+        self._engine.load_adapter(weights.items(), version=adapter.version, base=base)
+        self.incarnation = int(adapter.metadata[INCARNATION])
         return True
 
 
 def _is_outdated(received: Received, incarnation: int) -> bool:
-    """Return whether ``received`` is of an earlier incarnation: a trainer that was replaced had begun to send it."""
-    theirs = int(received.metadata[INCARNATION])
-    if theirs < incarnation:
-        _log.warning("version %d of the trainer's incarnation %d comes too late", received.version, theirs)
-    return theirs < incarnation
+    """Return whether ``received`` is from an earlier incarnation: a replaced trainer started the transfer."""
+    sent_by = int(received.metadata[INCARNATION])
+    if sent_by < incarnation:
+        _log.warning(
+            "dropped version %d of the trainer's incarnation %d: a newer incarnation runs", received.version, sent_by
+        )
+    return sent_by < incarnation

@@ -1,1 +1,63 @@
-"""A whole run: configuration, the parts wired together, their processes, the report, and the demo."""
+"""Training runs: ``hwrl train`` from its configuration to the trained model. Importing this package is cheap.
+
+- :mod:`hwrl.run.pipeline` is the loop over the training steps; start reading there.
+- :mod:`hwrl.run.fleet` starts, calls and watches the processes; :mod:`hwrl.run.processes` is inside of them.
+- :mod:`hwrl.run.cluster` is Ray and the devices; :mod:`hwrl.run.config` the configuration; :mod:`hwrl.run.report` the
+  metrics and the output.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hwrl.run.cluster.placement import machine_devices
+    from hwrl.run.config import Config, dump_config, load_config
+    from hwrl.run.demo import write_demo
+    from hwrl.run.inputs import check_inputs
+    from hwrl.run.interrupts import Interrupts
+    from hwrl.run.pipeline import run_training
+    from hwrl.run.report import LiveView, Metrics, PlainView, make_view, read_metrics
+    from hwrl.run.report.summary import Summary
+
+_MODULE_OF = {
+    "Config": "config",
+    "Interrupts": "interrupts",
+    "LiveView": "report",
+    "Metrics": "report",
+    "PlainView": "report",
+    "Summary": "report.summary",
+    "check_inputs": "inputs",
+    "dump_config": "config",
+    "load_config": "config",
+    "machine_devices": "cluster.placement",
+    "make_view": "report",
+    "read_metrics": "report",
+    "run_training": "pipeline",
+    "write_demo": "demo",
+}
+"""The module of each public name. It is imported on the first use of the name: some import torch and Ray."""
+
+__all__ = [
+    "Config",
+    "Interrupts",
+    "LiveView",
+    "Metrics",
+    "PlainView",
+    "Summary",
+    "check_inputs",
+    "dump_config",
+    "load_config",
+    "machine_devices",
+    "make_view",
+    "read_metrics",
+    "run_training",
+    "write_demo",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'hwrl.run' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"hwrl.run.{_MODULE_OF[name]}"), name)

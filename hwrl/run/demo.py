@@ -1,7 +1,7 @@
-"""The demo's data set, tokenizer and tiny model, made on the spot from a seed: learn to sort digits.
+"""The demo: data, a tokenizer and a tiny model, created from a seed. The model learns to sort digits.
 
-A prompt is a few digits and ``>``; the answer is the digits in order. ``python -m hwrl.run.demo DIR`` writes
-everything that ``hwrl train DIR/config.yaml`` needs.
+A prompt is a few digits and ``>``; the answer is the digits in order. ``python -m hwrl.run.demo DIR`` writes all files
+for ``hwrl train DIR/config.yaml``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import yaml
 from hwrl.checkpoint import find_owner
 
 ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
-"""16 tokens: a small vocabulary, so that random answers are sometimes partly right."""
+"""16 tokens. With so small a vocabulary random answers are sometimes partly right."""
 
 Row = dict[str, str | int]
 
 
 def sort_reward(prompt: str, response: str, answer: str) -> dict[str, float]:
-    """Return the share of places that are right, the end of the answer counted as a place, and whether all are.
+    """Return the share of correct positions, with the end of the answer as one of them, and whether all are correct.
 
     >>> sort_reward("21>", "12", "12")
     {'reward': 1.0, 'exact': 1.0}
     >>> sort_reward("21>", "11", "12")["reward"]
     0.6666666666666666
     """
-    right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
+    right = sum(actual == expected for actual, expected in zip(response, answer, strict=False))
     right += len(response) == len(answer)
     return {"reward": right / (len(answer) + 1), "exact": float(response == answer)}
 
@@ -47,8 +47,8 @@ def write_demo(
 ) -> Path:
     """Write data, model and configuration to ``directory``; return the configuration's path.
 
-    ``digits`` are the lengths that prompts have, each equally often; training and evaluation prompts are disjoint.
-    The model has ``layers`` layers, ``hidden`` wide, a multiple of 32.
+    ``digits`` has the lengths of the prompts, each equally often. No prompt is in both training and evaluation data.
+    The model has ``layers`` layers of width ``hidden``, a multiple of 32.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -117,7 +117,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _config(directory: Path, *, seed: int, longest: int) -> dict[str, object]:
-    """Return the demo's settings; docs/benchmarks.md says which seeds learnt under them, and under which others."""
+    """Return the demo's settings. docs/benchmarks.md has results for several seeds and settings."""
     return {
         "dir": str(directory / "run"),
         "seed": seed,
@@ -140,13 +140,13 @@ def _config(directory: Path, *, seed: int, longest: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Write the demo that the command line asks for, and print its configuration's path; not under a run's feet."""
+    """Write the demo and print the path of its configuration. Refuse if a run uses the directory."""
     parser = argparse.ArgumentParser(prog="python -m hwrl.run.demo", description=write_demo.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if (owner := find_owner(args.directory / "run")) is not None:
-        sys.exit(f"hwrl: a run is going on in {args.directory / 'run'}: {owner}; end it, or choose another directory")
+        sys.exit(f"hwrl: a run is active in {args.directory / 'run'}: {owner}; end it, or choose another directory")
     print(write_demo(args.directory, seed=args.seed))
 
 

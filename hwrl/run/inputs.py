@@ -1,4 +1,4 @@
-"""What a run needs from outside, looked at before anything starts: cheap, and without torch or Ray."""
+"""Check the inputs of a run before anything starts: cheaply, without torch and Ray."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
-from hwrl.rollout.data import check_prompts
-from hwrl.rollout.reward import load_reward
+from hwrl.rollout import check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config
 
 
 def check_inputs(config: Config) -> None:
-    """Raise an HwrlError if the model, the reward function or an engine is not there, or a row is no prompt.
+    """Raise an HwrlError if the model, the reward function or an engine is missing, or if a row is no prompt.
 
-    Of the weights only the files' headers are read. Whether they hold every tensor of the model is looked at by the
-    trainer: transformers renames and merges some tensors as it loads them, so that names in files tell too little.
-    Raises what a plugin's ``hwrl_check_engine`` raises, too, unless the run joins a cluster (``RAY_ADDRESS``).
-    Loading the reward function or a plugin runs its module. What needs the tokenizer or the weights is looked at later,
-    by the processes that have them.
+    Reads only the headers of the weight files. The trainer checks later that they hold every tensor of the model:
+    transformers renames and merges tensors as it loads them, so the names in the files are not enough. The processes
+    also check later whatever needs the tokenizer.
+
+    Loading the reward function or a plugin runs its module. A plugin's ``hwrl_check_engine`` may raise too, unless the
+    run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
     check_prompts(config.data.train, key="data.train")
@@ -41,22 +41,22 @@ def check_inputs(config: Config) -> None:
 
 
 def is_local() -> bool:
-    """Return whether the run starts a Ray cluster of its own on this machine."""
+    """Return whether the run starts its own Ray on this machine. Otherwise it joins the cluster in RAY_ADDRESS."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def load_train_engine(config: Config) -> Any:
-    """Return the hook that makes the train engine; ``train.engine`` names a plugin."""
+    """Return the hook of the plugin in ``train.engine``, which makes the train engine."""
     return load_hook(config.train.engine, "hwrl_train_engine", asked_by="train.engine", built_in=[FSDP])
 
 
 def load_rollout_engine(config: Config) -> Any:
-    """Return the hook that makes the rollout engine; ``rollout.engine`` names a plugin."""
+    """Return the hook of the plugin in ``rollout.engine``, which makes the rollout engine."""
     return load_hook(config.rollout.engine, "hwrl_rollout_engine", asked_by="rollout.engine", built_in=[EMBEDDED])
 
 
 def _check_engine(name: str, asked_by: str, options: Mapping[str, Any]) -> None:
-    """Let the plugin look at its options; on a cluster only the machines with the devices need have its framework."""
+    """Let the plugin check its options. On a cluster, this machine may lack the framework of the plugin."""
     if is_local():
         load_hook(name, "hwrl_check_engine", asked_by=asked_by, optional=True)(asked_by=asked_by, options=options)
 
@@ -66,26 +66,26 @@ def _check_model(config: Config) -> None:
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"there is no model in {path}",
-            why=f"model.path names it, but {'it has no config.json' if path.is_dir() else 'it is no directory'}",
-            fix="name a directory that save_pretrained of a transformers model has written",
+            why=f"model.path names it, and {'it has no config.json' if path.is_dir() else 'it is no directory'}",
+            fix="set model.path to a directory written by save_pretrained of a transformers model",
         )
     damaged = {file.name: why for file in sorted(path.glob("*.safetensors")) if (why := _damage(file))}
     for index in path.glob("*.safetensors.index.json"):
-        damaged |= _absent(path, index)
+        damaged |= _missing(path, index)
     if damaged:
         raise DataError(
-            f"the model in {path} is not whole",
+            f"the model in {path} is damaged or incomplete",
             why="; ".join(f"{name}: {why}" for name, why in damaged.items()),
             fix="download or save the model again",
         )
 
 
 def _damage(file: Path) -> str | None:
-    """Return why ``file`` is no whole .safetensors file, from its header and its size; None if it is."""
+    """Return why the .safetensors ``file`` is damaged, by its header and its size; None if it is not."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
-        return "it is no file"
+        return "it is not a file"
     try:
         with safe_open(file, framework="numpy"):
             return None
@@ -93,10 +93,10 @@ def _damage(file: Path) -> str | None:
         return str(exc)
 
 
-def _absent(directory: Path, index: Path) -> dict[str, str]:
-    """Return why, for each file that ``index`` names and that is not there; or why the index cannot be read."""
+def _missing(directory: Path, index: Path) -> dict[str, str]:
+    """Return the missing files of ``index``, each with the reason; or the index itself if it cannot be read."""
     try:
-        places = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return {name: f"{index.name} names it" for name in sorted(places) if not (directory / name).is_file()}
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return {name: f"{index.name} names it" for name in sorted(names) if not (directory / name).is_file()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         return {index.name: f"it is no index of weights: {exc!r}"}

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM, SIGHUP: they end a run after its step, with a checkpoint, or at once with nothing to save."""
+"""SIGINT, SIGTERM and SIGHUP: they end a run after its step, with a checkpoint, or at once if nothing is to save."""
 
 from __future__ import annotations
 
@@ -9,53 +9,60 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ONE_SIGNAL_S = 0.5  # timeout(1) sends one to its child, and then to the process group that the child is in
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_SIGNAL_S = 0.5
+"""timeout(1) signals its child first, and then the child's process group; the two signals are closer than this."""
 
 
 class Interrupts:
-    """Takes SIGINT, SIGTERM and, unless it is ignored as under nohup, SIGHUP while it is entered, in the main thread.
+    """Handles SIGINT, SIGTERM and SIGHUP within a ``with`` block, in the main thread. Under nohup SIGHUP stays ignored.
 
-    A signal sets ``pending`` and raises KeyboardInterrupt. While there is an ``answer`` the first one does not raise,
-    and is answered with that through ``say``, in a thread: the signal may have come in the midst of another output.
-    What a wrapper sends twice counts once.
+    A signal sets ``pending`` and raises KeyboardInterrupt. While ``message`` is set, the first signal does not raise:
+    it only logs the message. It does so in a thread, because the signal may interrupt another output. Signals within
+    ``same_signal_s`` seconds count as one.
     """
 
-    def __init__(self, say: Callable[[str], None] = print, *, answer: str | None = None) -> None:
-        self.answer, self.pending = answer, False
-        self._say = say
-        self._heard_s = float("-inf")
-        self._answering: threading.Thread | None = None
+    def __init__(
+        self,
+        log: Callable[[str], None] = print,
+        *,
+        message: str | None = None,
+        same_signal_s: float = SAME_SIGNAL_S,
+    ) -> None:
+        self.message, self.pending = message, False
+        self._log, self._same_signal_s = log, same_signal_s
+        self._last_signal_s = float("-inf")
+        self._logging: threading.Thread | None = None
 
     def __enter__(self) -> Interrupts:
-        before: dict[int, Any] = {number: signal.getsignal(number) for number in _NUMBERS}
+        before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
         if before[signal.SIGHUP] is signal.SIG_IGN:
             del before[signal.SIGHUP]
-        self._before = before
-        self.listen()
+        self._handlers_before = before
+        self.take_signals()
         return self
 
-    def listen(self) -> None:
-        """Take the signals, also back from a library that has set handlers of its own; raise if one is pending."""
-        for number in self._before:
-            signal.signal(number, self._hear)
+    def take_signals(self) -> None:
+        """Set the handlers, also after a library has set its own. Raises KeyboardInterrupt if a signal is pending."""
+        for number in self._handlers_before:
+            signal.signal(number, self._handle)
         if self.pending:
             raise KeyboardInterrupt
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
-        if self._answering is not None:
-            self._answering.join(timeout=_ONE_SIGNAL_S)  # a pipe that nobody reads may be full
+        if self._logging is not None:
+            self._logging.join(timeout=SAME_SIGNAL_S)  # it may block for ever on a full pipe without a reader
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if now_s - self._heard_s < _ONE_SIGNAL_S:
+        if now_s - self._last_signal_s < self._same_signal_s:
             return
-        self._heard_s = now_s
+        self._last_signal_s = now_s
         again, self.pending = self.pending, True
-        if again or self.answer is None:
+        if again or self.message is None:
             raise KeyboardInterrupt
-        text = f"{self.answer}; once more to stop at once"
-        self._answering = threading.Thread(target=self._say, args=[text], daemon=True)
-        self._answering.start()
+        text = f"{self.message}; once more to stop at once"
+        self._logging = threading.Thread(target=self._log, args=[text], daemon=True)
+        self._logging.start()

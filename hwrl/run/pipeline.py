@@ -1,42 +1,46 @@
-"""A run from start to end: the loop over the steps, with evaluation, checkpoints, and what follows a death."""
+"""A run from start to end: start, the loop over the training steps, evaluations, checkpoints, and the end.
+
+One step goes from :meth:`Pipeline._train_step` through the fleet (``fleet.py``, ``run_ledger.py``, ``trainers.py``) and
+the handles of the actors (``handles.py``) into the actors' processes (``actors.py``, ``trainer_rank.py``).
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from hwrl.discovery import get_backend
 from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
-from hwrl.rollout.evaluator import Evaluation
-from hwrl.run.actors import Taken
-from hwrl.run.cluster import ray_cluster
+from hwrl.rollout import Evaluation
+from hwrl.run.cluster.ray_session import ray_cluster
 from hwrl.run.config import Config
-from hwrl.run.figures import FigureWindow
-from hwrl.run.fleet import DEATHS, Fleet, TrainerDiedError, value_of
+from hwrl.run.fleet.fleet import Fleet
+from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.identity import identify_inputs
 from hwrl.run.inputs import is_local
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.report import RunReport, View
-from hwrl.run.summary import Summary, claimed_directory, summarise, unknown_goals
+from hwrl.run.processes.actors import BatchInfo, RestoredRun
+from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of
+from hwrl.run.report import Metrics, RunReport, StepRates, View
+from hwrl.run.report.summary import Summary, summarise, unknown_goals
+from hwrl.run.run_directory import claimed_directory
 
 
 def run_training(config: Config, view: View) -> Summary:
-    """Train as ``config`` says, showing progress in ``view``; return how it ended.
+    """Train as ``config`` says, show the progress in ``view``, and return a summary.
 
-    Blocks until the steps are done, or until Ctrl-C, SIGTERM or SIGHUP, which ends the run cleanly after the current
-    step, with a checkpoint. Raises an HwrlError for what cannot be mended by a restart, and KeyboardInterrupt for a
-    second such signal, or for the first while there is nothing to save: in starting, and in going back to a checkpoint.
+    Blocks until all steps are done, or until Ctrl-C, SIGTERM or SIGHUP. Such a signal ends the run after the current
+    step, with a checkpoint. Raises an HwrlError that no restart can fix. Raises KeyboardInterrupt for a second signal,
+    and for the first one while there is nothing to save: during the start, and on the way back to a checkpoint.
     """
-    get_backend()  # before anything is started: it may say that nothing can run here
-    # Nothing is raised where Ray starts: Python would drop it in a hook of fork, and half a Ray would be left behind.
-    interrupts = Interrupts(view.say, answer="stopping as soon as Ray has started" if is_local() else None)
-    with claimed_directory(config), interrupts, ray_cluster(config, say=view.say):
-        interrupts.answer = None
-        interrupts.listen()  # again: Ray's C++ part, too, has set a handler for SIGTERM
-        fleet = Fleet(config, inputs=identify_inputs(config), say=view.say)
+    get_backend()  # raises, before anything starts, if no backend can run here
+    # While Ray starts, a signal must not raise: Python would drop the error in a fork hook and leave half a Ray behind.
+    interrupts = Interrupts(view.log, message="stopping as soon as Ray has started" if is_local() else None)
+    with claimed_directory(config), interrupts, ray_cluster(config, log=view.log):
+        interrupts.message = None
+        interrupts.take_signals()  # again, because Ray's C++ part has set its own handler for SIGTERM
+        fleet = Fleet(config, inputs=identify_inputs(config), log=view.log)
         pipeline = Pipeline(config, view, interrupts, fleet=fleet)
         try:
             summary = pipeline.run()
@@ -48,23 +52,23 @@ def run_training(config: Config, view: View) -> Summary:
 
 
 class Pipeline:
-    """The loop over the steps of one run.
+    """The loop over the training steps of one run.
 
-    run()    starts everything, resumes, steps until done or until a signal is pending, and sums up;
-             a trainer that dies takes the run back to its last checkpoint, wherever that happens
-    close()  ends every process, also after errors; the run's own error comes first, those of closing are noted on it
+    - ``run()`` starts all processes, resumes, and trains until the steps are done or a signal is pending. If a trainer
+      dies, at any point, the run goes back to its last checkpoint.
+    - ``close()`` ends all processes, also after errors. The errors of closing become notes on the run's own error.
     """
 
     def __init__(self, config: Config, view: View, interrupts: Interrupts, *, fleet: Fleet) -> None:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
-        self._report: RunReport | None = None
-        self._window = FigureWindow([])
-        self._evaluating: Any = None
+        self._opened_report: RunReport | None = None
+        self._rates = StepRates([])
+        self._evaluation: Answer[Evaluation] | None = None
         self._saved_step = self._first_step = 0
         self.step = 0
 
     def run(self) -> Summary:
-        """See the class."""
+        """Train until the end; return the summary. See the class."""
         try:
             self._start()
         except TrainerDiedError as cause:
@@ -73,8 +77,8 @@ class Pipeline:
             try:
                 while self.step < self._config.train.steps and not self._interrupts.pending:
                     condition = "" if self.step >= self._first_step else "if it has begun, "
-                    self._interrupts.answer = f"stopping after this step, {condition}with a checkpoint"
-                    self._advance()
+                    self._interrupts.message = f"stopping after this step, {condition}with a checkpoint"
+                    self._train_step()
                 return self._finish(interrupted=self.step < self._config.train.steps)
             except TrainerDiedError as cause:
                 self._recover(cause)
@@ -83,88 +87,86 @@ class Pipeline:
                 raise
 
     def close(self, *, after: BaseException | None = None) -> None:
-        """End every process and close the files; ``after`` is the error that ended the run."""
+        """End all processes and close the files. ``after`` is the error that ended the run."""
         acts = [lambda: self._fleet.close(failed=after is not None)]
-        if self._report is not None:
-            acts.append(self._report.close)
+        if self._opened_report is not None:
+            acts.append(self._opened_report.close)
         attempt_all(*acts, after=after)
 
     # -- start --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         started_s = time.perf_counter()
-        self._view.say(f"building {self._fleet.size}")
+        self._view.log(f"building {self._fleet.size}")
         self._fleet.launch()
         self._restore(resume=self._config.resume)
-        self._fleet.await_replicas()
-        self._fleet.on_trainers("publish")
-        steps_left = self.step < self._config.train.steps
-        self._view.say(
+        self._fleet.wait_for_replicas()
+        self._fleet.trainers.send_weights()
+        next_step = f"step {self._first_step}" if self.step < self._config.train.steps else "no step"
+        self._view.log(
             f"{self._fleet.describe()}, ready after {time.perf_counter() - started_s:.1f} s; "
-            f"run directory {self._config.dir}; {f'step {self._first_step}' if steps_left else 'no step'} follows"
+            f"run directory {self._config.dir}; {next_step} follows"
         )
-        self._figures.start_clock()
+        self._report.start_clock()
 
     def _restore(self, *, resume: bool) -> None:
-        """Load the newest checkpoint into trainers and ledger if asked to; open the report from that step on."""
-        found = self._fleet.on_trainers("resume")[0] if resume else None
-        self.step = self._saved_step = 0 if found is None else int(found["step"])
+        """Load the newest checkpoint into trainers and ledger if ``resume``; open the report at its step."""
+        found = self._fleet.trainers.restore() if resume else None
+        self.step = self._saved_step = 0 if found is None else found.step
         self._first_step = self.step + 1
-        state = _BEGINNING if found is None else found["ledger"]
-        self._fleet.on_ledger("load_state_dict", state, self._fleet.incarnation)
-        if found is not None:
-            for path, reason in found["skipped"]:
-                self._view.say(f"skipped {path}: {reason}")
-            for sentence in found["changed"]:
-                self._view.say(sentence)
-            self._view.say(f"resumed after step {self.step}")
-        elif resume:
-            every = f"checkpoint.save_every_steps={self._config.checkpoint.save_every_steps}"
-            self._view.say(f"no checkpoint in {self._config.dir} ({every}): beginning at step 0")
-        if self._report is not None:
-            self._report.close()
-        self._report = RunReport(self._config.dir, say=self._view.say, resume_step=self.step)
-        self._window = FigureWindow(self._report.history)
+        ledger = _EMPTY_LEDGER if found is None else found.ledger
+        self._fleet.ledger.load_state_dict(ledger, self._fleet.trainers.incarnation)
+        if resume:
+            self._log_restored(found)
+        if self._opened_report is not None:
+            self._opened_report.close()
+        self._opened_report = RunReport(self._config.dir, log=self._view.log, resume_step=self.step)
+        self._rates = StepRates(self._report.history)
+
+    def _log_restored(self, found: RestoredRun | None) -> None:
+        if found is None:
+            setting = f"checkpoint.save_every_steps={self._config.checkpoint.save_every_steps}"
+            self._view.log(f"no checkpoint in {self._config.dir} ({setting}): beginning at step 0")
+            return
+        for path, reason in found.skipped:
+            self._view.log(f"skipped {path}: {reason}")
+        for sentence in found.changed:
+            self._view.log(sentence)
+        self._view.log(f"resumed after step {found.step}")
 
     def _recover(self, cause: Exception) -> None:
-        """Start the trainers again until they live long enough to publish the checkpoint's weights."""
+        """Go back to the newest checkpoint. Restart the trainers until they have sent its weights."""
         if self._interrupts.pending:
             raise KeyboardInterrupt from cause
-        self._interrupts.answer = None
+        self._interrupts.message = None
         while True:
             try:
-                self._fleet.relaunch_trainers(cause)
+                self._fleet.trainers.restart(cause)
                 self._restore(resume=True)
-                self._fleet.on_trainers("publish")
+                self._fleet.trainers.send_weights()
                 return
             except TrainerDiedError as again:
                 cause = again
 
     @property
-    def _figures(self) -> RunReport:
-        assert self._report is not None, "_restore opens it before anything is reported"
-        return self._report
+    def _report(self) -> RunReport:
+        assert self._opened_report is not None, "_restore opens it before the first use"
+        return self._opened_report
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
-        """Do one training step, with evaluation and checkpoint when they are due; return early if interrupted."""
+    def _train_step(self) -> None:
+        """Do one training step; start an evaluation and save a checkpoint if they are due. Return early on a signal."""
         version = self.step // self._config.async_training.trigger_parameter_sync_step
-        groups, note = self._fleet.take(self._config.train.batch_groups, version)
-        if not self._wait_for_batch(note):
-            self._fleet.on_ledger("abandon_take")
-        taken: Taken | None = self._fleet.ledger_value(note)
-        if taken is None:  # abandoned; if it is there after all, the ledger counts it as trained
+        groups, info = self._fleet.request_batch(self._config.train.batch_groups, version)
+        if not self._wait_for_batch(info):
+            self._fleet.ledger.abandon_take()
+        batch = self._fleet.ledger.value_of(info)
+        if batch is None:  # abandoned. A batch that came first counts as trained in the ledger, so we train on it
             return
-        figures = self._fleet.on_trainers("step", groups)[0]
+        metrics = self._fleet.trainers.step(groups)
         self.step += 1
-        line = self._figures.add(
-            self.step, {**figures, **self._window.figures(figures, taken)}, prompts=taken.sequence_numbers
-        )
-        if self.step == self._first_step:
-            evaluates = self._config.data.eval is not None
-            for sentence in unknown_goals(self._config.goals, line, evaluates=evaluates):
-                self._view.say(sentence)
+        line = self._record_step(metrics, batch)
         line = self._collect_evaluation() or line
         if _is_due(self.step, self._config.eval.every_steps):
             self._begin_evaluation()
@@ -172,93 +174,103 @@ class Pipeline:
             self._save()
         self._view.show(line)
 
-    def _wait_for_batch(self, note: Any) -> bool:
-        """Block until the batch is there, looking after replicas that join or hang; False if the run is to end."""
+    def _wait_for_batch(self, info: Answer[BatchInfo | None]) -> bool:
+        """Wait for the batch, and serve the replicas meanwhile. Return False if the run must end before it comes."""
         with self._fleet.waiting_for("a batch of finished prompts"):
-            while note not in self._fleet.watch([note]):
-                if self._interrupts.pending or self._fleet.refused:
+            while info not in self._fleet.watch([info]):
+                if self._interrupts.pending or self._fleet.replicas.refused:
                     return False
-                self._fleet.serve_joiners()
+                self._fleet.send_weights_to_joined()
         return True
 
+    def _record_step(self, metrics: Metrics, batch: BatchInfo) -> Metrics:
+        line = self._report.add(
+            self.step, {**metrics, **self._rates.metrics(metrics, batch)}, prompts=batch.sequence_numbers
+        )
+        if self.step == self._first_step:
+            evaluates = self._config.data.eval is not None
+            for sentence in unknown_goals(self._config.goals, line, evaluates=evaluates):
+                self._view.log(sentence)
+        return line
+
     def _save(self) -> None:
-        """Save a checkpoint; its figures go on the line of the step that is saved."""
-        self._figures.sync()  # a checkpoint must not outlive the lines of its steps
-        figures = self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))[0]
+        """Save a checkpoint, and add its metrics to the line of the saved step."""
+        self._report.sync()  # no checkpoint may be newer than the lines of its steps
+        metrics = self._fleet.trainers.save(self._fleet.ledger.state_dict())
         self._saved_step = self.step
-        self._figures.amend(figures)
+        self._report.amend(metrics)
 
     def _save_before(self, error: HwrlError) -> None:
-        """Save what was trained since the last checkpoint before ``error`` ends the run; note on it how that went.
+        """Save the steps since the last checkpoint before ``error`` ends the run; add a note about it to ``error``.
 
-        The trainers are idle. Nothing is written to the report: it may be what cannot be written.
+        The trainers are idle here. The report stays as it is: it may be the reason for ``error``.
         """
         if self._saved_step == self.step:
             return
         try:
-            self._fleet.on_trainers("save", self._fleet.on_ledger("state_dict"))
-            self._fleet.on_trainers("close")  # waits for a save in the background
+            self._fleet.trainers.save(self._fleet.ledger.state_dict())
+            self._fleet.trainers.close()  # waits for a save in the background
         except (TrainerDiedError, HwrlError, RayError) as exc:
             note(error, exc)
         else:
-            error.add_note(f"then a checkpoint of step {self.step} was saved, which resume=true continues from")
+            error.add_note(f"then a checkpoint of step {self.step} was saved; resume=true continues from it")
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _begin_evaluation(self) -> None:
-        if self._config.data.eval is not None and self._evaluating is None:
-            self._evaluating = self._fleet.evaluate()
+        if self._config.data.eval is not None and self._evaluation is None:
+            self._evaluation = self._fleet.replicas.evaluate()
 
-    def _collect_evaluation(self, *, block: bool = False) -> dict[str, float] | None:
+    def _collect_evaluation(self, *, block: bool = False) -> Metrics | None:
         """Add a finished evaluation to the newest line and return that line; None if there is none.
 
-        With ``block`` wait for one that is under way; the trainers must be idle, for the replica may ask for weights.
+        With ``block``, wait for a running evaluation. The trainers must be idle then: the replica may need weights.
         """
         with self._fleet.waiting_for("the evaluation"):
-            while block and self._evaluating is not None and not self._fleet.watch([self._evaluating]):
-                self._fleet.serve_joiners()
-        if self._evaluating is None or not ray.wait([self._evaluating], timeout=0)[0]:
+            while block and self._evaluation is not None and not self._fleet.watch([self._evaluation]):
+                self._fleet.send_weights_to_joined()
+        if self._evaluation is None or not is_ready(self._evaluation):
             return None
-        reference, self._evaluating = self._evaluating, None
+        answer, self._evaluation = self._evaluation, None
         try:
-            evaluation: Evaluation = value_of(reference)
-        except (*DEATHS, EngineError):  # it died, or its rollouter has ended
-            self._view.say("an evaluation was lost with its replica")
+            evaluation = value_of(answer)
+        except (*DEATHS, EngineError):  # the replica died, or its rollouter has ended
+            self._view.log("an evaluation was lost with its replica")
             return None
-        if evaluation.incarnation != self._fleet.incarnation:
-            self._view.say("an evaluation of weights that were lost with a trainer does not count")
+        if evaluation.incarnation != self._fleet.trainers.incarnation:
+            self._view.log("an evaluation does not count: its weights were lost with a trainer")
             return None
-        figures = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
-        return self._figures.amend({**figures, "eval/version": float(evaluation.version)})
+        metrics = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        return self._report.amend({**metrics, "eval/version": float(evaluation.version)})
 
     # -- end ----------------------------------------------------------------------------------------------------
 
     def _finish(self, *, interrupted: bool) -> Summary:
-        """Evaluate and save for the last time, write the model for transformers, and sum up."""
+        """Evaluate and save for the last time, write the model, and sum up."""
         self._collect_evaluation(block=not interrupted)
         if self._saved_step != self.step:
             self._save()
         if not interrupted:
-            self._evaluate_finally()
-            self._fleet.on_trainers("export")
-        self._fleet.on_trainers("close")
-        return summarise(self._config, self._figures.history, interrupted=interrupted)
+            self._evaluate_last_weights()
+            self._fleet.trainers.export_model()
+        self._fleet.trainers.close()
+        return summarise(self._config, self._report.history, interrupted=interrupted)
 
-    def _evaluate_finally(self) -> None:
-        """Evaluate the last weights; a replica that dies over it is replaced, and the next one tries."""
+    def _evaluate_last_weights(self) -> None:
+        """Evaluate the last weights. If the replica dies over it, another one tries."""
         line = None
         while line is None and self._config.data.eval is not None:
             self._begin_evaluation()
-            if self._evaluating is None:
-                self._fleet.await_replicas()
-                self._fleet.serve_joiners()
+            if self._evaluation is None:
+                self._fleet.wait_for_replicas()
+                self._fleet.send_weights_to_joined()
             line = self._collect_evaluation(block=True)
         if line is not None:
             self._view.show(line)
 
 
-_BEGINNING = {"version": 0, "trained": 0, "next": 0, "owed": []}
-"""The ledger's state before anything was issued."""
+_EMPTY_LEDGER = {"version": 0, "trained": 0, "next": 0, "owed": []}
+"""The ledger's state before the first prompt."""
 
 
 def _is_due(step: int, every: int) -> bool:

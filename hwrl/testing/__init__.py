@@ -1,4 +1,4 @@
-"""Test tools that ship with hwrl: the conformance kit for backends, and real processes for tests.
+"""Test tools for packages outside hwrl, too: the conformance kit for backends, and real processes for tests.
 
 Names load on first use, because the contracts need pytest and torch, and child processes of tests need neither.
 """

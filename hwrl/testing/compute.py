@@ -1,7 +1,7 @@
 """A tiny transformer on a device, against the same one in double precision on the host.
 
-The host's side uses no fused operation: attention is a softmax of products, written out. So no wrong kernel can be on
-both sides of a comparison.
+The host computes without fused operations: attention is a softmax of products, step by step. So one wrong kernel
+cannot affect both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.nn import functional
 from hwrl.interfaces import Backend
 
 TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""How far a tensor may be from the host's, as a part of its norm.
+"""The largest distance from the host's tensor, relative to its norm.
 
-Torch 2.13's CPU kernels are off by 1e-5, 9e-3 and 1.2e-3; float32 also has room for a device's 10-bit products.
+Torch 2.13's CPU kernels are off by 1e-5, 9e-3 and 1.2e-3; float32 leaves room for a device's 10-bit products.
 """
 _VOCABULARY, _WIDTH, _HEADS, _LAYERS = 64, 32, 4, 2
 _LEARNING_RATE = 1e-2
-# Adam divides by the gradient's size plus this, so that a gradient of rounding errors makes no step of full length.
+# Adam divides by the gradient's size plus this value. With a larger value, rounding errors make only small steps.
 _EPSILON = 1e-3
 
 _Attend = Callable[..., torch.Tensor]
-"""``(query, key, value, *, seen, causal)``, where ``seen`` says which keys a query has, None all."""
+"""``(query, key, value, *, visible, causal)``; ``visible`` is the mask of the keys, None for all keys."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A shape of attention: ``keys`` None is as many as queries; ``padded`` hides the last keys of each sequence."""
+    """A shape of attention: without ``keys`` there are as many as queries; ``padded`` masks the last keys."""
 
     queries: int
     keys: int | None = None
@@ -51,11 +51,11 @@ ATTENTIONS = {
     "padded": Attention(queries=24, padded=True),
     "grouped": Attention(queries=17, heads=4, kv_heads=2, causal=True),
 }
-"""The shapes that training and generation use."""
+"""The shapes of training and generation."""
 
 
 def why_refused(backend: Backend, dtype: torch.dtype) -> str:
-    """Return with which words the device refuses to multiply matrices of ``dtype``, or ``''``."""
+    """Return the device's error when it multiplies matrices of ``dtype``, or ``''`` if it can."""
     try:
         ones = torch.ones(4, 4, device=backend.device()).to(dtype)
         (ones @ ones).sum().item()
@@ -65,7 +65,7 @@ def why_refused(backend: Backend, dtype: torch.dtype) -> str:
 
 
 def wrong_at_a_glance(backend: Backend) -> list[str]:
-    """Return what is wrong in the dtypes that models have, checked in a second: causal attention, and all gradients."""
+    """Check causal attention and all gradients in the usual dtypes, within a second; return the errors."""
     wrong = []
     for dtype in (torch.float32, torch.bfloat16):
         if dtype is torch.float32 or not why_refused(backend, dtype):
@@ -74,7 +74,7 @@ def wrong_at_a_glance(backend: Backend) -> list[str]:
 
 
 def wrong_attention(backend: Backend, shape: Attention, dtype: torch.dtype) -> list[str]:
-    """Return what is wrong with the device's attention and its gradients, one line each."""
+    """Return the errors in the device's attention and its gradients, one line each."""
     generator = torch.Generator().manual_seed(0)
     keys = shape.keys or shape.queries
     sizes = {"query": (shape.heads, shape.queries), "key": (shape.kv_heads, keys), "value": (shape.kv_heads, keys)}
@@ -83,27 +83,27 @@ def wrong_attention(backend: Backend, shape: Attention, dtype: torch.dtype) -> l
         for name, (heads, length) in sizes.items()
     }
     weight = torch.randn(2, shape.heads, shape.queries, shape.head_size, generator=generator).to(dtype)
-    seen = _seen_keys(shape.queries, keys) if shape.padded else None
+    visible = _visible_keys(shape.queries, keys) if shape.padded else None
     got = _with_gradients(
         _fused,
         {name: tensor.to(backend.device()) for name, tensor in inputs.items()},
         weight.to(backend.device()),
-        seen=None if seen is None else seen.to(backend.device()),
+        visible=None if visible is None else visible.to(backend.device()),
         causal=shape.causal,
     )
     exact = {name: tensor.double() for name, tensor in inputs.items()}
-    wanted = _with_gradients(_written_out, exact, weight.double(), seen=seen, causal=shape.causal)
+    wanted = _with_gradients(_step_by_step, exact, weight.double(), visible=visible, causal=shape.causal)
     return list(_differences(got, wanted, dtype))
 
 
 def wrong_training(backend: Backend, dtype: torch.dtype, *, step: bool) -> list[str]:
-    """Return what is wrong with a forward pass, all gradients and, with ``step``, a step of AdamW, one line each."""
+    """Return the errors in a forward pass, all gradients and, with ``step``, a step of AdamW, one line each."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _Transformer().to(dtype)
         tokens = torch.randint(0, _VOCABULARY, (2, 19))
     got = _trained(copy.deepcopy(model).to(backend.device()), tokens.to(backend.device()), _fused, step=step)
-    wanted = _trained(model.double(), tokens, _written_out, step=step)
+    wanted = _trained(model.double(), tokens, _step_by_step, step=step)
     return list(_differences(got, wanted, dtype))
 
 
@@ -116,8 +116,8 @@ def _differences(
             yield f"{name} in {dtype} is off by {off:.2g} of its norm, and {TOLERANCES[dtype]:g} is allowed"
 
 
-def _seen_keys(queries: int, keys: int) -> torch.Tensor:
-    """Return which keys each of two sequences has, the second being a third shorter."""
+def _visible_keys(queries: int, keys: int) -> torch.Tensor:
+    """Return the key masks of two sequences, the second a third shorter."""
     lengths = torch.tensor([keys, keys - keys // 3])
     return (torch.arange(keys) < lengths[:, None])[:, None, None, :].expand(2, 1, queries, keys)
 
@@ -127,18 +127,18 @@ def _with_gradients(
     inputs: Mapping[str, torch.Tensor],
     weight: torch.Tensor,
     *,
-    seen: torch.Tensor | None,
+    visible: torch.Tensor | None,
     causal: bool,
 ) -> dict[str, torch.Tensor]:
     """Return the attention's result and the gradients of its inputs."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
-    out = attend(*leaves.values(), seen=seen, causal=causal)
+    out = attend(*leaves.values(), visible=visible, causal=causal)
     out.backward(weight)
     return {"attention": out.detach()} | {f"the gradient of {name}": _gradient(leaf) for name, leaf in leaves.items()}
 
 
 def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step: bool) -> dict[str, torch.Tensor]:
-    """Return the logits, the gradients, and how far a step moves each parameter."""
+    """Return the logits, the gradients, and the change of each parameter by one step."""
     logits = model(tokens[:, :-1], attend)
     functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
     names = dict(model.named_parameters())
@@ -157,28 +157,28 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, seen: torch.Tensor | None, causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, visible: torch.Tensor | None, causal: bool
 ) -> torch.Tensor:
     grouped = query.shape[1] != key.shape[1]
     return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, is_causal=causal, enable_gqa=grouped
+        query, key, value, attn_mask=visible, is_causal=causal, enable_gqa=grouped
     )
 
 
-def _written_out(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, seen: torch.Tensor | None, causal: bool
+def _step_by_step(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, visible: torch.Tensor | None, causal: bool
 ) -> torch.Tensor:
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -math.inf)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
     return scores.softmax(-1) @ value
 
 
 class _Transformer(nn.Module):
-    """What a language model is made of, in its smallest size."""
+    """A tiny language model with all usual parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class _Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor, attend: _Attend) -> torch.Tensor:
         parts = self.inwards(_normalised(hidden)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = attend(*parts.unbind(0), seen=None, causal=True).transpose(1, 2).flatten(-2)
+        attended = attend(*parts.unbind(0), visible=None, causal=True).transpose(1, 2).flatten(-2)
         hidden = hidden + self.outwards(attended)
         moved: torch.Tensor = self.down(functional.silu(self.up(_normalised(hidden))))
         return hidden + moved

@@ -1,7 +1,7 @@
-"""The conformance kit: what every backend must keep, as pytest classes.
+"""The conformance kit: the contracts of every backend, as pytest classes.
 
-Run them with ``hwrl conformance NAME``; or subclass them in your own tests, where a fixture ``backend`` returns the
-backend. A class skips what the backend says it does not support, with that reason.
+Run them with ``hwrl conformance NAME``. Or subclass them in your tests, with a fixture ``backend``. For an unsupported
+capability a class skips its tests, with the backend's reason.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Capability
+from hwrl.testing.processes import preload
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
@@ -55,32 +56,33 @@ _OUTCOMES = ("passed", "skipped", "failed")
 
 
 def run_kit(backend: Backend, *, keyword: str = "") -> tuple[int, list[str]]:
-    """Run every contract on ``backend``, print each result and a summary; return pytest's exit status and what failed.
+    """Run every contract on ``backend``, print results and a summary; return pytest's status and the failed checks.
 
-    ``keyword`` is a pytest expression that selects checks; ConfigError if it selects none. Child processes find the
+    ``keyword`` is a pytest expression to select checks; ConfigError if it selects none. Child processes find the
     backend by its name.
     """
-    chosen = _Chosen(backend)
+    preload("pytest", "hwrl.testing.suite")
+    plugin = _KitPlugin(backend)
     suite = Path(__file__).with_name("suite.py")
-    # Neither the configuration nor the conftest files of the folder that the user happens to be in.
+    # Ignore configuration and conftest files of the user's current folder.
     isolated = ["-c", os.devnull, f"--rootdir={suite.parent}", "--noconftest", "-p", "no:cacheprovider"]
-    status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [chosen])
+    status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [plugin])
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise ConfigError(
             "nothing was checked",
             why=f"no check's name matches {keyword!r}",
             fix="leave -k out, or give it a word of a contract's or a check's name, like TestDeviceMap",
         )
-    print("\n".join(chosen.summary()))
-    return int(status), chosen.failed
+    print("\n".join(plugin.summary()))
+    return int(status), plugin.failed
 
 
-class _Chosen:
-    """A pytest plugin that gives the kit its backend and remembers what became of each check."""
+class _KitPlugin:
+    """A pytest plugin: it provides the fixture ``backend`` and counts the outcomes of each contract."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._ended: dict[str, Counter[str]] = defaultdict(Counter)
+        self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self.failed: list[str] = []
 
     @pytest.fixture
@@ -92,14 +94,14 @@ class _Chosen:
         if report.failed:
             self.failed.append(name)
         if report.when == "call" or not report.passed:
-            self._ended[name.partition("::")[0]][report.outcome] += 1
+            self._outcomes[name.partition("::")[0]][report.outcome] += 1
 
     def summary(self) -> Iterator[str]:
-        """Yield a table of what was promised and kept, then what the backend says about itself, then what failed."""
+        """Yield a table of outcomes by contract, then the backend's capabilities, then the failed checks."""
         backend = self._backend
         yield f"\nbackend {backend.info.name}, {backend.device_count()} device(s)"
         yield f"  {'contract':<24}" + "".join(f"{outcome:>9}" for outcome in _OUTCOMES)
-        for contract, ended in self._ended.items():
+        for contract, ended in self._outcomes.items():
             yield f"  {contract:<24}" + "".join(f"{ended[outcome] or '-':>9}" for outcome in _OUTCOMES)
         for capability in Capability:
             support = backend.supports(capability)

@@ -1,4 +1,4 @@
-"""Run a function in several real processes, one of which a test may kill."""
+"""Run a function in several real processes; a test may kill one of them."""
 
 from __future__ import annotations
 
@@ -23,26 +23,35 @@ from typing import Any
 from hwrl.errors import HwrlError
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_GRACE_S = 5.0  # after one rank failed, the others get this long to report: they often wait for the failed one
+_preloaded = ["torch.distributed.tensor", "hwrl.comm"]
+_GRACE_S = 5.0  # the other ranks' time to report after one failed: they often wait for it
 _SHOW_STACKS = signal.SIGUSR1
 _SHOW_S = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: ``value`` is what the function returned, or ``error`` is why there is none."""
+    """The end of one rank: the function's return ``value``, or an ``error``."""
 
     rank: int
     value: Any = None
     error: BaseException | None = None
 
 
-def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Run ``target(rank, *args)`` in ``size`` processes and return what they returned, by rank.
+def preload(*modules: str) -> None:
+    """Import ``modules`` once for all processes of this module. Call it before the first of them starts.
 
-    ``target`` is a module-level function; arguments and results must survive pickling. Raises the first rank's
-    exception with a note that names the rank and holds its traceback. No process outlives the call; one that still
-    runs at the deadline first prints the stacks of its threads.
+    The import must start no thread and open no device: neither survives the fork.
+    """
+    _preloaded.extend(modules)
+
+
+def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Run ``target(rank, *args)`` in ``size`` processes and return the results by rank.
+
+    ``target`` is a module-level function; arguments and results must survive pickling. Raises the first failed rank's
+    exception, with a note of the rank and its traceback. No process outlives the call. At the deadline a running
+    process prints the stacks of its threads before it is killed.
 
     >>> import math
     >>> run_processes(math.ldexp, 2, 3)
@@ -57,10 +66,10 @@ def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: 
 
 
 class Processes:
-    """``size`` processes that run ``target(rank, *args)``; leaving the context kills those that still run.
+    """``size`` processes with ``target(rank, *args)``; leaving the context kills the running ones.
 
-    ``timeout_s`` is a deadline for all of them, counted from entering the context. Children use one torch thread, and
-    have this process's environment; only what torch reads while it is imported is from before the first of them.
+    ``timeout_s`` is the deadline for all, from the start of the context. Children use one torch thread and this
+    process's environment. Only variables read at torch's import have their values from the first start of children.
     """
 
     def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> None:
@@ -92,50 +101,50 @@ class Processes:
             child.close()
 
     def kill(self, rank: int) -> None:
-        """Send SIGKILL to one rank, as ``kill -9`` would; its outcome is an error."""
+        """Kill one rank with SIGKILL; its outcome is an error."""
         pid = self._children[rank].pid
         assert pid is not None, "started in __enter__"
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(pid, signal.SIGKILL)
 
     def wait(self, rank: int) -> Outcome:
-        """Block until ``rank`` ended or the deadline came, and return its outcome."""
+        """Block until ``rank`` ends or the deadline comes; return its outcome."""
         if rank not in self._ended:
             self._ended[rank] = self._read(rank, self._deadline)
         return self._ended[rank]
 
     def outcomes(self, *, stop_on_error: bool = False) -> list[Outcome]:
-        """Block until every rank ended or the deadline came; return the outcomes in the order in which they ended.
+        """Block until every rank ends or the deadline comes; return the outcomes in the order of the ends.
 
-        With ``stop_on_error`` a failed rank leaves the others five seconds.
+        With ``stop_on_error``, the other ranks have five seconds after the first failure.
         """
         waiting = [rank for rank in range(self._size) if rank not in self._ended]
         deadline = self._deadline
         while waiting:
-            for rank in self._await(waiting, deadline) or list(waiting):
+            for rank in self._wait_for_some(waiting, deadline) or list(waiting):
                 waiting.remove(rank)
                 self._ended[rank] = self._read(rank, deadline)
                 if stop_on_error and self._ended[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         return list(self._ended.values())
 
-    def _await(self, ranks: list[int], deadline: float) -> list[int]:
-        """Block until some of ``ranks`` have sent their outcome or ended; return those, none at the deadline."""
-        # A dead rank's pipe need not be at its end: a child that it forked may live, and has it open.
-        signs: dict[int, set[Any]] = {rank: {self._pipes[rank], self._children[rank].sentinel} for rank in ranks}
-        seen = wait(set().union(*signs.values()), max(0.0, deadline - time.monotonic()))
-        return [rank for rank in ranks if not signs[rank].isdisjoint(seen)]
+    def _wait_for_some(self, ranks: list[int], deadline: float) -> list[int]:
+        """Block until some of ``ranks`` have sent an outcome or ended; return them, or none at the deadline."""
+        # The end of a dead rank's pipe is not enough: its forked children may keep the pipe open.
+        signals: dict[int, set[Any]] = {rank: {self._pipes[rank], self._children[rank].sentinel} for rank in ranks}
+        seen = wait(set().union(*signals.values()), max(0.0, deadline - time.monotonic()))
+        return [rank for rank in ranks if not signals[rank].isdisjoint(seen)]
 
     def _show_stacks(self, rank: int) -> None:
         pid = self._children[rank].pid
         assert pid is not None, "started in __enter__"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _SHOW_STACKS)
-            self._children[rank].join(_SHOW_S)  # it goes on, or dies if it has not begun
+            self._children[rank].join(_SHOW_S)  # it continues, or dies if Python has not started yet
 
     def _read(self, rank: int, deadline: float) -> Outcome:
         pipe, child = self._pipes[rank], self._children[rank]
-        if not self._await([rank], deadline):
+        if not self._wait_for_some([rank], deadline):
             self._show_stacks(rank)
             return Outcome(rank, error=_no_result(rank, "it was still running at the deadline"))
         try:
@@ -151,12 +160,12 @@ class Processes:
 
 
 def _forking_context() -> Any:
-    """Return a context whose children are forked from a process that imported torch, and did nothing else.
+    """Return a multiprocessing context; it forks children from a process with torch and the :func:`preload` modules.
 
-    That spares each child seconds. No device library is loaded there, because those do not survive a fork.
+    This saves seconds per child. The process loads no device library, because those do not survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "hwrl.comm"])
+    context.set_forkserver_preload(_preloaded)
     before = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
     try:
@@ -169,12 +178,12 @@ def _forking_context() -> Any:
 
 
 def _no_result(rank: int, why: str) -> HwrlError:
-    return HwrlError(f"rank {rank} gave no result", why=why, fix="look at what it printed")
+    return HwrlError(f"rank {rank} gave no result", why=why, fix="look at its output")
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a function lives; a test module is not always importable by its name, so the file is kept too."""
+    """The location of a function. A test module may not be importable by its name, so this includes the file."""
 
     module: str
     name: str

@@ -1,4 +1,4 @@
-"""The test module that ``hwrl conformance NAME`` runs; ``run_kit`` gives it the fixture ``backend``."""
+"""The test module of ``hwrl conformance NAME``; ``run_kit`` provides the fixture ``backend``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hwrl.testing import conformance
 
 
 class TestPlugin(conformance.PluginContract):
-    """What must hold before torch is imported."""
+    """The plugin before torch is imported."""
 
 
 class TestDeviceMap(conformance.DeviceMapContract):
@@ -14,7 +14,7 @@ class TestDeviceMap(conformance.DeviceMapContract):
 
 
 class TestCapability(conformance.CapabilityContract):
-    """Honesty."""
+    """The answers of ``supports`` and ``require``."""
 
 
 class TestDevice(conformance.DeviceContract):
@@ -30,7 +30,7 @@ class TestPinnedMemory(conformance.PinnedMemoryContract):
 
 
 class TestRegisteredMemory(conformance.RegisteredMemoryContract):
-    """Host memory that is shared."""
+    """Shared host memory."""
 
 
 class TestDeviceMemory(conformance.DeviceMemoryContract):
@@ -38,11 +38,11 @@ class TestDeviceMemory(conformance.DeviceMemoryContract):
 
 
 class TestDeviceIpc(conformance.DeviceIpcContract):
-    """Device memory that another process opens."""
+    """Device memory, opened by another process."""
 
 
 class TestOffload(conformance.OffloadContract):
-    """A model on the way to the host and back."""
+    """A model, moved to the host and back."""
 
 
 class TestComm(conformance.CommContract):
@@ -50,4 +50,4 @@ class TestComm(conformance.CommContract):
 
 
 class TestWeights(conformance.WeightsContract):
-    """Weights on the way from one process to another."""
+    """Weights, sent from one process to another."""

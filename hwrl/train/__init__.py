@@ -1,6 +1,6 @@
 """From scored groups to new weights: advantages, losses, train engines and the asynchronous trainer.
 
-Each name is imported on first use, so that a process reads the names of losses without importing torch.
+Each name is imported on first use: the names of losses need no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hwrl.train.rng import set_rng_state as set_rng_state
     from hwrl.train.trainer import Algorithm as Algorithm
     from hwrl.train.trainer import AsyncTrainer as AsyncTrainer
+    from hwrl.train.trainer import TrainedStep as TrainedStep
+    from hwrl.train.trainer import move_metrics as move_metrics
 
 _HOME = {
     "AdvantageName": "hwrl.train.choices",
@@ -31,9 +33,11 @@ _HOME = {
     "LossName": "hwrl.train.choices",
     "PolicyEngine": "hwrl.train.policy",
     "PolicyLoss": "hwrl.train.losses",
+    "TrainedStep": "hwrl.train.trainer",
     "collate": "hwrl.train.padding",
     "group_advantages": "hwrl.train.losses",
     "mismatch_kl": "hwrl.train.losses",
+    "move_metrics": "hwrl.train.trainer",
     "recompute": "hwrl.train.policy",
     "rng_state": "hwrl.train.rng",
     "set_rng_state": "hwrl.train.rng",
@@ -47,9 +51,11 @@ __all__ = [
     "LossName",
     "PolicyEngine",
     "PolicyLoss",
+    "TrainedStep",
     "collate",
     "group_advantages",
     "mismatch_kl",
+    "move_metrics",
     "recompute",
     "rng_state",
     "set_rng_state",

@@ -1,4 +1,4 @@
-"""The names of advantages and losses that a configuration can choose; see :mod:`hwrl.train.losses`."""
+"""The names of advantages and losses in a configuration; :mod:`hwrl.train.losses` explains them."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ class FsdpEngine(PolicyEngine):
     """Trains the model in ``settings.model_directory``, or an adapter on it, with AdamW.
 
     ``group`` is the default process group of the training ranks (None: one rank; the model is then not wrapped).
-    Gradients are reduced in float32. The model is in evaluation mode, in training as well: dropout would be noise in
-    the ratio to the behaviour policy.
+    Gradients are reduced in float32. The model is always in evaluation mode: dropout would add noise to the ratio to
+    the behaviour policy.
     """
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         super().__init__(settings, backend=backend, group=group)
         self._dtype = settings.dtype
-        make = load_model if group is None or group.rank == 0 else build_model  # others get shards of the first's
+        make = load_model if group is None or group.rank == 0 else build_model  # the first rank sends shards
         model = make(settings.model_directory, dtype=torch.float32).eval()
         if settings.lora is not None:
             self.base = model_identity(settings.model_directory)
@@ -71,7 +71,7 @@ class FsdpEngine(PolicyEngine):
     # -- training -----------------------------------------------------------------------------------------------
 
     def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        autocast = self._ranks == 1 and self._dtype != torch.float32  # on several, FSDP2 casts
+        autocast = self._ranks == 1 and self._dtype != torch.float32  # on several ranks FSDP2 casts
         with torch.autocast(inputs.device.type, dtype=self._dtype, enabled=autocast):
             return logits_at(self.model, rows, columns, input_ids=inputs, use_cache=False)
 
@@ -81,7 +81,7 @@ class FsdpEngine(PolicyEngine):
 
     def _clip_gradients(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        return _whole(norm).item()
+        return _full(norm).item()
 
     def _update(self, *, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -130,7 +130,7 @@ class FsdpEngine(PolicyEngine):
             yield name, torch.empty(tensor.shape, dtype=self._dtype, device="meta")
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers that a checkpoint holds; every rank has them whole."""
+        """Yield the persistent buffers; every rank has them whole."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         yield from ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in parameters)
 
@@ -141,7 +141,7 @@ class FsdpEngine(PolicyEngine):
 
     @contextmanager
     def saved_state(self) -> Iterator[tuple[dict[str, Any], OffloadedState | None]]:
-        if not self.optimizer.state:  # torch takes a step to have one
+        if not self.optimizer.state:  # torch takes an empty step to make a state
             with super().saved_state() as saved:
                 yield saved
             return
@@ -166,7 +166,7 @@ class FsdpEngine(PolicyEngine):
     def _model_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
         before_first_step = not self.optimizer.state
         found = get_state_dict(self.model, self.optimizer, options=StateDictOptions(ignore_frozen_params=True))
-        if before_first_step:  # torch took an empty one, to have a state
+        if before_first_step:  # torch took an empty step to make a state
             for state in self.optimizer.state.values():
                 state["step"].fill_(self.updates)
         return found
@@ -190,26 +190,26 @@ class FsdpEngine(PolicyEngine):
         for name, _ in self.model.named_parameters(remove_duplicate=False):
             weights[name] = weights[name].to(self._dtype)
         self.model.save_pretrained(directory, state_dict=weights)
-        self.model.config.dtype = self._dtype  # save_pretrained wrote the dtype of the parameters in training
+        self.model.config.dtype = self._dtype  # save_pretrained wrote the parameters' dtype in training
         self.model.config.save_pretrained(directory)
         load_tokenizer(self.settings.model_directory).save_pretrained(directory)
 
 
 def _layers(model: Any) -> list[torch.nn.Module]:
-    """Return the layers of ``model``, inner ones first; EngineError if transformers does not tell which they are."""
-    kinds = set(model._no_split_modules or ())  # what accelerate and others go by, too
+    """Return the layers of ``model``, inner ones first; EngineError if transformers does not name their class."""
+    kinds = set(model._no_split_modules or ())  # accelerate and others use it, too
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     if not layers:
         raise EngineError(
             f"a {type(model).__name__} cannot be trained layer by layer",
-            why=f"none of its modules is of the classes that its _no_split_modules names: {sorted(kinds)}",
+            why=f"none of its modules has a class of its _no_split_modules: {sorted(kinds)}",
             fix="name the class of its layers in _no_split_modules of the model's class",
         )
     return layers[::-1]
 
 
 def _shard(model: Any, layers: list[torch.nn.Module], backend: Backend, group: Group | None, dtype: torch.dtype) -> Any:
-    """Return ``model`` on the device. On several ranks it is sharded layer by layer, with the first rank's weights."""
+    """Return ``model`` on the device; on several ranks, sharded layer by layer with the first rank's weights."""
     if group is None or group.size == 1:
         return model.to(backend.device())
     from torch.distributed.device_mesh import init_device_mesh
@@ -226,5 +226,5 @@ def _shard(model: Any, layers: list[torch.nn.Module], backend: Backend, group: G
     return model
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

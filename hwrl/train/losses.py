@@ -73,7 +73,7 @@ class PolicyLoss:
         proximal: torch.Tensor | None,
         advantages: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of each token, and figures of each token (detached), all of ``logprobs``'s shape.
+        """Return the loss of each token, and metrics of each token (detached), all of ``logprobs``'s shape.
 
         ``logprobs`` carries the gradient; ``behaviour`` and ``proximal`` are constants of the same shape;
         ``advantages`` broadcasts to it.

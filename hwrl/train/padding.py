@@ -1,4 +1,4 @@
-"""Flatten prompt groups to the padded rows of a training batch."""
+"""Make padded rows, a training batch, from prompt groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hwrl.interfaces import Batch, PromptGroup
 
 
 def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor) -> Batch:
-    """Return the batch of all responses of ``groups``, in order; ``advantages`` has one number a response."""
+    """Return the batch of all responses of ``groups``, in order. ``advantages`` has one number for each response."""
     rows = sum(group.size for group in groups)
     length = max(len(group.prompt_ids) + int(group.lengths.max()) for group in groups)
     tokens = np.zeros((rows, length), dtype=np.int64)

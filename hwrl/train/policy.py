@@ -1,4 +1,4 @@
-"""The training step that engines share: micro-batches, the loss over all ranks' tokens, the norm, the schedule."""
+"""The training step of all engines: micro-batches, the loss over all ranks' tokens, gradient norm, schedule."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
 
 
 def recompute(layers: Iterable[torch.nn.Module]) -> None:
-    """Have ``layers`` keep nothing but their inputs for the backward pass, which runs them once more.
+    """Let ``layers`` keep only their inputs for the backward pass, and run again in it: activation checkpointing.
 
-    Activation checkpointing, after Chen et al. 2016, https://arxiv.org/abs/1604.06174. They must not draw random
-    numbers.
+    After Chen et al. 2016, https://arxiv.org/abs/1604.06174. The layers must not draw random numbers.
     """
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class PolicyEngine(TrainEngine):
-    """A train engine on a model that gives logits; the subclass has the model, its gradients and its optimizer.
+    """The training step on logits. A subclass has the model, its gradients and its optimizer.
 
     ``group`` is the default process group of the training ranks (None: one rank). :attr:`updates` counts the
-    optimizer steps, and with them the place in the schedule. A subclass restores it with its state.
+    optimizer steps, and is the position in the schedule. A subclass restores it with its state.
     """
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
@@ -43,11 +42,11 @@ class PolicyEngine(TrainEngine):
         self.updates = 0
         self._backend, self._group = backend, group
 
-    # -- what a subclass gives ----------------------------------------------------------------------------------
+    # -- implemented by a subclass ------------------------------------------------------------------------------
 
     @abstractmethod
     def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Return the logits (places × vocabulary, or this rank's share of it) at ``rows`` and ``columns``.
+        """Return the logits (positions × vocabulary, or this rank's share of it) at ``rows`` and ``columns``.
 
         ``inputs`` are token ids, rows × length, padded on the right; all on the device.
         """
@@ -62,12 +61,12 @@ class PolicyEngine(TrainEngine):
 
     @abstractmethod
     def _drop_gradients(self) -> None:
-        """Free the gradients: they would stay on the device when parameters leave it."""
+        """Free the gradients, so that no device memory stays allocated after an offload."""
 
     @property
     @abstractmethod
     def _gradient_scale(self) -> float:
-        """By what the loss is multiplied, so that reduced gradients are those of the sum over the ranks."""
+        """The factor of the loss that makes the reduced gradients a sum over the ranks."""
 
     def _score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy (detached) of each of ``targets`` under ``logits``, in float32."""
@@ -87,14 +86,14 @@ class PolicyEngine(TrainEngine):
                 for name, value in self._backward(batch.select(rows), loss=loss, tokens=tokens).items():
                     totals[name] = totals.get(name, torch.zeros_like(value)) + value
             norm = self._clip_gradients()
-            figures = self._mean_over_ranks(totals, tokens)
-            _require_finite(norm, figures)
+            metrics = self._mean_over_ranks(totals, tokens)
+            _require_finite(norm, metrics)
             learning_rate = self.settings.learning_rate_at(self.updates)
             self._update(learning_rate=learning_rate)
         finally:
             self._drop_gradients()
         self.updates += 1
-        return {**figures, "grad_norm": norm, "learning_rate": learning_rate}
+        return {**metrics, "grad_norm": norm, "learning_rate": learning_rate}
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -107,24 +106,24 @@ class PolicyEngine(TrainEngine):
         return result
 
     def _backward(self, part: Batch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
-        """Add the gradient of ``part``'s share of the mean over all ranks' ``tokens``; return sums over its tokens."""
+        """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
         logprobs, entropy = self.forward(part)
         mask, device = part.mask[:, 1:], logprobs.device
         behaviour = part.behaviour_logprobs[:, 1:][mask].to(device)
         proximal = None if part.proximal_logprobs is None else part.proximal_logprobs[:, 1:][mask].to(device)
         advantages = part.advantages.repeat_interleave(mask.sum(1)).to(device)
-        per_token, figures = loss(logprobs, behaviour=behaviour, proximal=proximal, advantages=advantages)
+        per_token, metrics = loss(logprobs, behaviour=behaviour, proximal=proximal, advantages=advantages)
         total = per_token.sum()
         (total * (self._gradient_scale / tokens)).backward()
         kl = mismatch_kl(logprobs.detach(), behaviour=behaviour)
-        figures = {**figures, "mismatch_kl": kl, "entropy": entropy}
-        return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in figures.items()}}
+        metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
+        return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}
 
     def forward(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy (detached) of ``part``'s response tokens, row by row (one dimension).
 
-        Padding is on the right, so causal attention alone keeps it out of every real token's sight. A part without
-        rows runs the model on one token for the sake of its collectives: other ranks have more parts than this one.
+        Padding is on the right, so causal attention alone hides it from real tokens. An empty part runs the model on
+        one token: its collectives serve the ranks with more parts.
         """
         tokens = part.tokens if part.rows else torch.zeros(1, 2, dtype=torch.long)
         row, column = part.mask[:, 1:].nonzero(as_tuple=True)
@@ -135,7 +134,7 @@ class PolicyEngine(TrainEngine):
         )
 
     def _score_in_chunks(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score at most :attr:`chunk_logits` logits at a time: what a chunk computes is computed again backwards."""
+        """Score at most :attr:`chunk_logits` logits at a time, and compute each chunk again in the backward pass."""
         size = max(1, self.chunk_logits // logits.shape[-1])
         if len(targets) <= size:
             return self._score(logits, targets)
@@ -146,7 +145,7 @@ class PolicyEngine(TrainEngine):
 
     def _micro_batches(self, batch: Batch) -> Iterator[torch.Tensor]:
         parts = list(batch.micro_batches(max_tokens=self.settings.micro_batch_tokens))
-        idle = int(self._reduce([len(parts)], op="max")[0]) - len(parts)  # before the first part: it is collective too
+        idle = int(self._reduce([len(parts)], op="max")[0]) - len(parts)  # before the parts: both are collective
         yield from parts
         for _ in range(idle):
             yield torch.empty(0, dtype=torch.long)
@@ -163,7 +162,7 @@ class PolicyEngine(TrainEngine):
         return {name: value / tokens for name, value in zip(names, sums, strict=True)}
 
     def _reduce(self, values: list[float], *, op: Literal["sum", "max"]) -> list[float]:
-        """Return ``values`` reduced over the shares of the batch; ranks with the same share have the same values."""
+        """Return ``values`` reduced over the shares of the batch. Ranks with the same share have the same values."""
         if self._group is None:
             return values
         tensor = torch.tensor(values, dtype=torch.float32, device=self._backend.device())
@@ -174,11 +173,11 @@ class PolicyEngine(TrainEngine):
         return reduced
 
 
-def _require_finite(norm: float, figures: Mapping[str, float]) -> None:
+def _require_finite(norm: float, metrics: Mapping[str, float]) -> None:
     if not math.isfinite(norm):
         raise EngineError(
             f"the norm of the gradients is {norm}",
-            why=f"a step with them would destroy the weights; the figures of the step: {figures}",
+            why=f"a step with them would destroy the weights; the metrics of the step: {metrics}",
             fix="resume from the last checkpoint with a lower optimizer.learning_rate or optimizer.max_grad_norm, or "
             "model.dtype=float32; if it happens at the first step, look for NaN in the model's weights",
         )

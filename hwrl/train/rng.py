@@ -30,15 +30,15 @@ def rng_state(backend: Backend) -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any], backend: Backend) -> None:
     """Restore what :func:`rng_state` returned.
 
-    On another kind of device, whose generator has nothing in common with the saved one, the device's part is left as it
-    is, with a line in the log.
+    The device's generator is restored only on the same type of device. Otherwise it stays as it is, and a warning is
+    logged.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(torch.tensor(state["host"], dtype=torch.uint8))
-    saved_on, here = state["device_type"], backend.info.device_type
-    if saved_on == here:
+    saved_on, device_type = state["device_type"], backend.info.device_type
+    if saved_on == device_type:
         backend.set_rng_state(torch.tensor(state["device"], dtype=torch.uint8))
     else:
-        _log.warning("random numbers on the device begin afresh: they were saved on %r, and this is %r", saved_on, here)
+        _log.warning("the device's random numbers start anew: they were saved on %r, this is %r", saved_on, device_type)

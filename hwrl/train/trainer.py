@@ -1,9 +1,9 @@
-"""The asynchronous trainer: consumes prompt groups, steps, and publishes weights."""
+"""The asynchronous trainer: turns prompt groups into optimizer steps, within the age limit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,6 @@ from hwrl.train.choices import AdvantageName
 from hwrl.train.losses import PolicyLoss, group_advantages
 from hwrl.train.padding import collate
 
-Publish = Callable[[int, TrainEngine], Mapping[str, float]]
-"""``publish(version, engine)``: send the engine's weights, on all ranks together; return figures of the transfer."""
-
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -31,13 +28,32 @@ class Algorithm:
     mini_batches: int = 1
 
 
-class AsyncTrainer:
-    """One rank of the trainer; knows nothing of processes.
+@dataclass(frozen=True)
+class TrainedStep:
+    """A finished training step. If ``publishes``, the caller now sends the weights, as the trainer's new version."""
 
-    ``step(groups)`` trains on a batch that the ledger has released and, every ``trigger_parameter_sync_step`` steps,
-    publishes the weights as the next version. ``max_staleness`` is enforced here once more: a group raises if it is
-    older when it is consumed, if a token is of a version that does not exist yet, or if another ``incarnation`` of the
-    trainer published its weights. All ranks call ``step`` with the same groups and train on their shares.
+    metrics: dict[str, float]
+    publishes: bool
+
+
+class AsyncTrainer:
+    """One rank of the trainer, without processes or transfers.
+
+    ``step(groups)`` trains on a batch from the ledger. After every ``trigger_parameter_sync_step`` steps it returns
+    ``publishes=True``: the weights are a new version, and the caller sends them. All ranks call ``step`` with the same
+    groups, and each trains on its share.
+
+    ``step`` enforces ``max_staleness`` once more. It raises EngineError for a group that is too old, that has a token
+    of a future version, or whose weights came from another ``incarnation`` of the trainer.
+
+    A step with its transfer looks like this. Parameters that live on the host move to the device and back only once::
+
+        with trainer.stepping() as moved:
+            trained = trainer.step(groups)
+            if trained.publishes:
+                with trainer.sending():
+                    ...  # send the engine's weights as version trainer.version
+        metrics = {**trained.metrics, **move_metrics(moved), **trainer.timing()}
     """
 
     def __init__(
@@ -45,59 +61,68 @@ class AsyncTrainer:
         engine: TrainEngine,
         *,
         algorithm: Algorithm,
-        publish: Publish,
         max_staleness: int,
         trigger_parameter_sync_step: int = 1,
         incarnation: int = 0,
     ) -> None:
         self.engine = engine
-        self._incarnation = incarnation
-        self._algorithm, self._publish = algorithm, publish
+        self._incarnation, self._algorithm = incarnation, algorithm
         self._max_staleness = max_staleness
         self._trigger_parameter_sync_step = trigger_parameter_sync_step
         self._clock = ActivityClock("wait")
-        self._last_seconds: dict[str, float] = {}
+        self._reported_seconds: dict[str, float] = {}
         self.steps_done = 0
 
     @property
     def version(self) -> int:
-        """The version of the newest published weights."""
+        """The version of the newest weights that were due."""
         return self.steps_done // self._trigger_parameter_sync_step
 
-    def publish(self) -> dict[str, float]:
-        """Publish the current weights as :attr:`version`; return the figures of that. At the start, after a resume."""
-        with self.engine.on_device(optimizer=False) as moved, self._clock.during("sync"):
-            figures = dict(self._publish(self.version, self.engine))
-        return {**figures, **_move_figures(moved)}
-
-    def step(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
-        """Train on ``groups`` and return the figures of the step; ``steps_done`` and perhaps ``version`` go up."""
-        consumed = self._consumed_figures(groups)
+    def step(self, groups: Sequence[PromptGroup]) -> TrainedStep:
+        """Train on ``groups``. ``steps_done`` goes up, and with it perhaps ``version``."""
+        consumed = self._consumed_metrics(groups)
         self._require_rows(groups)
-        with self._clock.during("train"), self.engine.on_device(optimizer=True) as moved:
+        with self.stepping():
             trained = self._train(groups[self.engine.data_parallel_rank :: self.engine.data_parallel_size])
-            self.steps_done += 1
-            synced = self.publish() if self.steps_done % self._trigger_parameter_sync_step == 0 else {}
-        weights = {**_move_figures(moved), "weights/version": float(self.version)}
-        return {**consumed, **trained, **synced, **weights, **self._seconds_since_last()}
+        self.steps_done += 1
+        return TrainedStep(
+            {**consumed, **trained, "weights/version": float(self.version)},
+            publishes=self.steps_done % self._trigger_parameter_sync_step == 0,
+        )
+
+    # -- times and moves of the parts of a step --------------------------------------------------------------------
+
+    @contextmanager
+    def stepping(self) -> Iterator[Moved]:
+        """Keep parameters and optimizer state on the device; count the time as ``timing_s/train``."""
+        with self._clock.during("train"), self.engine.on_device(optimizer=True) as moved:
+            yield moved
+
+    @contextmanager
+    def sending(self) -> Iterator[Moved]:
+        """Keep the parameters on the device for a transfer; count the time as ``timing_s/sync``."""
+        with self.engine.on_device(optimizer=False) as moved, self._clock.during("sync"):
+            yield moved
 
     def saving(self) -> AbstractContextManager[None]:
-        """Account the time inside to ``timing_s/save`` of the next step: the trainer does not wait meanwhile."""
+        """Count the time of a checkpoint as ``timing_s/save``. The next step reports it."""
         return self._clock.during("save")
 
+    def timing(self) -> dict[str, float]:
+        """Return the seconds of each activity since the last call, waiting included. They add up to all the time."""
+        seconds = self._clock.seconds()
+        last, self._reported_seconds = self._reported_seconds, seconds
+        return {f"timing_s/{name}": value - last.get(name, 0.0) for name, value in seconds.items()}
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the trainer's own state; the engine's is apart, because it holds tensors."""
+        """Return the trainer's own state. The engine's tensors have their own ``state_dict``."""
         return {"steps_done": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self.steps_done = int(state["steps_done"])
-
-    def _seconds_since_last(self) -> dict[str, float]:
-        """Return what each activity took since this was last asked: with the waiting before the step, all the time."""
-        seconds = self._clock.seconds()
-        last, self._last_seconds = self._last_seconds, seconds
-        return {f"timing_s/{name}": value - last.get(name, 0.0) for name, value in seconds.items()}
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -107,12 +132,12 @@ class AsyncTrainer:
         loss = self._algorithm.loss
         if loss.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
-        figures = [
+        metrics = [
             self.engine.train_batch(part, loss=loss)
             for _ in range(self._algorithm.ppo_epochs)
             for part in self._mini_batches(batch)
         ]
-        return {f"actor/{name}": float(np.mean([row[name] for row in figures])) for name in figures[0]}
+        return {f"actor/{name}": float(np.mean([row[name] for row in metrics])) for name in metrics[0]}
 
     def _mini_batches(self, batch: Batch) -> list[Batch]:
         if self._algorithm.mini_batches == 1:
@@ -121,7 +146,7 @@ class AsyncTrainer:
         return [batch.select(rows) for rows in parts]
 
     def _require_rows(self, groups: Sequence[PromptGroup]) -> None:
-        """Raise, on all ranks alike, if a rank has fewer rows than mini-batches: its collectives would be missing."""
+        """Raise, on all ranks, if one rank has fewer rows than mini-batches: its collectives would be missing."""
         shares = self.engine.data_parallel_size
         rows = [sum(group.size for group in groups[share::shares]) for share in range(shares)]
         if min(rows) < self._algorithm.mini_batches:
@@ -132,19 +157,19 @@ class AsyncTrainer:
                 fix="lower algorithm.mini_batches, train on fewer ranks or with more prompts a step",
             )
 
-    def _require_own(self, groups: Sequence[PromptGroup]) -> None:
-        """Raise unless this incarnation has published the weights of every token: no age is below 0."""
+    def _require_published(self, groups: Sequence[PromptGroup]) -> None:
+        """Raise unless this incarnation has published the weights of every token. So no age is below 0."""
         for group in groups:
             if group.incarnation != self._incarnation or group.newest_version > self.version:
                 raise EngineError(
                     f"this trainer never published the weights that generated prompt group {group.sequence_number}",
                     why=f"its newest token is of version {group.newest_version}, incarnation {group.incarnation}; the "
                     f"trainer is at version {self.version}, incarnation {self._incarnation}",
-                    fix="take groups from a PromptLedger that is restored with the trainer",
+                    fix="take groups from a PromptLedger, and restore it together with the trainer",
                 )
 
-    def _consumed_figures(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
-        self._require_own(groups)
+    def _consumed_metrics(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        self._require_published(groups)
         ages = [self.version - group.oldest_version for group in groups]
         if max(ages) > self._max_staleness:
             raise EngineError(
@@ -176,7 +201,8 @@ class AsyncTrainer:
         }
 
 
-def _move_figures(moved: Moved) -> dict[str, float]:
+def move_metrics(moved: Moved) -> dict[str, float]:
+    """Return the seconds of copies to the device and back to the host; 0.0 if nothing moved."""
     return {"weights/load_s": moved.load.seconds, "weights/offload_s": moved.offload.seconds}
 
 

@@ -1,25 +1,32 @@
-"""Weights from a trainer to rollout replicas: planned layouts, three transports, versions that commit or abort."""
+"""Weights from a trainer to rollout replicas: planned layouts, transports, two-phase commit of versions."""
 
-from hwrl.weights.buffer import BroadcastBuffer
-from hwrl.weights.gather import SharedWeights, WeightShard, gather_weights
-from hwrl.weights.layout import WeightLayout
+from hwrl.weights.gather import WeightShard, gather_weights
+from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
 from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.report import TransferReport
-from hwrl.weights.sender import TransportName, WeightSender
-from hwrl.weights.source import NamedTensor, WeightSource
+from hwrl.weights.sender import WeightSender
+from hwrl.weights.shared import SharedReads, SharedWeights
+from hwrl.weights.slabs import BroadcastBuffer
+from hwrl.weights.source import WeightSource
+from hwrl.weights.transport import ReceiverTiming, Transport
+from hwrl.weights.transports import TRANSPORTS, TransportName
 
 __all__ = [
     "POLICY",
     "POLICY_BASE",
+    "TRANSPORTS",
     "BroadcastBuffer",
     "NamedTensor",
     "PolicySender",
     "Received",
+    "ReceiverTiming",
+    "SharedReads",
     "SharedWeights",
     "SyncPlan",
     "SyncReport",
     "TransferReport",
+    "Transport",
     "TransportName",
     "WeightLayout",
     "WeightReceiver",

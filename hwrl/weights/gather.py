@@ -1,31 +1,27 @@
-"""Whole weights out of a sharded model, one after the other, for the rank that sends them."""
+"""Whole tensors out of a sharded model, one after the other, on the rank that sends them."""
 
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
-from hwrl.interfaces import TrainEngine
-from hwrl.weights.source import NamedTensor, WeightSource
+from hwrl.weights.layout import NamedTensor
 
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
-_END = -1
 
 
 @dataclass(frozen=True)
 class WeightShard:
-    """This rank's part of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
+    """This rank's shard of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
 
-    All parts but the last are of the same size, rounded up; the last ones may have less, or nothing.
+    Shards are of equal size, rounded up; the last ones may be smaller or empty.
     """
 
     tensor: torch.Tensor
@@ -36,7 +32,7 @@ class WeightShard:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """A tensor on its way: ``whole`` on the first rank, else None. ``landed`` pairs places in it with what arrives."""
+    """A tensor on its way. ``whole`` is None except on the first rank; ``landed`` pairs its parts with buffers."""
 
     name: str
     nbytes: int
@@ -46,16 +42,16 @@ class _Gathering:
 
 
 def gather_weights(
-    named: Iterable[tuple[str, torch.Tensor | WeightShard]], group: Group | None, *, dtype: torch.dtype
+    named: Iterable[tuple[str, torch.Tensor | WeightShard]], group: Group | None, *, dtype: torch.dtype | None
 ) -> Iterator[NamedTensor]:
-    """Yield each tensor whole and as ``dtype``, on the first rank of ``group``; elsewhere take part and yield nothing.
+    """Yield each tensor whole on the first rank of ``group``; on the others, send the shards and yield nothing.
 
-    All ranks that hold parts must exhaust it. Parts travel as ``dtype``, to the first rank only, and up to 512 MiB
-    ahead of what was yielded: the transfer that reads this goes on meanwhile. A tensor that is not divided costs no
-    traffic.
+    Floating-point tensors travel as ``dtype``, None: as they are. All ranks of the group must exhaust this iterator.
+    Shards travel to the first rank only, up to 512 MiB ahead of the yielded tensor, while the caller works with it.
+    Replicated tensors cost no traffic.
     """
     ahead: collections.deque[_Gathering] = collections.deque()
-    limit = 0 if group is None else _AHEAD_NBYTES  # on one rank there is nothing to hide
+    limit = 0 if group is None else _AHEAD_NBYTES  # one rank has no traffic to hide
     under_way = 0
     for name, tensor in named:
         ahead.append(_gather(name, tensor, group, dtype))
@@ -70,84 +66,44 @@ def gather_weights(
 def _finish(one: _Gathering) -> Iterator[NamedTensor]:
     for pending in one.pending:
         pending.wait()
-    for place, arrived in one.landed:
-        if arrived is not place:
-            place.copy_(arrived)
+    for part, received in one.landed:
+        if received is not part:
+            part.copy_(received)
     if one.whole is not None:
         yield one.name, one.whole
 
 
-def _gather(name: str, tensor: torch.Tensor | WeightShard, group: Group | None, dtype: torch.dtype) -> _Gathering:
-    first = group is None or group.rank == 0
+def _gather(
+    name: str, tensor: torch.Tensor | WeightShard, group: Group | None, dtype: torch.dtype | None
+) -> _Gathering:
     if group is not None and isinstance(tensor, DTensor):
         if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
             tensor = WeightShard(tensor.to_local(), tuple(tensor.shape), 0, group.size)
         else:
             tensor = tensor.full_tensor()
+    local = tensor.tensor if isinstance(tensor, WeightShard) else tensor
+    wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
     if not isinstance(tensor, WeightShard):
-        return _Gathering(name, tensor.numel() * dtype.itemsize, tensor.to(dtype) if first else None)
-    assert group is not None, "parts are of several ranks"
-    nbytes = math.prod(tensor.shape) * dtype.itemsize
-    mine = tensor.tensor.to(dtype).contiguous()
-    if not first:
-        sent = [group.send(mine, dst=0, async_op=True)] if mine.numel() else []
-        return _Gathering(name, nbytes, landed=[(mine, mine)], pending=sent)  # kept alive until it is sent
-    whole = torch.empty(tensor.shape, dtype=dtype, device=mine.device)
-    places = whole.split(-(-tensor.shape[tensor.dim] // tensor.ranks), tensor.dim)
-    places[0].copy_(mine)
-    landed = [
-        (place, place if place.is_contiguous() else torch.empty_like(place, memory_format=_DENSE)) for place in places
-    ]
+        first = group is None or group.rank == 0
+        return _Gathering(name, tensor.numel() * wanted.itemsize, tensor.to(wanted) if first else None)
+    assert group is not None, "shards are of several ranks"
+    if group.rank == 0:
+        return _receive_shards(name, tensor, group, wanted)
+    mine = tensor.tensor.to(wanted).contiguous()
+    sent = [group.send(mine, dst=0, async_op=True)] if mine.numel() else []
+    nbytes = math.prod(tensor.shape) * wanted.itemsize
+    return _Gathering(name, nbytes, landed=[(mine, mine)], pending=sent)  # keeps the shard alive until it is sent
+
+
+def _receive_shards(name: str, shard: WeightShard, group: Group, dtype: torch.dtype) -> _Gathering:
+    mine = shard.tensor.to(dtype).contiguous()
+    whole = torch.empty(shard.shape, dtype=dtype, device=mine.device)
+    parts = whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
+    parts[0].copy_(mine)
+    landed = [(part, part if part.is_contiguous() else torch.empty_like(part, memory_format=_DENSE)) for part in parts]
     received = [
-        group.recv(arriving, src=rank, async_op=True)
-        for rank, (_, arriving) in enumerate(landed)
-        if rank and arriving.numel()
+        group.recv(received, src=rank, async_op=True)
+        for rank, (_, received) in enumerate(landed)
+        if rank and received.numel()
     ]
-    return _Gathering(name, nbytes, whole, landed[1:], received)
-
-
-class SharedWeights:
-    """An engine's weights, to be sent: ``model``, the whole model or the base of an adapter, and the ``adapter``.
-
-    On several ranks reading is collective. The first rank iterates inside the context, and the others :meth:`follow`
-    until it leaves.
-    """
-
-    def __init__(self, engine: TrainEngine, group: Group | None) -> None:
-        self._group = group
-        self._reads = (engine.named_weights, engine.named_adapter)
-        self.model = WeightSource(engine.weights_metadata, functools.partial(self._read, 0))
-        self.adapter = WeightSource(engine.adapter_metadata, functools.partial(self._read, 1))
-
-    def follow(self) -> None:
-        """Take part in what the first rank reads, until it leaves the context. Blocks."""
-        while (part := self._say(_END)) != _END:
-            for _ in self._reads[part]():
-                pass
-
-    def __enter__(self) -> SharedWeights:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._group is None or self._group.rank == 0:
-            self._say(_END)
-
-    def _read(self, part: int) -> Iterator[NamedTensor]:
-        self._say(part)
-        weights = self._reads[part]()
-        try:
-            for pair in weights:  # noqa: UP028 - delegating would close what is yet to be drained
-                yield pair
-        finally:
-            for _ in weights:  # the reader gave up, and the other ranks gather to the end
-                pass
-
-    def _say(self, part: int) -> int:
-        """Tell all ranks which part the first rank reads next, _END if none; return what it said."""
-        if self._group is None:
-            return part
-        word = torch.tensor([part], dtype=torch.int32, device=self._group.backend.device())
-        self._group.broadcast(word, src=0)
-        return int(word.item())
+    return _Gathering(name, whole.nbytes, whole, landed[1:], received)

@@ -1,13 +1,12 @@
-"""Where every tensor lies in the stream of bytes that carries a model: planned once, agreed once, then never sent."""
+"""The place of every tensor in a model's stream of bytes: planned once, agreed once, then never sent again."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import logging
 import math
-from collections.abc import ItemsView, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from hwrl.errors import LayoutMismatchError
 
-_log = logging.getLogger("hwrl.weights")
+NamedTensor = tuple[str, torch.Tensor]
 ALIGNMENT_NBYTES = 512
 OWN_NBYTES = 1 << 20
 _MAX_NBYTES = 1 << 50
@@ -62,7 +61,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Slab:
-    """Bytes ``offset`` to ``offset + nbytes`` of the layout: what one broadcast carries."""
+    """Bytes ``offset`` to ``offset + nbytes`` of the layout: the content of one broadcast."""
 
     offset: int
     nbytes: int
@@ -78,11 +77,11 @@ class Slab:
 class WeightLayout:
     """Names, dtypes, shapes and offsets of a model's tensors, and their division into slabs.
 
-    A tensor of at least ``own_nbytes`` travels in slabs of its own, so that it can be sent as it lies; smaller ones
-    share slabs, in which they begin at multiples of ``alignment`` bytes. Tensors that already lie one behind the
+    A tensor of at least ``own_nbytes`` travels in slabs of its own, so it can be sent from where it lies. Smaller ones
+    share slabs, and begin there at multiples of ``alignment`` bytes. Tensors that already lie one behind the
     other in one storage share slabs whatever their size: such a slab is sent as it lies, too. Tensors of one storage,
     offset, shape and stride (tied weights) take their bytes once. A tensor larger than a slab is divided by bytes.
-    Slabs are in the order in which the last tensor of each comes. Immutable; equal layouts have equal hashes.
+    Slabs are ordered by their last tensors. Immutable; equal layouts have equal hashes.
 
     >>> layout = WeightLayout.plan([("w", torch.zeros(300)), ("scale", torch.tensor(1.0))])
     >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes, layout.payload_nbytes
@@ -100,22 +99,22 @@ class WeightLayout:
     @classmethod
     def plan(
         cls,
-        named: Iterable[tuple[str, torch.Tensor]],
+        named: Iterable[NamedTensor],
         *,
         slab_nbytes: int = 16 << 20,
         own_nbytes: int = OWN_NBYTES,
         flat: bool = False,
     ) -> WeightLayout:
-        """Plan the layout of ``named`` tensors (meta tensors do), in that order; reads no values, keeps no tensor.
+        """Plan the layout of ``named`` tensors, in their order. Meta tensors are enough: values are not read.
 
-        ``flat`` asks for the layout of a storage that is yet to be made, for :meth:`views`: tensors one behind the
+        ``flat`` plans a storage yet to be made, for :meth:`views`: tensors one behind the
         other, and slabs of any of them.
         """
         tensors = list(named)  # all alive at once: a freed tensor's address would look like a tie
         ties = find_ties(tensors)
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
         lying = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
-        if flat or lying is not None:  # slabs that need no ring may be larger
+        if flat or lying is not None:  # without a ring, slabs may be larger
             return _build(rows, 2 * slab_nbytes, _MAX_NBYTES, lying or ALIGNMENT_NBYTES)
         return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes // 4), ALIGNMENT_NBYTES)
 
@@ -147,7 +146,7 @@ class WeightLayout:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """The size of a flat buffer that holds the whole layout, gaps between tensors included."""
+        """The size of a flat buffer for the whole layout, gaps between tensors included."""
         return self.slabs[-1].offset + self.slabs[-1].nbytes if self.slabs else 0
 
     @functools.cached_property
@@ -162,97 +161,20 @@ class WeightLayout:
         }
 
 
-class TensorFeed:
-    """Reads ``named`` tensors once, in the layout's order, no further than asked, and checks each of them.
-
-    A microsecond for each tensor: mixtures of experts have tens of thousands.
-    """
-
-    def __init__(self, layout: WeightLayout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._layout, self._named = layout, named
-        self._reading: Iterator[tuple[str, torch.Tensor]] | None = None  # a source that nobody reads is not begun
-        self.is_there = isinstance(named, (Sequence, ItemsView))
-        """Whether the tensors are kept by who gave them, until the transfer ends."""
-        self._held: list[torch.Tensor | None] = [None] * len(layout.entries)
-        self._next = 0
-        # The tensors themselves, not their addresses: memory that is lent may move.
-        self._first: dict[str, torch.Tensor | None] = {
-            entry.alias_of: None for entry in layout.entries if entry.alias_of is not None
-        }
-
-    def of(self, slab: Slab) -> list[torch.Tensor]:
-        """Return the tensors of ``slab``'s pieces; each slab once, in order. What later slabs need is held.
-
-        Raises LayoutMismatchError, naming the first difference, if other tensors come than were planned.
-        """
-        if self._next <= slab.entries[-1]:
-            self._read(slab.entries[-1] + 1)
-        tensors = [self._held[index] for index in slab.entries]
-        last = slab.pieces[-1]
-        more = last.start + last.nbytes < self._layout.entries[last.entry].nbytes
-        for index in slab.entries[:-1] if more else slab.entries:
-            self._held[index] = None
-        return tensors  # type: ignore[return-value]  # all were just read
-
-    def read_ahead(self) -> None:
-        """Read now what is there in any case, so that what is wrong with it shows before anything is sent."""
-        if self.is_there:
-            self.finish()
-
-    def finish(self) -> None:
-        """Read what follows the last slab (tied and empty tensors); raise LayoutMismatchError if that is too much."""
-        self._read(len(self._layout.entries))
-        if next(self._read_on(), None) is not None:
-            raise _changed(f"{len(self._layout.entries)} tensors were planned and more came")
-
-    def close(self) -> None:
-        """Let what was read go, and read a source that was begun to its end.
-
-        Making its tensors may be collective: other ranks would wait for ever for one that stops in the middle.
-        """
-        self._held = []
-        self._first = {}
-        reading, self._reading = self._reading, None
-        if reading is None:
-            return
-        try:
-            with torch.no_grad():
-                for _ in reading:
-                    pass
-        except Exception:  # noqa: BLE001 - what ended the transfer is on its way to the caller, and says more
-            _log.warning("the weights could not be read to their end", exc_info=True)
-
-    def _read_on(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._reading is None:
-            self._reading = iter(self._named)
-        return self._reading
-
-    def _read(self, stop: int) -> None:
-        for entry, (name, tensor) in zip(self._layout.entries[self._next : stop], self._read_on(), strict=False):
-            if tensor.dtype is not entry.dtype or tensor.shape != entry.shape or name != entry.name:
-                raise _changed(_difference(entry, name, tensor))
-            self._held[self._next] = tensor
-            self._next += 1
-            first = None if entry.alias_of is None else self._first[entry.alias_of]
-            if first is not None and tensor.data_ptr() != first.data_ptr():
-                raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
-            if self._first and name in self._first:
-                self._first[name] = tensor
-        if self._next < stop:
-            raise _changed(f"{len(self._layout.entries)} tensors were planned and {self._next} came")
-
-
 def view_bytes(raw: torch.Tensor, entry: Entry) -> torch.Tensor:
     """Return ``raw``, the bytes of ``entry``, as its dtype and shape."""
     return raw.view(entry.dtype).view(entry.shape)
 
 
-def find_ties(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return, for each tensor that is the same memory as an earlier one, that one's name."""
+def find_ties(named: Iterable[NamedTensor]) -> dict[str, str]:
+    """Return, for each tensor with the same memory as an earlier one, the earlier one's name.
+
+    A meta tensor has no memory; names of one meta tensor are tied.
+    """
     first: dict[tuple[Any, ...], str] = {}
     ties = {}
     for name, tensor in named:
-        address = tensor.data_ptr()
+        address = id(tensor) if tensor.is_meta else tensor.data_ptr()
         if address == 0 or tensor.numel() == 0:
             continue
         key = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
@@ -350,7 +272,7 @@ class _Planner:
 
 
 def _flat_alignment(tensors: Sequence[torch.Tensor]) -> int | None:
-    """Return the alignment at which ``tensors`` lie one behind the other in one storage, or None if they do not."""
+    """Return the alignment of ``tensors`` that lie one behind the other in one storage; None if they lie otherwise."""
     whole = [tensor for tensor in tensors if tensor.numel()]
     if len(whole) < 2 or whole[0].device.type == "meta" or not all(tensor.is_contiguous() for tensor in whole):
         return None
@@ -391,21 +313,6 @@ def _is_count(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return repr(value)[:80]
-
-
-def _difference(entry: Entry, name: str, tensor: torch.Tensor) -> str:
-    if name != entry.name:
-        return f"tensor {entry.name!r} was planned here and {name!r} came"
-    planned = f"{entry.dtype} {list(entry.shape)}"
-    return f"tensor {name!r} was planned as {planned} and came as {tensor.dtype} {list(tensor.shape)}"
-
-
-def _changed(why: str) -> LayoutMismatchError:
-    return LayoutMismatchError(
-        "the tensors are not those of the agreed layout",
-        why=why,
-        fix="publish the same tensors in the same order, or make a new WeightSender for the new ones",
-    )
 
 
 def _malformed(why: str) -> LayoutMismatchError:

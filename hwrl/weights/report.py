@@ -1,4 +1,4 @@
-"""What a transfer cost, stage by stage."""
+"""The cost of a transfer, stage by stage."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hwrl.interfaces import Backend
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one ``publish`` did.
+    """The result of one ``publish``.
 
     ``nbytes`` are the tensors' bytes, tied ones once, as each receiver got them. ``transfer_s`` is the time between
     the first and the last of them on this process's device, measured there; 0.0 if nothing was sent. ``seconds`` are
     the host's: ``gather`` (reading the tensors), ``rendezvous`` (waiting for the receivers), ``pack``, ``wire``,
     ``vote``; with the host transport ``claim`` (waiting for a free place), ``register`` (making and page-locking
-    its memory) and ``copy``. ``receivers`` counts those that committed the version; with the host transport, those
-    that had joined when it was offered. ``excluded`` maps replicas that were excluded to the reason.
+    its memory) and ``copy``. ``receivers`` counts commits of the version; with the host transport, receivers
+    joined by then. ``excluded`` maps excluded replicas to the reason.
     """
 
     version: int
@@ -34,7 +34,7 @@ class TransferReport:
 class StageClock:
     """Adds up the seconds of named stages; an inner stage's time is not the outer one's.
 
-    ``span`` measures on the device, by events: what is queued inside it, however early the host goes on.
+    ``span`` measures on the device, by events: the operations queued inside it, even if the host is ahead of them.
     """
 
     def __init__(self) -> None:

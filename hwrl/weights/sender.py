@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 import torch
 
@@ -14,29 +13,28 @@ from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.interfaces import Backend, Capability
-from hwrl.weights.board import Board, Metadata, Offer, checked_metadata
-from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
+from hwrl.weights.control import ControlChannel, Limits, Metadata, checked_metadata
+from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
+from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock, TransferReport
-from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Named, Rounds
-from hwrl.weights.transports.device import DeviceSender
-from hwrl.weights.transports.host import HostSender
-from hwrl.weights.transports.ipc import IpcSender
-
-TransportName = Literal["device", "host", "ipc"]
+from hwrl.weights.source import WeightSource
+from hwrl.weights.transaction import SenderLink
+from hwrl.weights.transport import SenderContext, Transport
+from hwrl.weights.transports import TRANSPORTS
 
 
 class WeightSender:
-    """The trainer's end of the link ``name``; one at a time, and one thread.
+    """The trainer's end of the link ``name``. There is one at a time, used from one thread. A context manager.
 
     A new sender of the same name on the same store deposes the old one and begins a new epoch: receivers follow it,
-    even if its versions are lower. ``transport`` "device" broadcasts to all receivers at once and waits for them.
-    "ipc" lets receivers on this host copy out of this process's device memory, and waits for them too; the backend
-    must be able to open device memory of another process. "host" copies into memory-mapped files on this host
-    (``versions`` of them at most, 1 if only one is ever sent; under ``directory``, by default in memory) from which
-    receivers pull later.
-    ``slabs`` of ``slab_nbytes`` (None: what suits the device) are under way at once. ``timeout_s`` bounds each wait
-    for receivers, and the receivers derive their own limits from it. A context manager.
+    also to lower versions. ``transport`` names one of ``transports``. "device" broadcasts to all receivers and waits
+    for them. "ipc" lets receivers on this host copy from this process's device memory, and waits for them; the backend
+    must be able to open device memory of another process. "host" stores versions in memory-mapped files on this host,
+    and receivers fetch them later: at most ``versions`` files (1 if only one version is ever sent), in memory or under
+    ``directory``.
+
+    ``slabs`` slabs of ``slab_nbytes`` bytes (None: the device's best size) are under way at once. ``timeout_s`` limits
+    each wait for receivers; they derive their own limits from it.
     """
 
     def __init__(
@@ -45,25 +43,26 @@ class WeightSender:
         *,
         name: str = "policy",
         backend: Backend | None = None,
-        transport: TransportName = "device",
+        transport: str = "device",
         slab_nbytes: int | None = None,
         slabs: int = 4,
         versions: int = 3,
         directory: Path | None = None,
         timeout_s: float = 60.0,
+        transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
-        _check_options(transport=transport, slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
+        _check_transport(transport, transports)
+        _check_sizes(slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
         _check_timeout(timeout_s)
-        self.transport = transport
+        self.transport, self._transport = transport, transports[transport]
         self._backend = backend_or_default(backend)
-        usual, self._own_nbytes = _sizes(self._backend)
-        self._slab_nbytes = usual if slab_nbytes is None else slab_nbytes
-        self._slabs, self._versions, self._directory = slabs, versions, directory
-        self._timeout_s = float(timeout_s)
-        self._board = Board(store, name=name)
-        self._roster = Roster(self._board)
-        self._epoch = self._board.begin_epoch()
-        self._link: Rounds | HostSender | None = None
+        self._slab_nbytes, self._slabs = slab_nbytes, slabs
+        self._versions, self._directory = versions, directory
+        self._limits = Limits(float(timeout_s))
+        self._channel = ControlChannel(store, name=name, payloads={transport: self._transport.payload})
+        self._membership = Membership(self._channel)
+        self._epoch = self._channel.begin_epoch()
+        self._link: SenderLink | None = None
         self.version: int | None = None
 
     def __enter__(self) -> WeightSender:
@@ -72,84 +71,78 @@ class WeightSender:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def publish(self, version: int, named_tensors: Named, metadata: Metadata | None = None) -> TransferReport:
-        """Send ``named_tensors`` as ``version``; return when every receiver has committed it or is excluded.
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether versions are stored, so that receivers fetch them without this sender."""
+        return self._transport.keeps_versions
 
-        A list, a dict's ``items()``, or any object with ``__iter__`` is read as the transfer goes on, and again if the
-        transfer must be repeated; of tensors that are made while it is read only some slabs' worth is held at a time.
-        An iterator can be read only once, so all that it yields is held. Reading may be collective: an iterator is
-        always read to its end, and of an object every iteration that has begun is, also if this raises. Tensors must
-        not change until this returns; with the host transport, only until they are copied. The first call plans the
-        layout, from ``named_tensors.metadata()`` (names and meta tensors) where there is such a method; later ones must
-        bring the same names, dtypes and shapes in the same order (LayoutMismatchError). A version names its content:
-        publishing the newest one again reaches only the receivers that joined since (with the host transport, all).
-        Without a receiver the device and ipc transports send nothing and report 0 receivers.
+    def publish(
+        self, version: int, weights: WeightSource | Iterable[NamedTensor], metadata: Metadata | None = None
+    ) -> TransferReport:
+        """Send ``weights`` as ``version``; return when every receiver has committed it or is excluded.
 
-        Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if
-        the transfer fails with no receiver to blame, or again and again; no attempt begins later than four times
-        ``timeout_s`` after the first. Whatever it raises, receivers that wait for the version are told at once.
+        ``weights`` is a :class:`WeightSource` or any iterable of names and tensors, such as ``state_dict().items()``.
+        It is read during the transfer, and again if the transfer is repeated. Only some slabs of tensors that are made
+        while they are read are held at a time; an iterator is read once, to its end, and all of it is held. Reading may
+        be collective: a read that has begun goes on to the end, also if this raises. Tensors must not change until
+        this returns.
+
+        The first call plans the layout, from the source's metadata. Later calls must bring the same names, dtypes and
+        shapes in the same order (LayoutMismatchError). A version names its content: publishing the newest one again
+        reaches only receivers that joined since (with the host transport, all). Without receivers the device and ipc
+        transports send nothing.
+
+        Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if the
+        transfer fails repeatedly with no receiver to blame; no attempt begins later than four times ``timeout_s`` after
+        the first. Whatever it raises, waiting receivers are told at once.
         """
         clock = StageClock()
         with clock("gather"), torch.no_grad():
-            named = list(named_tensors) if isinstance(named_tensors, Iterator) else named_tensors
+            source = WeightSource.of(weights)
             self._check_turn(version)
-            link = self._link or self._connect(named)
-        base = Offer(
-            number=0,
-            epoch=self._epoch,
-            version=version,
-            transport=self.transport,
-            layout=self._layout.hash,
-            timeout_s=self._timeout_s,
-            metadata=checked_metadata(metadata),
-        )
-        receivers, excluded = link.publish(base, named, clock)
+            link = self._link or self._connect(source)
+        outcome = link.commit(version, checked_metadata(metadata), source, clock)
         self.version = version
-        return TransferReport(version, self._layout.payload_nbytes, clock.seconds, receivers, excluded, clock.span_s())
+        nbytes = link.layout.payload_nbytes
+        return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
 
     def joiners(self) -> tuple[str, ...]:
-        """Return the replicas that have joined and lack the newest version; cheap.
+        """Return the replicas that joined and have no version from this sender yet; cheap.
 
-        They get it by the next ``publish``, of a new version or of the newest again. With the host transport they help
-        themselves, and nobody is returned.
+        They get one by the next ``publish``, of a new version or of the newest again. Always empty if versions are
+        stored: receivers then fetch them without the sender.
         """
-        self._roster.refresh()
-        if self.transport == "host":
-            return ()
-        lacking = [member for member in self._roster.members if member not in self._roster.served]
-        return tuple(self._roster.members[member] for member in lacking)
+        self._membership.refresh()
+        return () if self.keeps_versions else self._membership.joiners()
 
     def wait_for_receivers(self, count: int, *, timeout_s: float = 60.0) -> None:
-        """Block until ``count`` receivers have joined; raises CommTimeoutError that says who did."""
+        """Block until ``count`` receivers have joined; raises CommTimeoutError with the names of those that have."""
         deadline = time.monotonic() + timeout_s
-        self._roster.refresh()
-        while len(self._roster.members) < count:
+        self._membership.refresh()
+        while len(self._membership.members) < count:
             if time.monotonic() > deadline:
                 raise CommTimeoutError(
-                    f"{len(self._roster.members)} of {count} receivers joined {self._board.name!r}",
-                    why=f"within {timeout_s:g} s only {sorted(self._roster.members.values())} came",
+                    f"{len(self._membership.members)} of {count} receivers joined {self._channel.name!r}",
+                    why=f"within {timeout_s:g} s only {sorted(self._membership.members.values())} came",
                     fix="start the others, with the same store and name",
                 )
             time.sleep(0.005)
-            self._roster.refresh()
+            self._membership.refresh()
 
     def release(self) -> None:
-        """Free the device memory that transfers take, and close the connections; the next ``publish`` takes both anew.
-
-        Host versions stay.
-        """
+        """Close the connections and free their device memory; the next ``publish`` opens both. Host versions stay."""
         if self._link is not None:
             self._link.release()
             self._backend.empty_cache()
 
     def close(self) -> None:
-        """Close the connections and delete the host versions. Receivers keep what they have."""
+        """Close the connections and delete the host versions. Receivers keep the versions that they have."""
         if self._link is not None:
             self._link.close()
         self._link = None
 
     def _check_turn(self, version: int) -> None:
-        self._board.check_epoch(self._epoch)
+        self._channel.check_epoch(self._epoch)
         if self.version is not None and version < self.version:
             raise TransferFailedError(
                 f"version {version} cannot follow version {self.version}",
@@ -157,28 +150,36 @@ class WeightSender:
                 fix="make a new WeightSender when training goes back to an older state",
             )
 
-    def _connect(self, named: Named) -> Rounds | HostSender:
-        """Plan the layout, tell the receivers, and return the transport's end."""
-        described = named.metadata() if hasattr(named, "metadata") else named
-        own_nbytes = self._slab_nbytes if self.transport == "ipc" else self._own_nbytes  # as few memories as possible
-        self._layout = WeightLayout.plan(described, slab_nbytes=self._slab_nbytes, own_nbytes=own_nbytes)
-        self._board.put_layout(self._layout)
-        options: dict[str, Any] = {"backend": self._backend, "slabs": self._slabs, "timeout_s": self._timeout_s}
-        parts = (self._board, self._roster, self._layout)
-        if self.transport == "device":
-            self._link = DeviceSender(*parts, **options)
-        elif self.transport == "ipc":
-            self._link = IpcSender(*parts, **options)
-        else:
-            self._link = HostSender(*parts, directory=self._directory, versions=self._versions, **options)
+    def _connect(self, source: WeightSource) -> SenderLink:
+        """Plan the layout, show it to the receivers, and open the transport."""
+        best_slab_nbytes, own_nbytes = _best_sizes(self._backend)
+        slab_nbytes = best_slab_nbytes if self._slab_nbytes is None else self._slab_nbytes
+        if self._transport.packs_large_tensors:
+            own_nbytes = slab_nbytes
+        layout = WeightLayout.plan(source.metadata(), slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
+        self._channel.put_layout(layout)
+        context = SenderContext(
+            store=self._channel.store,
+            epoch=self._epoch,
+            layout=layout,
+            backend=self._backend,
+            limits=self._limits,
+            slabs=self._slabs,
+            versions=self._versions,
+            directory=self._directory,
+        )
+        end = self._transport.sender(context)
+        self._link = SenderLink(
+            self._channel, self._membership, context, name=self.transport, transport=self._transport, end=end
+        )
         return self._link
 
 
-def _sizes(backend: Backend) -> tuple[int, int]:
-    """Return the sizes from which on more is no faster: of a slab, and of a tensor that is sent as it lies.
+def _best_sizes(backend: Backend) -> tuple[int, int]:
+    """Return the bytes of a slab, and of the smallest tensor that is sent as it lies; larger is no faster.
 
-    A collective on a device with streams needs 100 MiB to reach the wire's speed, and 20 µs of the host to begin;
-    where the host does the work, a slab should fit into its caches (docs/benchmarks.md).
+    On a device with streams a collective needs 100 MiB to reach the wire's speed, and 20 µs of the host to begin.
+    Elsewhere the host does the work, and a slab should fit into its caches (docs/benchmarks.md).
     """
     if backend.supports(Capability.STREAMS).usable:
         return 256 << 20, 16 << 20
@@ -194,19 +195,22 @@ def _check_timeout(timeout_s: float) -> None:
         )
 
 
-def _check_options(*, transport: str, slab_nbytes: int | None, slabs: int, versions: int) -> None:
-    if transport not in get_args(TransportName):
-        known = ", ".join(get_args(TransportName))
+def _check_transport(transport: str, transports: Mapping[str, Transport]) -> None:
+    if transport not in transports:
+        known = ", ".join(transports)
         raise ConfigError(f"there is no transport {transport!r}", why=f"known are {known}", fix="choose one of them")
+
+
+def _check_sizes(*, slab_nbytes: int | None, slabs: int, versions: int) -> None:
     if slab_nbytes is not None and (slab_nbytes <= 0 or slab_nbytes % ALIGNMENT_NBYTES):
         raise ConfigError(
             f"slab_nbytes={slab_nbytes} cannot work",
             why=f"slabs are cut at multiples of {ALIGNMENT_NBYTES} bytes",
-            fix=f"use a positive multiple of {ALIGNMENT_NBYTES}, or None for what suits the device",
+            fix=f"use a positive multiple of {ALIGNMENT_NBYTES}, or None for the device's best size",
         )
     if slabs < 1 or versions < 1:
         raise ConfigError(
             f"slabs={slabs}, versions={versions} cannot work",
-            why="a transfer needs a slab, and a place for a version",
+            why="a transfer needs a slab, and memory for a version",
             fix="use slabs=1 or more, versions=2 or more, or versions=1 for one that is never replaced",
         )

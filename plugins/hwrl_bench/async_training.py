@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train both ways in turns, print a table, write the JSON. Ctrl-C leaves no result."""
-    from hwrl.run.demo import write_demo
+    from hwrl.run import write_demo
 
     common = [f"train.steps={args.steps}", "rollout.max_running=512"]
     staleness = {"async": args.staleness, "sync": 0}

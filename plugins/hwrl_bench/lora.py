@@ -42,7 +42,7 @@ def _width(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Train both ways in turns, print a table, write the JSON. Ctrl-C leaves no result."""
-    from hwrl.run.demo import write_demo
+    from hwrl.run import write_demo
 
     if args.steps <= WARM_UP_STEPS:
         raise ConfigError(

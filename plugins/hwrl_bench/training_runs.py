@@ -26,9 +26,7 @@ def train_in_turns(
 
 def _train(config_path: Path, overrides: Sequence[str], *, directory: Path) -> History:
     """Train in ``directory`` without checkpoints and evaluation; raise KeyboardInterrupt if Ctrl-C ended the run."""
-    from hwrl.run.config import load_config
-    from hwrl.run.pipeline import run_training
-    from hwrl.run.report import PlainView, read_metrics
+    from hwrl.run import PlainView, load_config, read_metrics, run_training
 
     only_training = ["checkpoint.save_every_steps=0", "eval.every_steps=0", "goals={}"]
     config = load_config(config_path, [*overrides, *only_training, f"dir={directory}"])

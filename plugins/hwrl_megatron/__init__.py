@@ -38,7 +38,7 @@ def hwrl_train_engine(
     if settings.lora is not None:
         raise UnsupportedError(
             "train.engine=megatron trains no adapter",
-            why="PEFT, which makes adapters, knows no layers of Megatron-core's",
+            why="PEFT, the library for adapters, does not support layers of Megatron-core",
             fix="use train.engine=fsdp, or train the whole model with model.lora_rank=0",
         )
     chosen = parse_options(options)

@@ -40,9 +40,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class MegatronEngine(PolicyEngine):
     """Trains a GPTModel, equal to the model in ``settings.model_directory``, with AdamW.
 
-    The layers are divided over ``options.tensor_parallel`` neighbouring ranks; each such set of ranks has a share of
-    the batch, and all of them share the optimizer's float32 parameters and moments (Megatron's distributed
-    optimizer). Gradients are float32. The model is in evaluation mode, in training as well.
+    ``options.tensor_parallel`` neighbouring ranks share each layer. Each such set of ranks has a share of the batch.
+    All ranks share the optimizer's float32 parameters and moments (Megatron's distributed optimizer). Gradients are
+    float32. The model is always in evaluation mode.
 
     One engine at a time in a process: Megatron's parallel state is global. ``close`` ends it.
     """
@@ -82,7 +82,7 @@ class MegatronEngine(PolicyEngine):
         place = {"rank": self._tensor_group.rank(), "ranks": self._tensor_group.size()}
         weights = map_weights(self.model.module, whole.config, **place)
         load_weights(weights, whole.state_dict())
-        for weight in weights:  # Megatron sets it where it draws random weights
+        for weight in weights:  # Megatron sets it only for random weights
             if weight.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight.parameter, True, weight.dim, 1)
         return weights
@@ -119,9 +119,7 @@ class MegatronEngine(PolicyEngine):
     # -- training -----------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
-        for (
-            buffer
-        ) in self.model.buffers:  # torch's name, Megatron's list: each is flat, parameters' gradients its views
+        for buffer in self.model.buffers:  # Megatron's flat gradient buffers, not torch's buffers
             buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
         self.model.zero_grad_buffer()
         return super().train_batch(batch, loss=loss)
@@ -165,7 +163,7 @@ class MegatronEngine(PolicyEngine):
     def _clip_gradients(self) -> float:
         finalize_model_grads([self.model])
         self.optimizer.prepare_grads()
-        # Of what several ranks have, only the first ones' counts.
+        # A gradient that several ranks have counts once, on the first of them.
         squares = [grad.square().sum() for grad in self.optimizer.get_main_grads_for_grad_norm()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self._backend.device())
         if self._group is not None:
@@ -209,7 +207,7 @@ class MegatronEngine(PolicyEngine):
         return {"model": model, "optimizer": optimizer, "updates": self.updates}
 
     def _optimizer_tensors(self, weight: MappedWeight) -> dict[str, LocalShards]:
-        """Return ``weight`` in float32 and its moments, as far as this rank has them."""
+        """Return this rank's part of ``weight`` in float32, and of its moments."""
         flat: dict[str, torch.Tensor] = {}
         start = stop = 0
         if weight.parameter in self.optimizer.model_param_group_index_map:
@@ -230,7 +228,7 @@ class MegatronEngine(PolicyEngine):
         }
 
     def _require_moments(self, weight: MappedWeight) -> None:
-        """Give the optimizer its moments, which it makes in its first step."""
+        """Create the optimizer's moments now; it would create them in its first step."""
         main = self.optimizer._get_main_param_and_optimizer_states(weight.parameter)["param"]
         state = self.optimizer.optimizer.state[main]
         for key in _MOMENTS:
@@ -242,17 +240,17 @@ class MegatronEngine(PolicyEngine):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates = state["updates"]
         mine = self.state_dict()
-        for name, pieces in mine["model"].items():
-            _copy(pieces, state["model"][name])
+        for name, shards in mine["model"].items():
+            _copy(shards, state["model"][name])
         for name, moments in mine["optimizer"].items():
-            for key, pieces in moments.items():
-                _copy(pieces, state["optimizer"][name][key])
+            for key, shards in moments.items():
+                _copy(shards, state["optimizer"][name][key])
         self._set_step(self.updates)
         self.optimizer._copy_main_params_to_model_params()
         self.model.start_param_sync()
 
     def _set_step(self, step: int) -> None:
-        """Tell the optimizer how many steps it took: torch's notes it for each parameter, fused ones for a group."""
+        """Set the optimizer's step count: torch keeps it for each parameter, fused optimizers for each group."""
         inner = self.optimizer.optimizer
         for state in inner.state.values():
             if "step" in state:
@@ -282,6 +280,6 @@ def _require_divisible(ranks: int, tensor_parallel: int) -> None:
     if ranks % tensor_parallel:
         raise ConfigError(
             f"train.engine_options.tensor_parallel={tensor_parallel} is not possible on {ranks} ranks",
-            why="every copy of the model takes so many ranks",
+            why="each copy of the model needs that number of ranks",
             fix=f"set train.ranks to {tensor_parallel} or a multiple of it",
         )

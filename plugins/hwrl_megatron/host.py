@@ -1,6 +1,6 @@
 """Megatron-core on a backend whose device is the host, such as the CPU backend.
 
-Megatron-core asks ``torch.cuda`` for its device. Here its modules see another ``torch``, whose device is the backend's;
+Megatron-core asks ``torch.cuda`` for its device. Here its modules get another ``torch``, with the backend's device;
 torch itself stays as it is. Remove this module when megatron-core uses ``torch.accelerator``. Tested with 0.16.
 """
 
@@ -25,7 +25,7 @@ def redirect(device: torch.device) -> None:
     redirected = _RedirectedTorch(device)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
-            module.torch = redirected  # type: ignore[attr-defined] # the name that its functions look up
+            module.torch = redirected  # type: ignore[attr-defined] # its functions look up this name
     _pretend_device_types()
 
 
@@ -45,7 +45,7 @@ class _RedirectedTorch(types.ModuleType):
 
 
 class _RedirectedCuda(types.ModuleType):
-    """torch.cuda for Megatron's modules: the current device, which they pass to factories, is ``device``."""
+    """torch.cuda for Megatron's modules: the current device, an argument of factories, is ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("torch.cuda, redirected")

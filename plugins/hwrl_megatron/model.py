@@ -17,13 +17,13 @@ from hwrl.models import load_model_config
 from hwrl_megatron.weights import head_size
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""The ``model_type`` of the Hugging Face configurations that have an equal GPTModel here."""
+"""The supported values of ``model_type`` in Hugging Face configurations."""
 
 
 def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> GPTModel:
-    """Return this rank's part of the model that ``directory`` describes, on the host, with arbitrary weights.
+    """Return this rank's part of the model in ``directory``, on the host, with arbitrary weights.
 
-    Megatron's parallel state must have been made. Raises ConfigError for a model that is not supported.
+    Initialize Megatron's parallel state first. Raises ConfigError for an unsupported model.
     """
     config = load_model_config(directory)
     _require_supported(config, tensor_parallel=tensor_parallel)
@@ -44,15 +44,15 @@ def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> G
 
 
 def _hold_padding(pad_id: int, _: nn.Module, ids: tuple[torch.Tensor], embedded: torch.Tensor) -> torch.Tensor:
-    """Give the padding token's embedding no gradient, as transformers does.
+    """Give the padding token's embedding no gradient, as in transformers.
 
-    Its row is often zero, and the norm after it would make the gradient a thousand times too large.
+    Its row is often zero, and the following norm would make the gradient a thousand times too large.
     """
     return torch.where((ids[0] == pad_id)[..., None], embedded.detach(), embedded)
 
 
 class TorchAttention(nn.Module):
-    """Causal attention by torch's fused kernels; Megatron's own, without TransformerEngine, keeps every score."""
+    """Causal attention by torch's fused kernels. Megatron's own, without TransformerEngine, stores all scores."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()

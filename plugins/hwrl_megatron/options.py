@@ -1,4 +1,4 @@
-"""What a user can set under ``train.engine_options``."""
+"""The options under ``train.engine_options``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hwrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """``tensor_parallel``: over how many ranks each layer is divided; the rest of the ranks is data-parallel."""
+    """``tensor_parallel`` ranks share each layer. The copies of the model are data-parallel."""
 
     tensor_parallel: int = 1
 
 
 def parse_options(options: Mapping[str, Any]) -> MegatronOptions:
-    """Return ``options``, checked; ConfigError names the key that is wrong, and the likely one."""
+    """Check and return ``options``. A ConfigError names the wrong key and suggests the right one."""
     known = [field.name for field in fields(MegatronOptions)]
     for key, value in options.items():
         if key not in known:

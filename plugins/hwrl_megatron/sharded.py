@@ -1,7 +1,6 @@
-"""Checkpoints of any Megatron-core program by hwrl's CheckpointManager: see ``docs/megatron.md``.
+"""Save and load Megatron's sharded state dicts with hwrl's CheckpointManager: see ``docs/megatron.md``.
 
-It takes the sharded state dicts that Megatron's models and optimizers make. Megatron's own writer, its collectives and
-its pickles are not used.
+Works for any Megatron-core program. Megatron's own writer, its collectives and its pickles are not used.
 """
 
 from __future__ import annotations
@@ -40,25 +39,25 @@ from hwrl.checkpoint import CheckpointInfo, DurableFS, LocalShards, copy_for_tor
 from hwrl.errors import CheckpointError, ConfigError
 
 COMMON = "common.pt"
-"""The name, in a state and as Megatron's file, of all that is neither a sharded tensor nor a sharded object."""
+"""The name of all other values than sharded tensors and objects, in a state and as Megatron's file."""
 
 
 class ShardedState:
-    """A Megatron sharded state dict, in the form that a CheckpointManager saves and fills.
+    """A Megatron sharded state dict in the form of a CheckpointManager.
 
-    ``state`` goes to ``save``, and to ``resume`` as the template: under its Megatron key each tensor's rectangles that
-    this rank has, which are the caller's memory; each sharded object; and all other values as one. Of a rectangle or
-    an object that one rank has several times the main replica counts; of objects and other values that several ranks
-    have, the lowest rank's. After a ``resume``, ``loaded`` gives what ``dist_checkpointing.load`` would have returned.
+    Pass ``state`` to ``save``, and to ``resume`` as the template. It has this rank's rectangles of each tensor under
+    its Megatron key (the caller's memory), each sharded object, and all other values as one. If a rank has a rectangle
+    or an object more than once, the main replica counts. If several ranks have an object or another value, the lowest
+    rank's counts. After a ``resume``, ``loaded`` returns the result of ``dist_checkpointing.load``.
 
-    ``sharded`` and what is in it may be used again; no collective is called. Raises CheckpointError for what cannot be
-    saved, on this rank only: the others, which wait for it in ``save``, give it up after the manager's ``timeout_s``.
+    ``sharded`` and its values may be used again. No collective is called. Raises CheckpointError for an unsupported
+    value, on this rank only: the other ranks wait in ``save`` until the manager's ``timeout_s``.
     """
 
     state: dict[str, Any]
 
     def __init__(self, sharded: dict[str, Any]) -> None:
-        force_all_tensors_to_non_fp8(sharded)  # as Megatron's own load does: it leaves the model's tensors as they are
+        force_all_tensors_to_non_fp8(sharded)  # as in Megatron's own load; the model's tensors stay
         built = dict_list_map_outplace(lambda value: value, sharded)
         self._factories, _ = extract_matching_values(
             built, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
@@ -66,7 +65,7 @@ class ShardedState:
         apply_factories(built)
         self._local, built = extract_nonpersistent(built)
         self._sharded, common = extract_sharded_base(built)
-        # A tuple is one value to torch's planner, and to Megatron the list with this rank's objects of that name.
+        # torch's planner takes a tuple as one value. So does Megatron: as this rank's objects of that name.
         self._unfilled = (_on_host(common),)
         self.state = {COMMON: self._unfilled}
         self._main: dict[Any, Any] = {}
@@ -75,7 +74,7 @@ class ShardedState:
                 self._add_tensor(value)
             else:
                 self._add_object(value)
-        self._nested(common)  # raises here what a load would raise
+        self._nested(common)  # raise the errors of a load now
 
     def _add_tensor(self, tensor: ShardedTensor) -> None:
         if tensor.data is None:
@@ -86,7 +85,7 @@ class ShardedState:
             )
         _require_local(tensor.data)
         whole = self._add(tensor.key, LocalShards(tensor.global_shape, tensor.dtype, {}))
-        if not tensor.data.numel():  # where an empty rectangle begins, another may, too
+        if not tensor.data.numel():  # an empty rectangle may share its offset with another
             return
         piece = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
         place = tensor.key, tensor.global_offset
@@ -102,7 +101,7 @@ class ShardedState:
             self.state[given.unique_key] = value
 
     def _is_first_main(self, sharded: ShardedTensor | ShardedObject, place: Any, identity: int) -> bool:
-        """Return whether this is the first main replica in ``place``; raise if there was one with other data."""
+        """Return whether this is the first main replica in ``place``; raise if another one has other data."""
         if not is_main_replica(sharded.replica_id):
             return False
         known = self._main.setdefault(place, (sharded, identity))
@@ -111,24 +110,24 @@ class ShardedState:
         return known[0] is sharded
 
     def _add(self, name: str, value: Any) -> Any:
-        """Return what the state has under ``name``, which is ``value`` if it had nothing."""
+        """Return the state's value under ``name``; a new name gets ``value``."""
         present = self.state.setdefault(name, value)
         if present is not value and _kind(present) != _kind(value):
             raise _two_of_one_name(name)
         return present
 
     def loaded(self) -> dict[str, Any]:
-        """Return what was loaded, nested as it was given, for ``load_state_dict`` of the model and the optimizer.
+        """Return the loaded state, nested like the given one, for ``load_state_dict`` of model and optimizer.
 
-        Its tensors are the given ones, whose memory was filled, and those that factories make of them; for replicas of
-        one rectangle it is the main one. Raises CheckpointError if ``state`` itself was not filled.
+        It contains the given tensors, filled, and the results of factories. Replicas of one rectangle are replaced by
+        the main one. Raises CheckpointError if ``state`` itself was not filled.
         """
         common = self.state[COMMON]
         if common is self._unfilled:
             raise CheckpointError(
                 "nothing was loaded into this state",
-                why="no `resume` was given it, or only a copy of it, or there was no checkpoint",
-                fix="give `resume` the attribute `state` itself, and call `loaded` if that returned something",
+                why="`resume` did not get it, or got a copy, or found no checkpoint",
+                fix="pass the attribute `state` itself to `resume`; call `loaded` only if that returns a checkpoint",
             )
         filled = self._nested(common[0])
         apply_factory_merges(filled, self._factories)
@@ -142,7 +141,7 @@ class ShardedState:
         except ValueError as exc:
             raise CheckpointError(
                 "the state could not be put together again after a load",
-                why=f"Megatron joins no list of which only some elements are sharded: {exc}",
+                why=f"Megatron cannot merge a list if only some elements are sharded: {exc}",
                 fix="use a dict there instead of the list",
             ) from exc
         return filled
@@ -152,16 +151,16 @@ class ShardedState:
             return self.state[sharded.unique_key][0]
         if not sharded.data.numel():
             return sharded.data
-        # Not its own data: of several that stand for one rectangle, one was filled.
+        # Not its own data: of several replicas of one rectangle only one is filled.
         return self.state[sharded.key].pieces[sharded.global_offset][(0,) * sharded.prepend_axis_num]
 
 
 def export(info: CheckpointInfo, directory: str | os.PathLike[str]) -> None:
-    """Make ``directory``, which Megatron's ``dist_checkpointing.load`` reads, of a checkpoint of a ShardedState.
+    """Export a checkpoint of a ShardedState to ``directory``, for Megatron's ``dist_checkpointing.load``.
 
-    The files are verified and copied, and durable when this returns; killed before, it leaves a ``.tmp_…`` beside
-    ``directory``. Raises ConfigError if ``directory`` exists, CheckpointCorruptError if the checkpoint is not whole,
-    and CheckpointError if it is a part of one, or of another state, or if the disk refuses.
+    The files are verified, copied and durable when this returns. A killed export leaves a ``.tmp_…`` directory beside
+    ``directory``. Raises ConfigError if ``directory`` exists, CheckpointCorruptError if the checkpoint is damaged, and
+    CheckpointError for one node's part, for another kind of state, or if the disk fails.
     """
     directory, fs = Path(directory), DurableFS()
     if os.path.lexists(directory):
@@ -182,13 +181,13 @@ def export(info: CheckpointInfo, directory: str | os.PathLike[str]) -> None:
             draft.rename(directory)
         fs.sync_directory(directory.parent)
     except OSError as exc:
-        raise _not_exported(info, f"{exc.strerror}: {exc.filename}", fix="mend that, or choose another place") from exc
+        raise _not_exported(info, f"{exc.strerror}: {exc.filename}", fix="fix that, or choose another place") from exc
 
 
 def _fill(draft: Path, info: CheckpointInfo, fs: DurableFS) -> None:
     foreign = _not_exported(
         info,
-        "what was saved was not the state of a ShardedState alone, under Megatron's names",
+        "it is not the state of a ShardedState alone, under Megatron's names",
         fix="save `ShardedState(...).state`; of a run of `hwrl train`, use `hwrl checkpoints export`",
     )
     data = copy_for_torch(info, draft, aside=COMMON, fs=fs)
@@ -205,7 +204,7 @@ def _fill(draft: Path, info: CheckpointInfo, fs: DurableFS) -> None:
 
 
 def _on_host(value: Any) -> Any:
-    """Return a nested value with its tensors on the host, alone in their memory: of a view only itself is saved."""
+    """Return a nested value with its tensors on the host. A view is copied, so only its elements are saved."""
 
     def bring(one: Any) -> Any:
         if not isinstance(one, torch.Tensor):
@@ -220,8 +219,8 @@ def _on_host(value: Any) -> Any:
 def _require_local(tensor: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise CheckpointError(
-            "a sharded state dict of Megatron's has a DTensor in it",
-            why="a ShardedTensor says itself how it is divided, and other values are saved by one rank",
+            "a sharded state dict of Megatron contains a DTensor",
+            why="a ShardedTensor describes its own sharding, and other values are saved by one rank",
             fix="give DTensors to CheckpointManager directly, beside `ShardedState(...).state` or without it",
         )
 
@@ -233,8 +232,7 @@ def _kind(value: Any) -> Any:
 def _two_of_one_name(name: str) -> CheckpointError:
     return CheckpointError(
         f"the state has two values of one name, {name!r}",
-        why="a key of Megatron's stands for one tensor or object: of one kind, shape and dtype, with one main replica "
-        "of each part",
+        why="a Megatron key is for one tensor or object: one kind, shape and dtype, and one main replica of each part",
         fix="give one of them another key, for example with Megatron's add_prefix_for_sharding, or a replica_id",
     )
 

@@ -1,4 +1,4 @@
-"""Which part of which Hugging Face tensor each parameter of a GPTModel holds."""
+"""The Hugging Face tensors in the parameters of a GPTModel, and this rank's part of each."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _PLAIN = {
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight", _COLUMNS),
 }
-"""Parameters that are one tensor, and along which dimension tensor parallelism divides it."""
+"""Parameters with one Hugging Face tensor each, and the dimension that tensor parallelism divides."""
 
 
 @dataclass(frozen=True)
 class MappedWeight:
-    """A Hugging Face tensor ``name`` of ``shape``, and the part of it that is ``view``, a view of ``parameter``.
+    """A Hugging Face tensor ``name`` of ``shape``, and this rank's part of it: ``view``, a view of ``parameter``.
 
-    The leading dimensions of ``view`` together are the part's rows. The part is all of the tensor (``dim`` None), or
-    number ``rank`` of ``ranks`` equal ones along ``dim``.
+    The leading dimensions of ``view`` together are the part's rows. The part is the whole tensor (``dim`` None), or
+    part ``rank`` of ``ranks`` equal parts along ``dim``.
     """
 
     name: str
@@ -44,7 +44,7 @@ class MappedWeight:
     ranks: int
 
     def part(self) -> torch.Tensor | WeightShard:
-        """Return this rank's part; ``view`` itself where it is dense."""
+        """Return this rank's part; ``view`` itself if it is dense."""
         mine = self.view.reshape(self._local_shape())
         return mine if self.dim is None or self.ranks == 1 else WeightShard(mine, self.shape, self.dim, self.ranks)
 
@@ -54,9 +54,9 @@ class MappedWeight:
         self.view.copy_(part.reshape(self.view.shape))
 
     def rectangles(self, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], slice, tuple[int, ...]]]:
-        """Yield where elements ``start`` to ``stop`` of the flat parameter lie in the tensor, in rectangles.
+        """Map elements ``start`` to ``stop`` of the flat parameter to rectangles of the tensor.
 
-        Each is its offset in the tensor, its elements of the flat parameter, and its shape.
+        Yield each rectangle's offset in the tensor, its elements of the flat parameter, and its shape.
         """
         runs = [self.view] if self.view.is_contiguous() else list(self.view)
         shape = self._local_shape()
@@ -77,7 +77,7 @@ class MappedWeight:
 
 
 def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut elements ``start`` to ``stop`` of a tensor of one or two dimensions into rectangles: offset and shape.
+    """Divide elements ``start`` to ``stop`` of a tensor of one or two dimensions into rectangles: offset and shape.
 
     >>> list(_rectangles((4, 10), 7, 35))
     [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 5))]
@@ -94,9 +94,9 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple
 
 
 def map_weights(model: nn.Module, config: Any, *, rank: int, ranks: int) -> list[MappedWeight]:
-    """Return every tensor of the Hugging Face model that ``config`` describes, with its place in the GPTModel.
+    """Return every tensor of the Hugging Face model with this ``config``, and its parameter in the GPTModel.
 
-    ``rank`` of ``ranks`` is the place in the tensor-parallel group.
+    ``rank`` and ``ranks`` are the rank in the tensor-parallel group and its size.
     """
     weights = []
     for name, parameter in model.named_parameters():
@@ -110,12 +110,12 @@ def map_weights(model: nn.Module, config: Any, *, rank: int, ranks: int) -> list
 
 
 def head_size(config: Any) -> int:
-    """Return the size of an attention head of the Hugging Face model that ``config`` describes."""
+    """Return the size of an attention head of the Hugging Face model with this ``config``."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def load_weights(weights: list[MappedWeight], whole: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's part of the tensors ``whole`` into the model."""
+    """Copy this rank's parts of the tensors ``whole`` into the model."""
     with torch.no_grad():
         for weight in weights:
             weight.load(whole[weight.name])
@@ -127,7 +127,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _views(name: str, parameter: nn.Parameter, config: Any) -> Iterator[tuple[str, torch.Tensor, int | None]]:
-    """Yield the Hugging Face tensors in ``parameter``: name, view of it, divided dimension."""
+    """Yield the Hugging Face tensors in ``parameter``: name, view of the parameter, divided dimension."""
     data = parameter.detach()
     kind = name.rpartition(".")[2]
     if name.startswith("self_attention.linear_qkv."):  # for each key-value head: its queries, its key, its value
@@ -146,5 +146,5 @@ def _views(name: str, parameter: nn.Parameter, config: Any) -> Iterator[tuple[st
 
 
 def _hf_shape(view: torch.Tensor, parameter: nn.Parameter) -> list[int]:
-    """Return the shape of the tensor whose rows the leading dimensions of ``view`` are together."""
+    """Return the shape of this rank's part: the leading dimensions of ``view`` merge into rows."""
     return [view.numel() // parameter.shape[1:].numel(), *parameter.shape[1:]]

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 def hwrl_check_engine(options: Mapping[str, Any]) -> None:
     from hwrl_vllm.options import check_options, known_arguments
 
-    check_options(options, known=known_arguments(_place_of_vllm()))
+    check_options(options, known=known_arguments(_vllm_folder()))
 
 
 @hwrl.hookimpl
 def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], backend: Backend) -> RolloutEngine:
-    _place_of_vllm()
+    _vllm_folder()
     from hwrl_vllm.engine import VllmEngine
 
     return VllmEngine(settings, options=options, backend=backend)
 
 
-def _place_of_vllm() -> Path:
-    """Return the folder in which vLLM is installed; imports nothing of it."""
+def _vllm_folder() -> Path:
+    """Return the folder of the installed vLLM, without importing it."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         raise EngineError(

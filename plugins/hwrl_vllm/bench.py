@@ -111,7 +111,7 @@ def _write_model(directory: Path, name: str) -> None:
 def _run(
     rank: int, address: str, plan: BenchPlan, workload: EngineWorkload, json_path: Path, about: dict[str, Any]
 ) -> None:
-    from hwrl.run.placement import machine_devices
+    from hwrl.run import machine_devices
 
     backend = get_backend()
     if workload.apart:  # vLLM takes the first visible device, even if another one is current

@@ -1,7 +1,7 @@
-"""What loading a model comes to: copies out of the given tensors, recorded once and then repeated by themselves.
+"""Record the copies of one weight load, and repeat them in later loads.
 
-vLLM finds a tensor's place in its model by running the model's loaders, in Python, each time. Where those do nothing
-but copy, a :class:`CopyPlan` does the same without them.
+vLLM runs a model's loaders, in Python, to find the target of each tensor in each load. If the loaders only copy, a
+:class:`CopyPlan` does the same work without them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 @dataclass(frozen=True)
 class _TensorView:
-    """A part of the given tensor ``name``: ``shape`` and ``stride``, from element ``offset`` on."""
+    """A view of the given tensor ``name``: ``shape`` and ``stride``, starting at element ``offset``."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class _TensorView:
 
 @dataclass(frozen=True)
 class _Write:
-    """Elements ``begin`` to ``end`` of a storage, contiguous, come from ``source``: a part, or a constant."""
+    """Elements ``begin`` to ``end`` of a storage, contiguous, come from ``source``: a view, or a constant."""
 
     begin: int
     end: int
@@ -46,29 +46,29 @@ class _Write:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Pairs of places in a model and what they get: parts of given tensors, and constants."""
+    """Targets in a model with their sources: views of given tensors (``copies``) and ``constants``."""
 
     copies: list[tuple[torch.Tensor, _TensorView]]
     constants: list[tuple[torch.Tensor, float]]
 
     def suits(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether ``weights`` have every tensor that is copied; which of two tied ones is given may vary."""
+        """Return whether ``weights`` have every source. Of two tied tensors either may be given."""
         return all(part.name in weights for _, part in self.copies)
 
     @torch.no_grad()
     def run(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load contiguous ``weights`` of the shapes that were recorded; does not wait for the device."""
-        for place, part in self.copies:
-            place.copy_(part.of(weights[part.name]))
-        for place, value in self.constants:
-            place.fill_(value)
+        """Load contiguous ``weights`` of the recorded shapes. Does not wait for the device."""
+        for target, part in self.copies:
+            target.copy_(part.of(weights[part.name]))
+        for target, value in self.constants:
+            target.fill_(value)
 
 
 class Recorder(TorchDispatchMode):
-    """Watches, as a context, how contiguous ``weights`` get into a model; :meth:`plan` is what was seen.
+    """A context that records how contiguous ``weights`` get into a model; :meth:`plan` is the result.
 
-    A copy by way of another tensor is followed. Where values are computed from the weights, in whatever way, or kept
-    anywhere but in the parameters, there is no plan, and :attr:`obstacle` says why.
+    It follows copies through other tensors. If values are computed from the weights, or kept outside the parameters,
+    there is no plan, and :attr:`obstacle` is the reason.
     """
 
     obstacle = ""
@@ -95,31 +95,31 @@ class Recorder(TorchDispatchMode):
         return result
 
     def plan(self, parameters: Iterable[torch.Tensor]) -> CopyPlan | None:
-        """Return what fills ``parameters``, or None: every element must have one source, and only by copies."""
+        """Return the plan that fills ``parameters``; None unless every element has one source and is only copied."""
         by_storage = {_storage(parameter): parameter.data for parameter in parameters}
         if self._kept_elsewhere(by_storage.keys()):
             gc.collect()
         if self._kept_elsewhere(by_storage.keys()):
-            self._give_up("what came out of the weights is kept beside the parameters")
+            self._give_up("copies of the weights are kept outside the parameters")
         if self.obstacle:
             return None
         plan = CopyPlan([], [])
         for storage, parameter in by_storage.items():
-            # A loader that runs again writes the same again.
+            # A repeated loader repeats its writes.
             writes = sorted(dict.fromkeys(self._writes.get(storage, [])), key=lambda write: write.begin)
             if not _tile(writes, parameter):
                 self._give_up(f"a parameter of shape {tuple(parameter.shape)} is not written once and whole")
                 return None
             for write in writes:
-                place = parameter.as_strided((write.end - write.begin,), (1,), write.begin)
+                target = parameter.as_strided((write.end - write.begin,), (1,), write.begin)
                 if isinstance(write.source, _TensorView):
-                    plan.copies.append((place.view(write.source.shape), write.source))
+                    plan.copies.append((target.view(write.source.shape), write.source))
                 else:
-                    plan.constants.append((place, write.source))
+                    plan.constants.append((target, write.source))
         return plan
 
     def _kept_elsewhere(self, parameters: Set[StorageWeakRef]) -> bool:
-        """Return whether something that came out of the weights is still held, and is no parameter."""
+        """Return whether a copy of the weights outside the parameters is still alive."""
         copied = (
             storage
             for storage, writes in self._writes.items()
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
             if self._is_of_weights(to):
                 self._give_up("something else is copied over the weights")
         elif to.shape != source.shape or not to.is_contiguous():
-            self._give_up("a copy broadcasts, or goes where it is not contiguous")
+            self._give_up("a copy broadcasts, or has a target that is not contiguous")
         elif _storage(source) in self._given:
             self._add(to, self._part(source))
         elif source.is_contiguous() and source.nbytes == _nbytes(source) and source.dtype == to.dtype:
@@ -141,18 +141,18 @@ class Recorder(TorchDispatchMode):
                 for write in self._writes[_storage(source)]
             ]
         else:
-            self._give_up("a part of a copy, or a copy in another dtype, is copied on")
+            self._give_up("a part of a copy, or a copy in another dtype, is copied again")
 
     def _note_fill(self, to: torch.Tensor, value: float) -> None:
         if not to.numel():
             return
         if not to.is_contiguous():
-            self._give_up("a fill goes where it is not contiguous")
+            self._give_up("a fill has a target that is not contiguous")
         self._add(to, value)
 
     def _add(self, to: torch.Tensor, source: _TensorView | float | None) -> None:
         if source is None:
-            self._give_up("the weights are seen as another dtype")
+            self._give_up("the weights are viewed as another dtype")
         else:
             begin = _offset(to)
             self._writes[_storage(to)].append(_Write(begin, begin + to.numel(), source))
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         self.obstacle = self.obstacle or why
 
     def _part(self, view: torch.Tensor) -> _TensorView | None:
-        """Return which part of which given tensor ``view`` is; None if it is seen as another dtype."""
+        """Return ``view`` as a view of a given tensor; None if it has another dtype."""
         begins = self._given[_storage(view)]
         begin = _offset(view) * view.itemsize
         _, name = begins[bisect.bisect_right(begins, begin, key=lambda item: item[0]) - 1]
@@ -179,14 +179,14 @@ class Recorder(TorchDispatchMode):
 
 
 def _tile(writes: Sequence[_Write], parameter: torch.Tensor) -> bool:
-    """Return whether ``writes``, in order, cover all of the parameter and its storage, each element once."""
+    """Return whether ``writes``, in order, cover the parameter and its storage, each element once."""
     begins, ends = [write.begin for write in writes], [write.end for write in writes]
     whole = parameter.numel() and _nbytes(parameter) == parameter.nbytes
     return bool(whole) and [*begins, parameter.numel()] == [0, *ends]
 
 
 def _storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return what names the tensor's storage, and no other's, while it is kept."""
+    """Return a reference that identifies the tensor's storage while it is kept."""
     return StorageWeakRef(tensor.untyped_storage())
 
 

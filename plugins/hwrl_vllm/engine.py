@@ -1,4 +1,4 @@
-"""The rollout engine on vLLM: its scheduler runs in this process, so that weights change between two steps."""
+"""The rollout engine on vLLM. Its scheduler runs in this process, so weights can change between two steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hwrl.interfaces import (
 )
 from hwrl.lora import add_adapter, divided
 from hwrl.models import build_model
-from hwrl.rollout.checks import (
+from hwrl.rollout import (
     require_adapter,
     require_awake,
     require_base,
@@ -37,7 +37,7 @@ from hwrl.rollout.checks import (
     require_weights,
 )
 from hwrl_vllm.lora import request_lora, require_dtype, require_places
-from hwrl_vllm.options import engine_arguments, places_of
+from hwrl_vllm.options import engine_arguments, keys_in
 from hwrl_vllm.worker import Lent
 
 Weights = Mapping[str, torch.Tensor]
@@ -45,7 +45,7 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass
 class _PartialResponse:
-    """A request and what it has generated."""
+    """A request and its generated tokens."""
 
     request: GenerationRequest
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -64,12 +64,12 @@ class _PartialResponse:
 class VllmEngine(RolloutEngine):
     """Generates with vLLM; ``options`` are further arguments of vLLM's ``EngineArgs``.
 
-    Requests in flight keep their attention cache across an update and go on with the new weights, but no request
-    that begins after it reads what was cached before. If an update or a step fails the engine has no weights, and
-    refuses to generate until an update has succeeded; a step that fails drops what was pending.
+    Running requests keep their attention cache across an update and continue with the new weights. Requests after an
+    update read no cache from before it. After a failed update or step the engine has no weights, and generates nothing
+    until an update succeeds. A failed step drops the pending requests.
 
-    With ``settings.may_sleep`` it starts in vLLM's sleep mode. ConfigError if vLLM has none on this device, has no
-    place for a part of the adapter, or would not sample at ``settings.temperature``.
+    With ``settings.may_sleep`` it starts in vLLM's sleep mode. Raises ConfigError if vLLM has no sleep mode on this
+    device, no place for a part of the adapter, or no sampling at ``settings.temperature``.
     """
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
@@ -82,7 +82,7 @@ class VllmEngine(RolloutEngine):
             self._base, self._adapter = divided(add_adapter(model, settings.lora) if settings.lora else model)
         self._form = settings.lora.peft_config() if settings.lora else {}
         self._requests: dict[str, _PartialResponse] = {}
-        self._cache = 0
+        self._cache_number = 0
         self._asleep: frozenset[str] = frozenset()
         self._vllm = _start(settings, options)
         try:
@@ -147,9 +147,9 @@ class VllmEngine(RolloutEngine):
             return 0
         with self._or_no_weights("falling asleep"):
             free_nbytes = self._free_nbytes()
-            self._asleep = MEMORY_TAGS  # also if it fails: some of its memory may be gone
+            self._asleep = MEMORY_TAGS  # before the call: a failed sleep may have freed memory
             self._vllm.sleep(level)
-            self._cache += 1
+            self._cache_number += 1
             if level > 1:
                 self.version, self.base = -1, None
             return self._free_nbytes() - free_nbytes
@@ -163,7 +163,7 @@ class VllmEngine(RolloutEngine):
             self._asleep -= asleep
 
     def _prepare(self) -> None:
-        """Look whether vLLM does what the settings ask of it, and prepare its workers."""
+        """Check that vLLM supports the settings, and prepare its workers."""
         if self._settings.may_sleep:
             self._vllm.collective_rpc("hwrl_prepare_sleep")
         if self._adapter:
@@ -171,22 +171,22 @@ class VllmEngine(RolloutEngine):
 
     @contextmanager
     def _or_no_weights(self, activity: str) -> Iterator[None]:
-        """Turn an error of vLLM's into an EngineError; what its workers hold and compute is not known any more."""
+        """Turn an error of vLLM into an EngineError, and drop weights and requests: the workers' state is unknown."""
         try:
             yield
         except Exception as exc:
             self.version, self.base = -1, None
             dropped = self.pending()
-            with suppress(Exception):  # it has just failed
+            with suppress(Exception):  # vLLM has just failed
                 self._vllm.abort_request(list(self._requests))
             self._requests.clear()
-            if isinstance(exc, torch.OutOfMemoryError):  # Backend.allocating translates that
+            if isinstance(exc, torch.OutOfMemoryError):  # Backend.allocating translates it
                 raise
             raise EngineError(
                 f"vLLM failed while {activity}; its {dropped} requests are dropped, and it has no weights",
                 why=f"{type(exc).__name__}: {exc}",
-                fix="wake it if it sleeps, and load a whole version before the next step; or make a new engine, as "
-                "must be if a worker has died",
+                fix="wake it if it sleeps, and load a whole version before the next step; after a worker's death, "
+                "make a new engine",
             ) from exc
 
     def _free_nbytes(self) -> int:
@@ -207,7 +207,7 @@ class VllmEngine(RolloutEngine):
         return given
 
     def _replace(self, method: str, weights: Weights, *args: Any, name: str) -> None:
-        """Let the workers load ``weights``; without a version from before they begin until all have ended."""
+        """Let the workers load ``weights``. The engine has no version until all of them have succeeded."""
         self.version = -1
         try:
             self._call_workers(method, weights, *args)
@@ -215,11 +215,11 @@ class VllmEngine(RolloutEngine):
             raise EngineError(
                 f"{name} was not loaded, and the version before is gone",
                 why=f"vLLM's worker failed in the middle: {type(exc).__name__}: {exc}",
-                fix="load a whole version before the next step; if a worker has died, with a new engine",
+                fix="load a whole version before the next step; after a worker's death, make a new engine",
             ) from exc
 
     def _call_workers(self, method: str, weights: Weights, *args: Any) -> None:
-        if self._workers == 1:  # it is in this process
+        if self._workers == 1:  # the worker is in this process
             self._vllm.collective_rpc(method, args=(weights, *args))
             return
         lent = {name: Lent.of(tensor, self._backend) for name, tensor in weights.items()}
@@ -228,23 +228,23 @@ class VllmEngine(RolloutEngine):
 
     def _serve(self, version: int) -> None:
         self.version = version
-        self._cache += 1
-        self._begin_again()
+        self._cache_number += 1
+        self._restart_requests()
 
     def _add(self, request: GenerationRequest, sampling: Any) -> None:
-        # The salt keeps what was cached under other weights, or before a sleep, from being read.
-        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self._cache)}
+        # The salt hides cache entries of other weights, and from before a sleep.
+        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self._cache_number)}
         name, adapter = str(request.request_id), request_lora() if self._settings.lora else None
         try:
             self._vllm.add_request(name, prompt, sampling, lora_request=adapter)
-        except Exception as exc:  # since 0.28 vLLM's own are no ValueError
+        except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
             raise EngineError(
-                f"vLLM refuses request {name}", why=str(exc), fix="correct the prompt, or what is said there"
+                f"vLLM refuses request {name}", why=str(exc), fix="correct the prompt, or the cause in the reason"
             ) from exc
         self._requests[name] = _PartialResponse(request)
 
     def _take(self, output: Any) -> list[Completion]:
-        """Append what a request has generated; return its completion if it is finished."""
+        """Append a request's new tokens; return its completion if it is finished."""
         partial, (new,) = self._requests[output.request_id], output.outputs
         partial.token_ids += new.token_ids
         partial.logprobs += [of[token].logprob for token, of in zip(new.token_ids, new.logprobs, strict=True)]
@@ -254,8 +254,8 @@ class VllmEngine(RolloutEngine):
         del self._requests[output.request_id]
         return [Completion(partial.request.request_id, partial.response(self._settings.eos_ids))]
 
-    def _begin_again(self) -> None:
-        """Begin requests without a token again, whose prompts may have been computed with the weights before."""
+    def _restart_requests(self) -> None:
+        """Restart the requests without a token: their prompts may have been computed with the old weights."""
         without = {name: partial.request for name, partial in self._requests.items() if not partial.token_ids}
         self._vllm.abort_request(list(without))
         for request in without.values():
@@ -263,7 +263,7 @@ class VllmEngine(RolloutEngine):
 
 
 def _sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
-    """Return vLLM's form of ``wanted``; EngineError if vLLM does not take it as it is."""
+    """Return ``wanted`` as vLLM's SamplingParams; EngineError if vLLM would change it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -272,38 +272,38 @@ def _sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
             temperature=wanted.temperature,
             max_tokens=wanted.max_new_tokens,
             stop_token_ids=list(eos_ids),
-            logprobs=0,  # of the token that was chosen, and of no other
+            logprobs=0,  # of the chosen token only
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
         if sampling.temperature != wanted.temperature:
             raise ValueError(f"it would sample at temperature {sampling.temperature}")
-    except Exception as exc:  # since 0.28 vLLM's own are no ValueError
+    except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
         raise EngineError(
             f"vLLM cannot generate {wanted.max_new_tokens} tokens at temperature {wanted.temperature}",
             why=str(exc),
-            fix="set rollout.temperature to what vLLM takes as it is, for example 1.0",
+            fix="set rollout.temperature to a value that vLLM leaves unchanged, for example 1.0",
         ) from exc
     return sampling
 
 
 def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
-    """Return vLLM's engine; ConfigError if it refuses what it is told, EngineError if it fails in another way."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the rollouter decides when a step is taken
+    """Return vLLM's engine; ConfigError if it refuses its arguments, EngineError if it fails otherwise."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the rollouter decides when to step
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # replicas and trainer share the host's cores
     try:
         return _make(settings, options)
-    except (HwrlError, torch.OutOfMemoryError):  # Backend.allocating translates that
+    except (HwrlError, torch.OutOfMemoryError):  # Backend.allocating translates it
         raise
     except ValueError as exc:
         raise ConfigError(
-            "vLLM refuses its engine arguments", why=str(exc), fix=f"correct {places_of(str(exc), options)}"
+            "vLLM refuses its engine arguments", why=str(exc), fix=f"correct {keys_in(str(exc), options)}"
         ) from exc
     except Exception as exc:
         raise EngineError(
             "vLLM does not start",
             why=f"{type(exc).__name__}: {exc}",
-            fix="mend what the reason names; vLLM's own log may say more",
+            fix="fix the error in the reason; vLLM's own log may have details",
         ) from exc
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM's workers, out of tensors: vLLM itself reads them from directories only."""
+"""LoRA adapters from tensors in vLLM's workers. vLLM itself only reads them from directories."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from hwrl.interfaces import RolloutSettings
 
 ADAPTER = 1
-"""vLLM's number of the one adapter that an engine has."""
+"""vLLM's number of an engine's only adapter."""
 
 _TENSOR = re.compile(r"\.lora_([AB]\.weight|embedding_[AB])$")
 
 
 def lora_arguments(rank: int, *, tensor_parallel: int) -> dict[str, Any]:
-    """Return the engine arguments for one adapter of ``rank``; vLLM knows some sizes only, and a smaller one fits.
+    """Return the engine arguments for one adapter of ``rank``. vLLM supports certain ranks; the next one up is used.
 
-    Several workers divide both of its factors: vLLM 0.23 cannot divide one alone in layers that it merges. Raises
-    ConfigError if there is no size for it.
+    Several workers divide both factors: in merged layers vLLM 0.23 cannot divide only one. Raises ConfigError if
+    ``rank`` is too large.
     """
     from vllm.config.lora import MaxLoRARanks
 
@@ -31,7 +31,7 @@ def lora_arguments(rank: int, *, tensor_parallel: int) -> dict[str, Any]:
     if rank > max(sizes):
         raise ConfigError(
             f"vLLM cannot serve an adapter of rank {rank}",
-            why=f"the ranks that it has room for are {', '.join(map(str, sizes))}",
+            why=f"it has room for the ranks {', '.join(map(str, sizes))}",
             fix=f"set model.lora_rank to {max(sizes)} or less",
         )
     room = min(size for size in sizes if size >= rank)
@@ -51,23 +51,23 @@ def require_dtype(settings: RolloutSettings) -> None:
     if settings.lora is not None and settings.dtype == torch.float32 and not current_platform.is_cpu():
         raise ConfigError(
             "an adapter cannot be served in float32",
-            why="vLLM's kernels for adapters take float16 and bfloat16 on this device",
+            why="vLLM's adapter kernels support float16 and bfloat16 on this device",
             fix="set model.dtype=bfloat16",
         )
 
 
 def request_lora() -> Any:
-    """Return what asks vLLM to generate with the adapter. The path is not read, as the adapter is there."""
+    """Return vLLM's request for the adapter. vLLM does not read the path, because the adapter is loaded already."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", ADAPTER, "no-directory")
 
 
 def layers_without_place(manager: Any, names: Iterable[str]) -> list[str]:
-    """Return the layers of an adapter of tensors ``names`` (PEFT's) in which a worker's model can have none.
+    """Return the layers in ``names`` (an adapter's tensors, PEFT's names) that cannot have an adapter in vLLM.
 
-    vLLM looks for them only where it reads adapters from directories. Otherwise it leaves them out, so that the model
-    is not the one that is trained. ``manager`` is that of a worker.
+    vLLM checks this only for adapters from directories. Otherwise it ignores such layers, and the model would differ
+    from the trained one. ``manager`` is a worker's LoRA manager.
     """
     adapters = manager._adapter_manager
     places = {part for path in adapters.modules for part in adapters.packed_modules.get(path, [path])}
@@ -76,21 +76,21 @@ def layers_without_place(manager: Any, names: Iterable[str]) -> list[str]:
 
 
 def require_places(without_place: Iterable[Sequence[str]]) -> None:
-    """Raise ConfigError if a worker answered with layers of the adapter that its model has no place for."""
+    """Raise ConfigError if a worker's model has no place for layers of the adapter."""
     layers = sorted(set().union(*without_place))
     if layers:
         raise ConfigError(
             "vLLM cannot serve this adapter",
-            why=f"its form of the model takes none in {', '.join(layers[:3])} ({len(layers)} in all); they would be "
-            "left out, and the responses come from another policy than is trained",
+            why=f"its model supports no adapter in {', '.join(layers[:3])} ({len(layers)} in all); it would ignore "
+            "them, and the responses would come from another policy than the trained one",
             fix="take these layers out of model.target_modules, or set rollout.engine=embedded",
         )
 
 
 def replace_adapter(manager: Any, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """Put the adapter ``weights`` (PEFT's names), of the form in PEFT's ``config``, in the place of the one before.
+    """Replace the adapter by ``weights`` (PEFT's names), with the rank and scale of PEFT's ``config``.
 
-    ``manager`` is that of a worker.
+    ``manager`` is a worker's LoRA manager.
     """
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -111,10 +111,10 @@ def replace_adapter(manager: Any, weights: Mapping[str, torch.Tensor], config: M
 
 
 def keep_indices(model: torch.nn.Module) -> None:
-    """Let vLLM keep what layers with adapters look up places with, in a sleep of level 2, too.
+    """Let vLLM keep the index tensors of layers with adapters during a sleep of level 2.
 
-    Of what is on the device it keeps buffers then, and weights are sent again. These indices (how workers divide the
-    vocabulary, say) are neither, and before vLLM 0.32 they come back as zeros.
+    Then vLLM keeps buffers, and weights are sent again. The index tensors, such as the division of the vocabulary
+    among workers, are neither; before vLLM 0.32 they come back as zeros. Here they become buffers.
     """
     import torch
     from vllm.lora.layers import BaseLayerWithLoRA
@@ -128,9 +128,9 @@ def keep_indices(model: torch.nn.Module) -> None:
 
 
 def with_loaders_names(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return ``weights`` as the loaders of ``model``, whose layers can have adapters, call them.
+    """Return ``weights`` under the names of the loaders of ``model``, which supports adapters.
 
-    In versions of vLLM in which such a layer does not load its own weights, they lie a level deeper.
+    In older versions of vLLM a layer with an adapter does not load its own weights: they are one level deeper.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 

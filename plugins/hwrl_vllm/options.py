@@ -1,4 +1,4 @@
-"""vLLM's engine arguments: what hwrl decides, and what the user can set under ``rollout.engine_options``."""
+"""vLLM's engine arguments: those of hwrl, and the user's under ``rollout.engine_options``."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,  # prompts and responses are token ids
     "generation_config": "vllm",  # a model's own sampling defaults would change the policy
     "logprobs_mode": "processed_logprobs",  # at the temperature of sampling, as the trainer computes them
-    # A token that was scheduled before an update must not come out after it.
+    # A token scheduled before an update must not appear after it.
     "async_scheduling": False,
-    "stream_interval": 1,  # a token bears the version that is served when it comes out
+    "stream_interval": 1,  # a token gets the version at its output
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "worker_extension_cls": "hwrl_vllm.worker.WeightLoading",
     "disable_log_stats": True,
 }
-"""Arguments on which the engine's promises rest."""
+"""The engine's promises depend on these values."""
 
-_DRAFT = "a draft model would get no weights, and log-probabilities of drafted tokens are not known to be the policy's"
-_OTHER_MODEL = "the replica would compute another model than the trainer, which reads model.path alone"
-_OTHER_POLICY = "nothing but rollout.temperature may shape the sampling, because the trainer computes with that alone"
-_ELSEWHERE = "what is cached outside the engine may come from other weights"
-_MOVED = "it moves weights about, so that an update would miss some"
+_DRAFT = "a draft model would get no weights, and drafted tokens may have other log-probabilities than the policy"
+_OTHER_MODEL = "the replica would compute another model than the trainer, which only reads model.path"
+_OTHER_POLICY = "only rollout.temperature may shape the sampling, because the trainer computes with it alone"
+_ELSEWHERE = "a cache outside the engine may hold results of other weights"
+_MOVED = "it moves weights to other places, and an update would miss them"
 _OTHER_WORKERS = "hwrl places a replica's workers: in its process, or on rollout.tensor_parallel devices of its machine"
 
 _REFUSED = {
-    "trust_remote_code": "hwrl runs no code that comes with a model",
-    "worker_cls": "updates and sleep are made for vLLM's own workers",
-    "scheduler_cls": "versions are right only if no token is scheduled before an update and comes out after it",
+    "trust_remote_code": "hwrl runs no code from a model directory",
+    "worker_cls": "updates and sleep need vLLM's own workers",
+    "scheduler_cls": "versions are correct only if no token is scheduled before an update and appears after it",
     "logits_processors": _OTHER_POLICY,
     "watermark_config": _OTHER_POLICY,
     "override_generation_config": _OTHER_POLICY,
@@ -68,15 +68,15 @@ _REFUSED = {
     **dict.fromkeys(["enable_eplb", "enable_elastic_ep", "offload_backend", "offload_group_size"], _MOVED),
     **dict.fromkeys(["nnodes", "node_rank", "prefill_context_parallel_size"], _OTHER_WORKERS),
 }
-"""Arguments that are left at vLLM's defaults, because hwrl's promises hold with no other value."""
+"""Arguments with a fixed value, vLLM's default: hwrl's promises hold with no other."""
 
 
 def engine_arguments(
     settings: RolloutSettings, options: Mapping[str, Any], *, device: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, Any]:
-    """Return the arguments of an engine: hwrl's, those that the ``device`` needs, and ``options``, the user's.
+    """Return the arguments of an engine: hwrl's, the ``device``'s and the user's ``options``.
 
-    ``known`` are the names that the installed vLLM has. Raises what :func:`check_options` raises.
+    ``known`` are the names of the installed vLLM. Raises the errors of :func:`check_options`.
     """
     check_options(options, known=known)
     return {
@@ -88,7 +88,7 @@ def engine_arguments(
         "max_model_len": settings.max_length,
         "enable_sleep_mode": settings.may_sleep,
         "tensor_parallel_size": settings.tensor_parallel,
-        # In this process, or where they can open its memory; vLLM itself would ask Ray for some.
+        # In this process, or on this machine, to open its memory; vLLM itself might use Ray.
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         **(lora_arguments(settings.lora.rank, tensor_parallel=settings.tensor_parallel) if settings.lora else {}),
         **device,
@@ -97,23 +97,20 @@ def engine_arguments(
 
 
 def check_options(options: Iterable[str], *, known: Collection[str]) -> None:
-    """Raise ConfigError for an option that is not among ``known``, vLLM's arguments, or that is not the user's."""
+    """Raise ConfigError for an option outside ``known``, vLLM's arguments, and for one that hwrl sets or refuses."""
     for name in options:
         _check(name, known)
 
 
 def known_arguments(package: Path) -> set[str]:
-    """Return the names of the engine arguments of the vLLM in the folder ``package``, without importing it.
-
-    That would take ten seconds.
-    """
+    """Return the names of vLLM's engine arguments, from its folder ``package``; an import would take ten seconds."""
     module = ast.parse((package / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     (found,) = (node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     return {ast.unparse(node.target) for node in found.body if isinstance(node, ast.AnnAssign)}
 
 
-def places_of(message: str, options: Iterable[str]) -> str:
-    """Return which keys of the configuration vLLM speaks of in ``message``; ``options`` are the user's."""
+def keys_in(message: str, options: Iterable[str]) -> str:
+    """Return the configuration keys for the words in vLLM's ``message``; ``options`` are the user's."""
     words = set(re.findall(r"\w+", message))
     keys = [key for name, key in _HAVE_KEYS.items() if name in words and "_" in name]
     own = [f"rollout.engine_options.{name}" for name in options if name in words]

@@ -1,4 +1,4 @@
-"""Sleep with the weights in hwrl's page-locked memory, where vLLM lets a backend of its sleep mode be registered."""
+"""A backend of vLLM's sleep mode: the weights sleep in hwrl's page-locked memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PIECE_NBYTES = 32 << 20
 
 
 class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not followed
-    """vLLM's sleep mode, but for the weights at level 1, which a :class:`~hwrl.memory.PinnedPool` keeps.
+    """vLLM's own sleep mode, except for the weights at level 1: a :class:`~hwrl.memory.PinnedPool` keeps them.
 
-    vLLM page-locks in the first sleep, which takes seconds; here a thread does it while the engine starts.
+    vLLM locks pages in the first sleep, for seconds. Here a thread does it while the engine starts.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
                 for memory, kept in self._weights():
                     kept.copy_(memory, non_blocking=True)
             self._stream.synchronize()
-        super().suspend(2)  # keeps no weights itself
+        super().suspend(2)  # vLLM keeps no weights then
         self._kept = level == 1
 
     def resume(self, tags: list[str] | None = None) -> None:
@@ -54,16 +54,15 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
                 self._bring_back()
         try:
             if wanted - {_WEIGHTS}:
-                super().resume(sorted(wanted - {_WEIGHTS}))  # meanwhile the weights come
+                super().resume(sorted(wanted - {_WEIGHTS}))  # meanwhile the weights are copied
         finally:
             self._stream.synchronize()
 
     def _bring_back(self) -> None:
-        """Begin to copy the weights to the device.
+        """Start to copy the weights to the device, by kernels.
 
-        By kernels, which read page-locked memory where it lies: the driver clears what it maps by copy engines, and for
-        as long as that takes they would copy at half their speed. Mapping waits for a kernel that runs, so each is
-        short.
+        The driver clears newly mapped memory with the copy engines. Meanwhile a copy by these engines would have half
+        the speed, so kernels read the page-locked memory instead. Mapping waits for a running kernel, so each is short.
         """
         with self._stream:
             for memory, kept in self._weights():
@@ -73,26 +72,26 @@ class PooledSleep(CuMemBackend):  # type: ignore[misc]  # vLLM's types are not f
         self._kept = False
 
     def _lock(self, device: int) -> None:
-        self._backend.set_device(device)  # of this thread
+        self._backend.set_device(device)  # for this thread
         for _ in self._weights():
             pass
 
     def _weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the bytes of each of vLLM's allocations for weights, and the page-locked ones that keep them."""
+        """Yield each of vLLM's allocations for weights, as bytes, with its page-locked copy."""
         for address, data in list(get_mem_allocator_instance().pointer_to_data.items()):
             if data.tag == _WEIGHTS:
                 nbytes = data.handle[1]
                 yield self._on_device(address, nbytes), self._pool.slab(str(address), nbytes=nbytes)[:nbytes]
 
     def _on_device(self, address: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes at ``address`` as a tensor of the device."""
+        """Return the bytes at ``address`` as a tensor on the device."""
         device = self._backend.device()
         storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def pooled_sleep(model_config: Any) -> Any:
-    """Return the backend, made by vLLM's registry, for a worker with ``model_config``."""
+    """Return this sleep backend from vLLM's registry, for a worker with ``model_config``."""
     if NAME not in SleepModeBackendFactory._registry:
         SleepModeBackendFactory.register_backend(NAME, __name__, PooledSleep.__name__)
     model_config.sleep_mode_backend = NAME

@@ -1,4 +1,4 @@
-"""What hwrl adds to vLLM's workers: they load a whole version of the weights into the live model."""
+"""hwrl's extension of vLLM's workers: load a whole version of the weights into the running model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Lent:
-    """A tensor in the memory of the rollout process, as a worker process can open it."""
+    """A tensor in the rollout process's memory; a worker process can open it."""
 
     handle: dict[str, str | int]
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Lent:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, backend: Backend) -> Lent:
-        """Lend ``tensor``, which is contiguous and not empty, for as long as it lives."""
+        """Lend ``tensor``, contiguous and not empty, as long as it exists."""
         return cls(backend.export_memory(tensor), tensor.dtype, tensor.shape)
 
     def open(self, backend: Backend) -> torch.Tensor:
@@ -36,7 +36,7 @@ class Lent:
 
 
 class WeightLoading:
-    """Mixed into vLLM's worker by ``worker_extension_cls``; its methods are called by ``collective_rpc``."""
+    """A mixin of vLLM's worker (``worker_extension_cls``). ``collective_rpc`` calls its methods."""
 
     model_runner: Any
     model_config: Any
@@ -45,14 +45,14 @@ class WeightLoading:
     _hwrl_recorded = False
 
     def hwrl_load_lent(self, method: str, weights: Mapping[str, Lent], *args: Any) -> None:
-        """Call ``method`` with weights that another process lends, and ``args``."""
+        """Call ``method`` with the ``weights`` of another process, and ``args``."""
         backend = get_backend()
         getattr(self, method)({name: lent.open(backend) for name, lent in weights.items()}, *args)
 
     def hwrl_load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load contiguous ``weights``, the whole model's, in place; a worker takes its shards of them. Blocks.
+        """Load contiguous ``weights`` of the whole model, in place; each worker takes its shards. Blocks.
 
-        If that fails the model holds a mixture, but can be loaded again.
+        After a failure the model is a mixture of versions; another load repairs it.
         """
         if self._hwrl_copies is not None and self._hwrl_copies.suits(weights):
             self._hwrl_copies.run(weights)
@@ -64,24 +64,24 @@ class WeightLoading:
             self._hwrl_copies = recorder.plan(self.model_runner.get_model().parameters())
             self._hwrl_recorded = True
             if self._hwrl_copies is None:
-                _log.info("updates run vLLM's loaders, as they do more than copy: %s", recorder.obstacle)
-        get_backend().synchronize()  # the lender may write there again
+                _log.info("updates run vLLM's loaders, because they do more than copy: %s", recorder.obstacle)
+        get_backend().synchronize()  # then the lender may overwrite them
 
     def hwrl_load_adapter(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-        """Load ``weights`` (PEFT's names), a whole adapter of the form that PEFT's ``config`` says. Blocks."""
+        """Load ``weights`` (PEFT's names), a whole adapter with PEFT's ``config``. Blocks."""
         replace_adapter(self.model_runner.lora_manager, weights, config)
         get_backend().synchronize()
 
     def hwrl_layers_without_place(self, names: Collection[str]) -> list[str]:
-        """Return the layers of an adapter of tensors ``names`` (PEFT's) in which this model can have none."""
+        """Return the layers in ``names`` (an adapter's tensors) that cannot have an adapter in this model."""
         return layers_without_place(self.model_runner.lora_manager, names)
 
     def hwrl_free_nbytes(self) -> int:
-        """Return the free memory of this worker's device."""
+        """Return the free bytes of this worker's device."""
         return get_backend().memory_info().free_nbytes
 
     def hwrl_prepare_sleep(self) -> None:
-        """Let sleep keep what it must, in hwrl's memory if this version of vLLM lets others keep the weights."""
+        """Prepare for sleep: keep index tensors, and use hwrl's sleep backend if this vLLM supports one."""
         keep_indices(self.model_runner.get_model())
         if hasattr(self, "_sleep_mode_backend"):
             from hwrl_vllm.sleep import pooled_sleep
@@ -89,7 +89,7 @@ class WeightLoading:
             self._sleep_mode_backend = pooled_sleep(self.model_config)
 
     def _hwrl_reload(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Run the model's loaders, and what prepares a layer's weights for its kernels."""
+        """Run the model's loaders, and prepare each layer's weights for its kernels."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,
@@ -112,9 +112,9 @@ class WeightLoading:
 
 
 def _prepare_sharing_layers(model: torch.nn.Module) -> None:
-    """Prepare again the layers that share their weights, as an output layer may with the embeddings.
+    """Prepare layers with shared weights again, such as an output layer with the embeddings.
 
-    vLLM reloads one of them, and leaves in the others what they made of the weights before, as on CPUs they do.
+    vLLM reloads one of them. On CPUs the others keep what they computed from the old weights.
     """
     sharing: dict[int, list[Any]] = {}
     for layer in model.modules():
@@ -128,7 +128,7 @@ def _prepare_sharing_layers(model: torch.nn.Module) -> None:
 
 
 def _forget_waiting(model: torch.nn.Module) -> None:
-    """Forget what was given to layers that wait for more of their weights: they get back those of before."""
+    """Drop the partial weights of layers that wait for the rest; such a layer keeps its old weights."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():

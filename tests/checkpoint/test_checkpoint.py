@@ -1,4 +1,4 @@
-"""The promises of CheckpointManager on one rank: what is saved, kept, found and loaded."""
+"""The promises of CheckpointManager on one rank: saving, keeping, finding and loading."""
 
 import logging
 import threading
@@ -178,7 +178,7 @@ def test_the_newest_are_kept_across_restarts(tmp_path: Path) -> None:
 
 
 class Watching(DurableFS):
-    """Notes which checkpoints were complete whenever something was removed."""
+    """Notes the complete checkpoints at each removal."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_another_model_is_refused_and_not_half_loaded(tmp_path: Path, template: 
 
 
 class Custom:
-    """Something that only a pickle could bring back."""
+    """A value in need of a pickle."""
 
 
 def test_state_that_only_a_pickle_could_hold_is_refused(tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path: Path, ca
 
 
 class Counting(CpuBackend):
-    """Notes what memory was page-locked."""
+    """Notes the bytes of page-locked memory."""
 
     def __init__(self) -> None:
         super().__init__(INFO)

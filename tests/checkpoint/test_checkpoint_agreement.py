@@ -1,9 +1,9 @@
 """Several real ranks agree on a save: over large values, when one of them cannot save, and about names of their own."""
 
-import functools
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
-from hwrl.checkpoint.saving.agreement import Agreement
+from hwrl.checkpoint.saving.agreement import Agreement, Message
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointError, ConfigError, HwrlError
 from hwrl.memory import Offloader
@@ -39,29 +39,42 @@ def open_manager(group: Group, directory: Path, **options: Any) -> CheckpointMan
 
 
 def noise(seed: int, mib: int) -> str:
-    """Return a text that no compression makes smaller than ``mib``."""
+    """Return a text of at least ``mib`` after compression."""
     return random.Random(seed).randbytes(mib << 20).hex()
 
 
 # -- values of any size -----------------------------------------------------------------------------------------
 
 
-def _decide_on_much(group: Group) -> int:
+@dataclass(frozen=True)
+class Text(Message):
+    text: str
+
+
+@dataclass(frozen=True)
+class Texts(Message):
+    texts: list[str]
+
+
+def _decide_on_much(group: Group) -> list[int]:
     agreement = Agreement(group.store, rank=group.rank, ranks=range(group.size), timeout_s=TIMEOUT_S)
     keys = []
     for mib in (0, 9, 0):
-        both = agreement.decide(functools.partial(noise, group.rank, mib), list)
-        assert both == [noise(rank, mib) for rank in range(group.size)]
-        agreement.vote(lambda: None)
+        with agreement.round() as ranks:
+            own = ranks.gather(Text(noise(group.rank, mib)))
+            assert (own is None) == (group.rank != 0)
+            both = ranks.broadcast(None if own is None else Texts([one.text for one in own]), Texts)
+        assert both.texts == [noise(rank, mib) for rank in range(group.size)]
+        with agreement.vote():
+            pass
         group.barrier()
-        keys.append([key for key in group.store.list_keys() if key.startswith("round")])
+        keys.append(len([key for key in group.store.list_keys() if key.startswith("round") and "/beat" not in key]))
         group.barrier()
-    assert len(keys[0]) == len(keys[1]) == len(keys[2])
-    return len(keys[0])
+    return keys
 
 
 def test_values_above_8_mib_are_agreed_on_and_nothing_of_them_stays_in_the_store() -> None:
-    assert on_ranks(_decide_on_much, 2) <= [5, 5]  # the last round's: what each said, its beats, and the decision
+    assert on_ranks(_decide_on_much, 2) == [[3, 3, 3]] * 2  # the last round's: two messages and the decision
 
 
 class Spying(DurableFS):
@@ -97,11 +110,11 @@ def test_plans_and_extras_above_8_mib_are_saved_and_extras_are_not_sent_to_all_r
     assert 0 < on_ranks(_save_much, 2, tmp_path)[1] < 1 << 16
 
 
-# -- a rank that cannot save ------------------------------------------------------------------------------------
+# -- a rank fails to save ---------------------------------------------------------------------------------------
 
 
 class Custom:
-    """Something that only a pickle could bring back."""
+    """A value in need of a pickle."""
 
 
 class Stingy(CpuBackend):
@@ -117,7 +130,7 @@ class Stingy(CpuBackend):
 
 
 def _bad_calls(backend: Stingy) -> list[Callable[[], dict[str, Any]]]:
-    """Return what makes the arguments of calls of ``save`` that fail before the ranks meet."""
+    """Return functions for the arguments of ``save``; each call fails before the ranks meet."""
     model = torch.nn.Linear(4, 4)
     offloader = Offloader(model, backend=BACKEND)
 
@@ -177,7 +190,7 @@ def test_what_fails_on_one_rank_before_the_ranks_meet_fails_on_all_and_the_next_
 
 
 class Interrupted(BaseException):
-    """What a signal's handler raises."""
+    """Raised by a signal's handler."""
 
 
 class Interrupting(CpuBackend):
@@ -242,7 +255,7 @@ def test_an_interrupted_rank_is_with_the_others_in_the_next_save(tmp_path: Path)
 
 
 def _own_names(group: Group, value: float) -> dict[str, Any]:
-    """Return a stage of a pipeline: what all ranks have, and what this one has."""
+    """Return a stage of a pipeline: values of all ranks, and values of this one."""
     return {"model": {f"layers.{group.rank}": torch.full((2,), float(value + group.rank))}, "step": int(value)}
 
 

@@ -1,4 +1,4 @@
-"""Calls of CheckpointManager that are interrupted, wrong, too late, or never come."""
+"""Calls of CheckpointManager: interrupted, wrong, too late, or missing."""
 
 import gc
 import signal
@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest
-from hwrl.checkpoint.format import split
-from hwrl.checkpoint.saving.save import seal
+from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, SaveTuning
+from hwrl.checkpoint.format.seal import seal
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
 from hwrl_cpu import INFO, CpuBackend
 
@@ -39,12 +38,12 @@ class Gated(DurableFS):
 
 
 class Preempted(BaseException):
-    """What a signal's handler raises."""
+    """Raised by a signal's handler."""
 
 
 @contextmanager
 def interrupted_by(action: Any = lambda: None) -> Iterator[None]:
-    """Have a signal end the block, which blocks, and run ``action`` when it comes."""
+    """Have a signal end the block, and run ``action`` in its handler."""
 
     def handle(*_: object) -> None:
         action()
@@ -112,7 +111,7 @@ def test_an_interrupted_save_in_the_foreground_leaves_no_thread_that_reads_the_s
         assert [info.step for info in opened.checkpoints()] == [2]
 
 
-# -- what is refused --------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["step", "weight_version"])
@@ -162,12 +161,11 @@ def test_another_librarys_group_is_refused(tmp_path: Path) -> None:
         manager(tmp_path, group=object())
 
 
-def test_the_default_device_is_the_callers_own_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split, "PIECE_NBYTES", 16)
+def test_the_default_device_is_the_callers_own_matter(tmp_path: Path) -> None:
     rows = torch.arange(12.0).reshape(4, 3)
     state: dict[str, Any] = {"rows": rows, "pair": (torch.ones(2), 3)}
     other: dict[str, Any] = {"rows": torch.zeros(4, 3), "pair": None}
-    with torch.device("meta"), manager(tmp_path, async_save=True) as opened:
+    with torch.device("meta"), manager(tmp_path, async_save=True, tuning=SaveTuning(item_nbytes=16)) as opened:
         opened.save(1, state)
         opened.resume(other)
     assert torch.equal(other["rows"], rows) and other["pair"][0].tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""A checkpoint that was damaged or forged is recognised, named, and passed over; nothing in it is executed."""
+"""A damaged or forged checkpoint is recognised, named, and skipped; nothing in it is executed."""
 
 import copy
 import ctypes
@@ -47,7 +47,7 @@ def _flip(path: Path, place: int) -> None:
 
 
 def _forge(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest as someone would who can compute its hash."""
+    """Change the manifest like a forger: with a correct hash."""
     body = json.loads((directory / "MANIFEST.json").read_text())
     del body["manifest_sha256"]
     change(body)
@@ -255,7 +255,7 @@ def test_no_pickle_in_torchs_metadata_is_executed(tmp_path: Path) -> None:
 
 
 def _point_to(step: Path, name: str, payload: bytes) -> None:
-    """Let the layout say that entry ``name`` is ``payload``, which is appended to the data."""
+    """Append ``payload`` to the data, and point the layout's entry ``name`` to it."""
     good = (step / "__0_0.distcp").read_bytes()
     entries = json.loads((step / "layout.json").read_text())
     for entry in entries:
@@ -272,7 +272,7 @@ def _archive(value: object) -> bytes:
 
 
 def _packed(payload: bytes) -> bytes:
-    """Return an archive of torch's with its records compressed, which torch reads as well."""
+    """Return torch's archive with compressed records. torch reads this as well."""
     target = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(payload)) as plain, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
         for record in plain.namelist():
@@ -282,13 +282,13 @@ def _packed(payload: bytes) -> bytes:
 
 
 def _overlapping(payload: bytes) -> bytes:
-    """Return an archive whose directory names its largest record a second time."""
+    """Return an archive with its largest record twice in its directory."""
     target = io.BytesIO(payload)
     with zipfile.ZipFile(target, "a") as archive:
         twin = copy.copy(max(archive.infolist(), key=lambda record: record.file_size))
         twin.filename = twin.filename + "b"
         archive.filelist.append(twin)
-        archive._didModify = True  # type: ignore[attr-defined] # so that the directory is written again
+        archive._didModify = True  # type: ignore[attr-defined] # has the directory written again
     return target.getvalue()
 
 
@@ -401,7 +401,7 @@ def _resume_with_little_memory(rank: int, home: Path) -> str:
 
 
 def test_thousands_of_parts_take_no_memory_for_each_pair_of_them(tmp_path: Path) -> None:
-    """A forger says that each element of a tensor lies alone, all in the same bytes."""
+    """A forged layout: each element of a tensor is a part, all in the same bytes."""
     _saved(tmp_path)
     step = tmp_path / "global_step_2"
     entries = json.loads((step / "layout.json").read_text())
@@ -437,7 +437,7 @@ def test_a_directory_in_the_place_of_the_tracker_is_refused_before_anything_is_s
 
 
 def _obey_permissions() -> None:
-    """Give up what lets root write anywhere: all capabilities, as capset(2) takes them."""
+    """Give up root's right to write anywhere: all capabilities, in the form of capset(2)."""
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(header, none) == 0
 
@@ -463,7 +463,7 @@ def test_a_read_only_directory_can_be_read_and_is_refused_for_saving(tmp_path: P
     text = run_processes(_open_read_only, 1, home)[0]
     assert f"cannot keep checkpoints in {home}" in text and "Permission denied" in text
     for path in (home, *home.rglob("*")):
-        path.chmod(0o755)  # so that pytest can remove it
+        path.chmod(0o755)  # pytest must remove it
 
 
 def test_a_manifest_survives_its_own_format(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank that dies or freezes in a save is named on all others in time; those that are left save without a restart."""
+"""If a rank dies or freezes in a save, the others name it in time, and go on to save without a restart."""
 
 import os
 import signal

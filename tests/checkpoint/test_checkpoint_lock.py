@@ -1,4 +1,4 @@
-"""One process writes to a directory of checkpoints; who else comes is told whose it is, and the dead own nothing."""
+"""One process writes to a directory of checkpoints. Others are refused, with its name. A dead process holds no lock."""
 
 import fcntl
 import os
@@ -34,7 +34,7 @@ def test_a_second_writer_is_refused_with_the_owner_named(tmp_path: Path) -> None
 
 def _own_until_killed(rank: int, directory: Path) -> None:
     with _manager(directory):
-        if os.fork() == 0:  # a worker that outlives its parent, as those that load data may
+        if os.fork() == 0:  # a worker may outlive its parent, for example one that loads data
             (directory.parent / "worker").write_text(str(os.getpid()))
             signal.pause()
         signal.pause()

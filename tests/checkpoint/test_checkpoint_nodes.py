@@ -2,9 +2,11 @@
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,69 +17,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, find_checkpoints
 from hwrl.checkpoint.join import join_parts
-from hwrl.checkpoint.saving import nodes
 from hwrl.cli import main
-from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.comm import Group, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
-from hwrl.testing.processes import Processes, run_processes
-from hwrl_cpu import INFO, CpuBackend
+from hwrl.testing.processes import run_processes
+from tests.support.two_nodes import BACKEND, TRACKER, disk, group_of, on_ranks, open_manager, resume, save
 
-BACKEND = CpuBackend(INFO)
-TRACKER = "latest_checkpointed_iteration.txt"
-SHORT_S = 5.0  # until a rank that was killed counts as lost
+SHORT_S = 5.0  # until a killed rank counts as lost
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
-
-
-def disk(home: Path, node: int) -> Path:
-    return home / f"node{node}"
-
-
-def state_of(group: Group, step: int) -> dict[str, Any]:
-    """A tensor divided over the ranks, one that all of them have, and a number: all say ``step``."""
-    row = torch.full((1, 3), float(step)) + group.rank
-    return {
-        "divided": LocalShards((group.size, 3), row.dtype, {(group.rank, 0): row}),
-        "same": row[0] - group.rank,
-        "n": step,
-    }
-
-
-def open_manager(group: Group, directory: Path, *, fs: DurableFS | None = None, **options: Any) -> CheckpointManager:
-    return CheckpointManager(directory, group=group, backend=BACKEND, fs=fs, **options)
-
-
-def save(manager: CheckpointManager, group: Group, step: int) -> None:
-    manager.save(step, state_of(group, step), extra={"step": step}, rank_extra={"step": step, "rank": group.rank})
-    manager.wait()
-
-
-def resume(manager: CheckpointManager, group: Group) -> int | None:
-    """Return the step that was resumed, of which all that was loaded is; None if there is none."""
-    state = state_of(group, -9)
-    found = manager.resume(state)
-    if found is None:
-        return None
-    step = found.step
-    assert torch.equal(state["divided"].pieces[(group.rank, 0)], torch.full((1, 3), float(step + group.rank)))
-    assert torch.equal(state["same"], torch.full((3,), float(step))) and state["n"] == step
-    assert found.extra == {"step": step}
-    assert found.rank_extras == [{"step": step, "rank": rank} for rank in range(group.size)]
-    return step
-
-
-def on_ranks(target: Callable[..., Any], size: int, home: Path, *args: Any) -> list[Any]:
-    """Run ``target(group, home, *args)`` on each rank; half of the ranks are on each of two nodes."""
-    store = serve_store()
-    return run_processes(_on_rank, size, store_address(store), target, size, home, *args, timeout_s=100)
-
-
-def _on_rank(rank: int, address: str, target: Callable[..., Any], size: int, home: Path, *args: Any) -> Any:
-    nodes._LOOK_S = 0.1  # here a file shows at once, or never
-    return target(_group(rank, address, size), disk(home, rank * 2 // size), *args)
-
-
-def _group(rank: int, address: str, size: int) -> Group:
-    return Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=size, name="all")
 
 
 # -- saving and resuming -------------------------------------------------------------------------------------------
@@ -211,7 +158,7 @@ def test_the_commands_say_that_a_directory_is_one_nodes_part(
         assert _checkpoints(capsys, command, there).count("only the part of node 1 of 2") == 2
     assert main(["checkpoints", "export", str(there), str(tmp_path / "out"), "--model", "unread"]) != 0
     assert "hwrl checkpoints join" in capsys.readouterr().err
-    (there / TRACKER).write_text("2")  # as if killed before it announced step 3, which node 0 may lack
+    (there / TRACKER).write_text("2")  # as if killed before it announced step 3: node 0 may lack it
     assert "kept [2, 3]" in _checkpoints(capsys, "prune", there, "--keep", 1)
     assert (there / TRACKER).read_text() == "2"
 
@@ -243,11 +190,11 @@ def test_parts_are_joined_into_a_checkpoint_that_any_ranks_resume(
         join_parts([here, there], tmp_path / "other")
 
 
-# -- what goes wrong on one node -----------------------------------------------------------------------------------
+# -- errors on one node --------------------------------------------------------------------------------------------
 
 
 class Full(DurableFS):
-    """Has no room for what of step 2 is about to be synced under ``name``."""
+    """Has no room for the file ``name`` of step 2: its sync fails."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -333,38 +280,72 @@ def _resume_save_resume(group: Group, directory: Path) -> list[int | None]:
     return [_resume_and_save(group, directory, 9), _resume(group, directory)]
 
 
-def _resumed_after_deaths(home: Path, step: int, numbers: list[int | None]) -> int | None:
-    """Let the nodes die in ``step``, check what the next life finds, and return which step that is."""
-    store = serve_store()
-    with Processes(_on_rank, 2, store_address(store), _die, 2, home, step, numbers) as processes:
-        processes.outcomes()
-    told = [int(path.read_text()) for path in home.glob("acknowledged-*")]
-    (resumed, last), there = on_ranks(_resume_save_resume, 2, home)
-    assert [resumed, last] == there and last == 9, "the nodes resumed different steps"
-    assert (resumed or 0) >= max(told, default=0), "an acknowledged step is lost"
-    for node in (0, 1):
-        left = {path.name for path in disk(home, node).iterdir() if not path.name.startswith((".broken_", "global_"))}
-        assert left == {TRACKER, ".hwrl.lock"}
-        assert (disk(home, node) / TRACKER).read_text() == "9"
-    found: int | None = resumed
+def _live(home: Path, address: str, life: str, target: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``target`` on a rank of each node, in forked processes; return the results, None for a rank that failed."""
+    children = [_fork_rank(rank, home, address, life, target, *args) for rank in (0, 1)]
+    answers = []
+    for rank, child in enumerate(children):
+        status = os.waitpid(child, 0)[1]
+        answers.append(json.loads((home / f"{life}-{rank}").read_text()) if status == 0 else None)
+    return answers
+
+
+def _fork_rank(rank: int, home: Path, address: str, life: str, target: Callable[..., Any], *args: Any) -> int:
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        result = target(group_of(rank, address, 2, name=f"{home.name} {life}"), disk(home, rank), *args)
+        (home / f"{life}-{rank}").write_text(json.dumps(result))
+        status = 0
+    except BaseException:  # noqa: BLE001 - nothing may escape into the parent's code: this process is a copy of it
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _check_after_deaths(rank: int, work: Path, address: str, step: int, cases: list[list[int | None]]) -> list[Any]:
+    """For each case, let the nodes die in ``step`` and check the next life; return the steps found there."""
+    found = []
+    for numbers in cases:
+        home = work / "-".join(map(str, numbers))
+        home.mkdir()
+        _live(home, address, "dying", _die, step, numbers)
+        told = [int(path.read_text()) for path in home.glob("acknowledged-*")]
+        here, there = _live(home, address, "next", _resume_save_resume)
+        assert here == there and here[1] == 9, f"{numbers}: the nodes resumed different steps: {here}, {there}"
+        assert (here[0] or 0) >= max(told, default=0), f"{numbers}: an acknowledged step is lost"
+        for node in (0, 1):
+            names = {path.name for path in disk(home, node).iterdir()}
+            left = {name for name in names if not name.startswith((".broken_", "global_"))}
+            assert left == {TRACKER, ".hwrl.lock"}, numbers
+            assert (disk(home, node) / TRACKER).read_text() == "9", numbers
+        found.append(here[0])
     return found
 
 
-@pytest.mark.parametrize("here", range(3))  # before the rename, before its sync, when both are done
-@pytest.mark.parametrize("there", range(3))
-def test_killed_anywhere_between_two_commits_both_nodes_resume_the_same_step(
-    tmp_path: Path, here: int, there: int
-) -> None:
-    assert _resumed_after_deaths(tmp_path, 2, [here, there]) == (2 if here and there else 1)
+def _found_after_deaths(work: Path, step: int, cases: list[list[int | None]]) -> list[int | None]:
+    store = serve_store()
+    found: list[int | None] = run_processes(
+        _check_after_deaths, 1, work, store_address(store), step, cases, timeout_s=250
+    )[0]
+    return found
 
 
-@pytest.mark.parametrize("numbers", [(0, 1), (2, 0)])
-def test_a_first_step_that_one_node_committed_was_never_there(tmp_path: Path, numbers: tuple[int, int]) -> None:
-    assert _resumed_after_deaths(tmp_path, 1, [*numbers]) is None
+@pytest.mark.timeout(300)
+def test_killed_anywhere_between_two_commits_both_nodes_resume_the_same_step(tmp_path: Path) -> None:
+    # Before the rename, before its sync, and when both are done; on each of the nodes.
+    cases: list[list[int | None]] = [[here, there] for here in range(3) for there in range(3)]
+    assert _found_after_deaths(tmp_path, 2, cases) == [2 if here and there else 1 for here, there in cases]
 
 
+@pytest.mark.timeout(300)
+def test_a_first_step_that_one_node_committed_was_never_there(tmp_path: Path) -> None:
+    assert _found_after_deaths(tmp_path, 1, [[0, 1], [2, 0]]) == [None, None]
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [0, 3, 6, 9])
-def test_one_node_killed_at_any_change_after_the_seal_loses_nothing(tmp_path: Path, victim: int, number: int) -> None:
-    numbers = [number if rank == victim else None for rank in (0, 1)]
-    assert _resumed_after_deaths(tmp_path, 2, numbers) == (2 if number else 1)
+def test_one_node_killed_at_any_change_after_the_seal_loses_nothing(tmp_path: Path, victim: int) -> None:
+    cases = [[number if rank == victim else None for rank in (0, 1)] for number in (0, 3, 6, 9)]
+    assert _found_after_deaths(tmp_path, 2, cases) == [1, 2, 2, 2]

@@ -1,4 +1,4 @@
-"""Saving what an Offloader holds on the host: neither loaded nor copied, and never mixed with the next step."""
+"""Saving a state that an Offloader holds on the host: neither loaded nor copied, and never mixed with the next step."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def copy_of(value: Any) -> Any:
 
 
 def saved_in(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what the newest checkpoint holds, in the structure of ``state``."""
+    """Return the content of the newest checkpoint, in the structure of ``state``."""
     found: dict[str, Any] = copy_of(state)
     with CheckpointManager(directory, backend=BACKEND) as opened:
         assert opened.resume(found) is not None

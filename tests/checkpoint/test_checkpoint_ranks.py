@@ -1,11 +1,11 @@
-"""The promises of CheckpointManager on several real ranks: FSDP2, resharding, agreement, a rank that fails."""
+"""The promises of CheckpointManager on several real ranks: FSDP2, resharding, agreement, a failing rank."""
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hwrl
-from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
-from hwrl.checkpoint.format import split
-from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
+from hwrl.checkpoint import CheckpointManager, DurableFS, SaveTuning, find_checkpoints
+from hwrl.comm import Comm, Group, PrefixStore, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
 from tests.support.roomy import Roomy
@@ -96,26 +95,15 @@ def _resume_and_train(group: Group | None, directory: Path) -> list[float]:
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "async": {"async_save": True},
-    "device": {"async_save": True, "staging": "device"},
+    "device": {"async_save": True, "staging": "device", "tuning": SaveTuning(item_nbytes=48)},
 }
-
-
-def _resume_on(rank: int, address: str, directory: Path, size: int) -> list[float]:
-    with _group(rank, address, size=size) as group:
-        return _resume_and_train(group, directory)
-
-
-def _save_on(rank: int, address: str, directory: Path, size: int) -> list[float]:
-    with _group(rank, address, size=size) as group:
-        return _train_and_save(group, directory, async_save=True)
 
 
 def _save_and_resume_on_two(rank: int, address: str, directory: Path) -> dict[str, list[list[float]]]:
     with _group(rank, address) as group:
         losses = {}
         for name, options in MODES.items():
-            with mock.patch.object(split, "PIECE_NBYTES", 48 if name == "device" else split.PIECE_NBYTES):
-                losses[name] = [_train_and_save(group, directory / name, **options)]
+            losses[name] = [_train_and_save(group, directory / name, **options)]
             losses[name].append(_resume_and_train(group, directory / name))
         return losses
 
@@ -133,17 +121,43 @@ def test_two_ranks_save_and_two_or_one_resume(tmp_path: Path) -> None:
         assert (info.path / "hf" / "rank.txt").read_text() == "0"
 
 
-@pytest.mark.parametrize(("saves", "resumes"), [(1, 2), (1, 4), (4, 2), (2, 4), (4, 1)])
-def test_another_number_of_ranks_resumes(tmp_path: Path, saves: int, resumes: int) -> None:
-    trained = _on_ranks(_save_on, saves, tmp_path) if saves > 1 else [_train_and_save(None, tmp_path, async_save=True)]
-    resumed = _on_ranks(_resume_on, resumes, tmp_path) if resumes > 1 else [_resume_and_train(None, tmp_path)]
-    for losses in resumed:
-        assert losses == pytest.approx(trained[0], rel=1e-5)
+RESHARDINGS = [(1, 2), (1, 4), (4, 2), (2, 4), (4, 1)]
+"""Pairs of the number of ranks that save and the number of ranks that resume."""
 
 
-def _on_ranks(target: Callable[..., list[float]], size: int, directory: Path) -> list[list[float]]:
+def _save_and_resume_on_some(rank: int, address: str, directory: Path) -> dict[str, list[float]]:
+    """Save on the first 1, 2 and 4 ranks, then resume on other numbers of ranks; return the losses after each."""
+    losses: dict[str, list[float]] = {}
+    for size in (1, 2, 4):
+        with _first_ranks(rank, address, f"save on {size}", size) as [takes_part, group]:
+            if takes_part:
+                losses[f"{size} trained"] = _train_and_save(group, directory / str(size), async_save=True)
+    for saved, size in RESHARDINGS:
+        with _first_ranks(rank, address, f"resume {saved} on {size}", size) as [takes_part, group]:
+            if takes_part:
+                losses[f"{saved} resumed on {size}"] = _resume_and_train(group, directory / str(saved))
+    return losses
+
+
+@contextlib.contextmanager
+def _first_ranks(rank: int, address: str, name: str, size: int) -> Iterator[tuple[bool, Group | None]]:
+    """Yield whether this rank of four is among the first ``size``, and their group; the others wait at the end."""
+    store = PrefixStore(name, connect_store(address))
+    if rank >= size or size == 1:
+        yield rank < size, None
+    else:
+        with Comm(BACKEND).init_default(store=store, rank=rank, size=size) as group:
+            yield True, group
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(4)])
+
+
+def test_another_number_of_ranks_resumes(tmp_path: Path) -> None:
     store = serve_store()
-    return run_processes(target, size, store_address(store), directory, size, timeout_s=150)
+    ranks = run_processes(_save_and_resume_on_some, 4, store_address(store), tmp_path, timeout_s=150)
+    for saved, size in RESHARDINGS:
+        for losses in ranks[:size]:
+            assert losses[f"{saved} resumed on {size}"] == pytest.approx(ranks[0][f"{saved} trained"], rel=1e-5)
 
 
 class FullDisk(DurableFS):
@@ -188,7 +202,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_pat
 
 
 def _disagree(rank: int, address: str, directory: Path) -> list[str]:
-    """Errors of both kinds of disagreement, and of a rank that does not come."""
+    """Errors of both kinds of disagreement, and of a missing rank."""
     texts: list[str] = []
     with _group(rank, address) as group:
         group.barrier()  # a rank may be slow to come, on devices

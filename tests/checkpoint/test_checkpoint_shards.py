@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, Manifest
-from hwrl.checkpoint.saving.save import seal
+from hwrl.checkpoint.format.seal import seal
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
@@ -48,7 +48,7 @@ def test_pieces_that_overlap_are_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_nodes_part_is_not_sealed_if_no_load_could_read_it(tmp_path: Path) -> None:
-    """Of a whole checkpoint torch's metadata, which a node's part lacks, finds it."""
+    """torch's metadata would find it, but a node's part has none."""
     places = {"file": "__0_0.distcp", "start": 0, "nbytes": 16, "keys": ["w"]}
     whole = {"name": "w", "kind": "SHARD", "dtype": "float32", "shape": [4], "offsets": [0], "sizes": [4], **places}
     half = {**whole, "offsets": [2], "sizes": [2]}

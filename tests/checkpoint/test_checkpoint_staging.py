@@ -1,4 +1,4 @@
-"""A state that is staged on the device, and large tensors that are saved in pieces, read through a small ring."""
+"""Staging on the device, and saving large tensors in pieces, through small read buffers."""
 
 import math
 import os
@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from hwrl.checkpoint import CheckpointManager, LocalShards
-from hwrl.checkpoint.format import split
-from hwrl.checkpoint.saving import tensor_files as payload
+from hwrl.checkpoint import CheckpointManager, LocalShards, SaveTuning
+from hwrl.checkpoint.format.split import split_item
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError, UnsupportedError
 from hwrl.interfaces import Backend, BackendInfo, Capability, MemoryInfo, Support
 from tests.support.halting import Halting
@@ -61,22 +60,20 @@ def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 
 @pytest.fixture(params=[16, 1000, 32 << 20], ids=["tiny pieces", "pieces", "whole"])
-def piece_nbytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    nbytes = int(request.param)
-    monkeypatch.setattr(split, "PIECE_NBYTES", nbytes)
-    monkeypatch.setattr(payload, "MIN_FILE_NBYTES", 1000)  # several threads
-    return nbytes
+def tuning(request: pytest.FixtureRequest) -> SaveTuning:
+    return SaveTuning(item_nbytes=int(request.param), min_file_nbytes=1000)  # several threads
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so when one process loads
 @pytest.mark.parametrize(("async_save", "staging"), [(False, "host"), (True, "host"), (True, "device")])
 def test_every_kind_of_tensor_comes_back_and_torch_reads_it_too(
-    tmp_path: Path, async_save: bool, staging: Any, piece_nbytes: int
+    tmp_path: Path, async_save: bool, staging: Any, tuning: SaveTuning
 ) -> None:
     state, fs = state_of(1), Halting("create")
     if not async_save:
         fs.gate.set()
-    with CheckpointManager(tmp_path, async_save=async_save, staging=staging, backend=Roomy(), fs=fs) as manager:
+    options: dict[str, Any] = {"async_save": async_save, "staging": staging, "tuning": tuning}
+    with CheckpointManager(tmp_path, backend=Roomy(), fs=fs, **options) as manager:
         report = manager.save(1, state)
         for tensor in tensors_in(state).values():
             tensor.zero_()  # the caller may
@@ -86,7 +83,7 @@ def test_every_kind_of_tensor_comes_back_and_torch_reads_it_too(
         assert report.cloned_nbytes == nbytes * (staging == "device")
         assert report.staged_nbytes == nbytes * (async_save and staging == "host")
         if report.staged_nbytes == 0:
-            assert report.held_nbytes <= payload.MAX_FILES * (piece_nbytes + 64)
+            assert report.held_nbytes <= tuning.max_files * (tuning.item_nbytes + 64)
         found = state_of(2)
         assert manager.resume(found) is not None
     assert_same(found, state_of(1))
@@ -102,9 +99,8 @@ def test_every_kind_of_tensor_comes_back_and_torch_reads_it_too(
 @pytest.mark.parametrize("shape", [(), (1,), (0, 5), (1000,), (7, 100), (3, 5, 70), (2, 1, 3, 999), (2, 2, 1000, 1)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex128])
 def test_a_tensor_is_divided_into_small_contiguous_pieces_that_make_it_up(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
+    shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(split, "PIECE_NBYTES", 1000)
     corner = torch.Size(10 * axis for axis in range(len(shape)))
     data = TensorWriteData(
         ChunkStorageMetadata(corner, torch.Size(shape)),
@@ -113,7 +109,7 @@ def test_a_tensor_is_divided_into_small_contiguous_pieces_that_make_it_up(
     )
     item = WriteItem(MetadataIndex("name", corner), WriteItemType.SHARD, tensor_data=data)
     covered = torch.zeros(shape, dtype=torch.int32)
-    pieces = list(split.divide(item))
+    pieces = list(split_item(item, max_nbytes=1000))
     for begin, piece in pieces:
         assert piece.tensor_data is not None and piece.index.fqn == "name"
         chunk = piece.tensor_data.chunk
@@ -128,12 +124,13 @@ def test_a_tensor_is_divided_into_small_contiguous_pieces_that_make_it_up(
 
 
 def test_device_memory_is_given_back_while_the_save_runs_and_the_host_needs_a_ring_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(split, "PIECE_NBYTES", 1 << 20)
+    tuning = SaveTuning(item_nbytes=1 << 20)
     backend, fs, nbytes = Roomy(), Halting("sync"), 40 << 20
     state = {"large": torch.ones(nbytes // 4)}
-    with CheckpointManager(tmp_path, async_save=True, staging="device", backend=backend, fs=fs) as manager:
+    options: dict[str, Any] = {"async_save": True, "staging": "device", "tuning": tuning}
+    with CheckpointManager(tmp_path, backend=backend, fs=fs, **options) as manager:
         before_nbytes = backend.memory_info().allocated_nbytes
         report = manager.save(1, state)
         assert fs.arrived.wait(30)
@@ -141,7 +138,7 @@ def test_device_memory_is_given_back_while_the_save_runs_and_the_host_needs_a_ri
         fs.gate.set()
         manager.wait()
     assert report.cloned_nbytes == nbytes and report.staged_nbytes == 0
-    assert report.held_nbytes == payload.MAX_FILES << 20
+    assert report.held_nbytes == tuning.max_files << 20
 
 
 @pytest.mark.parametrize(("async_save", "staging"), [(False, "host"), (True, "host"), (True, "device")])
@@ -154,7 +151,7 @@ def test_tensors_without_elements_are_saved_also_by_themselves(tmp_path: Path, a
 
 
 class Filling(Roomy):
-    """A device of ``total_nbytes``, whose allocator keeps what was once taken."""
+    """A device of ``total_nbytes``. Its allocator keeps memory once it was taken."""
 
     def __init__(self, total_nbytes: int) -> None:
         super().__init__()
@@ -223,13 +220,13 @@ def test_a_failed_save_gives_the_device_memory_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_what_has_no_room_on_the_device_is_staged_on_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, full: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, full: bool
 ) -> None:
-    monkeypatch.setattr("hwrl.checkpoint.saving.staging._CLONES_NBYTES", 1)  # each tensor is allocated by itself
+    tuning = SaveTuning(clone_batch_nbytes=1)  # each tensor is allocated by itself
     state = {"large": torch.full((1000,), 1.0), "small": torch.full((100,), 2.0)}
     expected = {name: tensor.clone() for name, tensor in state.items()}
     backend = Roomy(1000, full=full)
-    with CheckpointManager(tmp_path, async_save=True, staging="device", backend=backend) as manager:
+    with CheckpointManager(tmp_path, async_save=True, staging="device", backend=backend, tuning=tuning) as manager:
         report = manager.save(1, state)
         for tensor in state.values():
             tensor.zero_()

@@ -1,4 +1,4 @@
-"""verl's resume logic finds what hwrl saved: its rules, which stand here in our words, and its own code where it is."""
+"""verl's resume logic finds hwrl's checkpoints: by its rules in our words, and by its own code if it is installed."""
 
 import ast
 import importlib.util
@@ -18,7 +18,7 @@ INSTALLED = importlib.util.find_spec("verl")  # in no environment of hwrl: it ne
 
 
 def _find_by_verls_rules(path: str) -> str | None:
-    """Do as verl 0.9.1: believe the tracker; begin afresh without one, or where the directory that it names is not."""
+    """Do as verl 0.9.1: believe the tracker; begin afresh without it, or without the directory in it."""
     tracker = Path(path) / "latest_checkpointed_iteration.txt"
     if not tracker.exists():
         return None

@@ -1,4 +1,4 @@
-"""``hwrl checkpoints``: what it shows, finds, writes and removes, with and without a trainer beside it."""
+"""``hwrl checkpoints``: its output, finds, writes and removals, with and without a trainer beside it."""
 
 import hashlib
 import json
@@ -108,7 +108,7 @@ def test_a_wrong_directory_is_no_success_and_nothing_in_it_is_touched(
     wrong, places = tmp_path / "wrong", {"HOME": str(home), "OUT": str(tmp_path / "out")}
     for name in (".tmp_cache", ".trash_notes", "model"):
         (wrong / name).mkdir(parents=True)
-    (wrong / LOCK_NAME).touch()  # of a run that ended before it saved
+    (wrong / LOCK_NAME).touch()  # of a run that ended before its first save
     command, *rest = words
     assert main(["checkpoints", command, str(wrong), *(places.get(word, word) for word in rest)]) == 1
     assert f"{wrong} holds no checkpoint" in capsys.readouterr().err

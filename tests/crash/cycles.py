@@ -1,6 +1,6 @@
 """Kill and resume again and again with rollouts in flight: at the end every prompt has been trained once.
 
-The weights are a count for each prompt, so that the restored weights themselves say what they were trained on.
+The weights are a count for each prompt: the restored weights themselves tell the prompts of their training.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.crash.disk import KINDS, Fault, WatchedDisk
 from tests.support.finished_groups import finished
 
 BATCH, STALENESS, SAVE_EVERY = 4, 2, 2
-STEPS_PER_CYCLE = 20  # more than a life lasts, so that every one of them is cut short
+STEPS_PER_CYCLE = 20  # more than one life can do: every life is cut short
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How a run went: how often it was killed, and which prompts it skipped or trained on more than once."""
+    """The result of a run: the number of kills, and the prompts that were skipped or trained more than once."""
 
     kills: int
     trained: int

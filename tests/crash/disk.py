@@ -1,4 +1,4 @@
-"""Every call by which a process changes a directory: counted, recorded, and made to fail; see ``interpose.c``."""
+"""Counts and records every system call that changes a directory, and makes it fail; see ``interpose.c``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from typing import Literal
 
 Kind = Literal["kill", "torn", "short", "full", "eio", "frozen"]
 KINDS: tuple[Kind, ...] = ("kill", "torn", "short", "full", "eio", "frozen")
-"""What may befall a call: the process is killed before it; or after it, after half of it for a write; a write does half
-and says so, as it may (the next one, if the call is none); the disk is full from then on (half of a write fits,
-removing works); it fails once with EIO; or the process is stopped before it, until somebody has it go on.
+"""Faults at a call. kill: the process is killed before it. torn: killed after it, or after half of a write.
+
+short: a write does half and reports so, as the system allows (the next write, if the call is none). full: the disk is
+full from then on (half of a write fits, removing works). eio: the call fails once with EIO. frozen: the process is
+stopped before it, until another process resumes it.
 """
 KILLS: tuple[Kind, ...] = ("kill", "torn")
 
@@ -33,7 +35,7 @@ _RECORD = struct.Struct("@iiiqq")
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` befalls call number ``at`` (from 0); ``whole_job`` kills the process group instead of the process."""
+    """A fault at call number ``at`` (from 0). ``whole_job`` kills the process group instead of the process."""
 
     kind: Kind
     at: int
@@ -49,7 +51,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Return the fault whose text this is: ``kill-job@17``."""
+        """Parse a fault: ``kill-job@17``."""
         kind, _, at = text.partition("@")
         named = KINDS[KINDS.index(kind.removesuffix("-job"))]
         return cls(named, int(at), whole_job=kind.endswith("-job"))
@@ -57,9 +59,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Operation:
-    """One call as it was made: ``to`` for a rename, ``offset`` and ``data`` for a write.
+    """A recorded call: ``to`` for a rename, ``offset`` and ``data`` for a write.
 
-    For another call ``offset`` is the length that a file is cut to, -1 if it is not.
+    For other calls ``offset`` is the new length of a truncated file, and -1 otherwise.
     """
 
     name: str
@@ -84,7 +86,7 @@ class _State(ctypes.Structure):
 
 
 class WatchedDisk:
-    """The changes that processes make below ``directory``, an absolute path without symbolic links.
+    """The changes of processes below ``directory``, an absolute path without symbolic links.
 
     Made in a parent; a child of :func:`os.fork` that is to be watched calls :meth:`enter`, for good. Its threads and
     its own children are watched with it, on one count, which the parent can read.
@@ -105,7 +107,7 @@ class WatchedDisk:
             raise OSError(error, os.strerror(error))
 
     def arm(self, fault: Fault | None = None) -> None:
-        """Count from 0, and spoil what ``fault`` says."""
+        """Count from 0, and inject ``fault``."""
         self._state.calls = 0
         self._state.full = self._state.fired = 0
         self._state.at = -1 if fault is None else fault.at
@@ -114,7 +116,7 @@ class WatchedDisk:
         self._state.armed = 1
 
     def disarm(self) -> None:
-        """Let every call pass, uncounted; a disk that was full has room again."""
+        """Let every call pass, uncounted; a full disk has room again."""
         self._state.armed = self._state.full = 0
 
     @property
@@ -129,12 +131,12 @@ class WatchedDisk:
 
     @property
     def escapes(self) -> int:
-        """How often the directory may have been changed in a way that is no call, and is not seen."""
+        """How often the directory may have been changed without a system call. Such changes are not seen."""
         return int(self._state.escapes)
 
 
 def read_trace(path: Path) -> list[Operation]:
-    """Return the calls that were recorded, in order."""
+    """Return the recorded calls, in order."""
     return list(_records(path.read_bytes()))
 
 

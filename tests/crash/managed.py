@@ -1,4 +1,4 @@
-"""What the matrix drives: hwrl's checkpoint manager, with a trainer on one rank or on several."""
+"""hwrl's checkpoint manager as a subject of the matrix, with a trainer on one rank or on several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Managed(Subject):
-    """A :class:`CheckpointManager` and what ``make`` makes on ``ranks`` ranks, which meet at the address ``store``.
+    """A :class:`CheckpointManager` and a trainer from ``make``, on ``ranks`` ranks. They meet at the address ``store``.
 
     With ``on_device`` an asynchronous save is staged there.
     """

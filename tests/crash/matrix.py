@@ -1,8 +1,8 @@
-"""The crash matrix: a saving job meets a fault at every change of the disk; after each, its promises are looked at.
+"""The crash matrix: it injects a fault at every change of the disk, and checks the promises after each.
 
 A *life* is one run of a job: its ranks open the directory, resume, save and end. A *point* is a fault in one life, and
-perhaps another in the life that recovers from it; a life without faults comes last. Every life is a group of processes
-forked from this one, which has imported everything and started no thread, so that a life costs milliseconds.
+perhaps another in the recovering life; a life without faults comes last. Every life is a group of processes forked
+from this one. This one has imported everything and started no thread, so a life costs milliseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.crash.disk import KILLS, KINDS, Fault, Kind, WatchedDisk, read_trace
 
 LIFE_LIMIT_S = 120.0
 TIMEOUT_S, PATIENT_TIMEOUT_S, NOTICE_S = 2.0, 20.0, 5.0
-"""When survivors may miss a rank, when on a machine that is too busy for that, and how long after they must say so."""
+"""Timeout of survivors for a missing rank, the same on a busy machine, and the time for them to report it."""
 
 
 class Session(ABC):
@@ -33,21 +33,21 @@ class Session(ABC):
 
     @abstractmethod
     def save(self, step: int) -> None:
-        """Save a payload that says ``step`` all over; return when the caller may count on it."""
+        """Save a payload full of ``step``; return when the caller may rely on it."""
 
     @abstractmethod
     def resume(self) -> int | None:
-        """Load what a new job would load; return the step that all of it says, or None for a fresh start.
+        """Load like a new job; return the step in all of the payload, or None for a fresh start.
 
-        Raises if what is found cannot be loaded, or says different steps.
+        Raises if the payload cannot be loaded, or has different steps.
         """
 
 
 class Subject(ABC):
-    """A way to keep checkpoints, as the matrix drives it: ``ranks`` processes make the same calls of their sessions.
+    """A way to keep checkpoints, for the matrix: ``ranks`` processes make the same calls of their sessions.
 
-    ``name`` is its own, without colons. ``keep`` steps are kept; ``errors`` are what a call may raise when the disk
-    fails or a rank is gone.
+    ``name`` is unique, without colons. ``keep`` steps are kept. ``errors`` are the classes of errors after a fault of
+    the disk or the loss of a rank.
     """
 
     name: str
@@ -62,21 +62,21 @@ class Subject(ABC):
         """
 
     def denies(self, step: int, exc: Exception) -> bool:
-        """Return whether ``exc``, raised when ``step`` was saved, says for sure that it was not."""
+        """Return whether ``exc``, an error from saving ``step``, denies the save for sure."""
         return False
 
     @abstractmethod
     def steps(self, home: Path) -> list[int]:
-        """Return the steps that someone finds complete who only reads; raise if ``home`` misleads him."""
+        """Return the complete steps for a reader of ``home``; raise if ``home`` misleads the reader."""
 
     @abstractmethod
     def leftovers(self, home: Path) -> list[str]:
-        """Return what lies in ``home`` after a life without faults, and should not."""
+        """Return the leftovers in ``home`` after a life without faults."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """``first`` befalls rank ``victim`` of the subject of that name; ``second``, if any, rank 0 in the next life."""
+    """``first`` is a fault of rank ``victim`` of the subject; ``second``, if any, one of rank 0 in the next life."""
 
     subject: str
     victim: int
@@ -89,23 +89,23 @@ class Point:
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """Return the point whose text this is: ``fsdp2-2-async-keep1:0:kill-job@17:full@5``."""
+        """Parse a point: ``fsdp2-2-async-keep1:0:kill-job@17:full@5``."""
         subject, victim, *faults = text.split(":")
         return cls(subject, int(victim), *map(Fault.parse, faults))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a point: how many of its faults were met, and what is broken."""
+    """The result of a point: the number of faults met, and the broken promises."""
 
     met: int
     broken: list[str]
 
 
 class Matrix:
-    """Runs points, in ``work``: an empty directory, best in memory, since what a kill loses depends on no disk.
+    """Runs points, in ``work``: an empty directory, best in memory, since the loss by a kill depends on no disk.
 
-    Processes that are forked from the one that made it may run points at the same time.
+    Forked processes may run points at the same time.
     """
 
     def __init__(self, subjects: Sequence[Subject], work: Path) -> None:
@@ -118,10 +118,10 @@ class Matrix:
             for victim in range(subject.ranks)
         }
 
-    # -- which points -------------------------------------------------------------------------------------------
+    # -- points -------------------------------------------------------------------------------------------------
 
     def every_point(self, *, kinds: Sequence[Kind] = KINDS) -> Iterator[Point]:
-        """Yield each kind of fault at each change that each rank makes in a life that saves one step."""
+        """Yield each kind of fault at each change of each rank, in a life with one save."""
         for (name, victim), operations in self._operations.items():
             for at, operation in enumerate(operations):
                 for kind in kinds:
@@ -133,7 +133,7 @@ class Matrix:
                         yield Point(name, victim, Fault(kind, at, whole_job=True))
 
     def random_points(self, points: Sequence[Point], *, seed: int) -> Iterator[Point]:
-        """Yield points for ever: one of ``points``, and a second fault in the life that recovers from it."""
+        """Yield points for ever: one of ``points``, and a second fault in the recovering life."""
         chance = random.Random(seed)
         while True:
             point = chance.choice(points)
@@ -144,7 +144,7 @@ class Matrix:
             yield replace(point, second=Fault(kind, at, whole_job=kind in KILLS))
 
     def _find_operations(self, subject: Subject, victim: int) -> list[str]:
-        """Return the kinds of changes that ``victim`` makes in a life without faults, in order."""
+        """Return the kinds of changes by ``victim`` in a life without faults, in order."""
         home, trace = self._fresh(subject), self._work / "trace"
         trace.unlink(missing_ok=True)
         disk = WatchedDisk(home)
@@ -158,14 +158,14 @@ class Matrix:
     def run(self, point: Point) -> Result:
         """Let the faults of ``point`` happen, and look at all promises."""
         result = self._run(point, timeout_s=TIMEOUT_S)
-        if result.met == 0:  # on a busy machine a rank may be silent for so long that it is given up before its fault
+        if result.met == 0:  # on a busy machine a rank may be given up before its fault
             result = self._run(point, timeout_s=PATIENT_TIMEOUT_S)
         return result
 
     def _run(self, point: Point, *, timeout_s: float) -> Result:
         subject = self._subjects[point.subject]
         home = self._fresh(subject)
-        acknowledged = attempted = set(range(1, subject.keep + 1))  # what the template holds
+        acknowledged = attempted = set(range(1, subject.keep + 1))  # the steps of the template
         faults = [point.first, *([point.second] if point.second else []), None]
         met = 0
         for number, fault in enumerate(faults, start=1):
@@ -213,7 +213,7 @@ class Matrix:
 
 
 class _Life:
-    """The processes of one life, and what they report."""
+    """The processes of one life, and their reports."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class _Life:
     def _collect(
         self, pipes: dict[Connection, int], children: dict[int, int]
     ) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
-        """Return what each rank reports, and whether all ended in time. One that is frozen goes on when missed."""
+        """Return the ranks' reports, and whether all ended in time. A frozen rank is resumed when it is missed."""
         reports: list[tuple[int, dict[str, Any]]] = []
         deadline_s = time.monotonic() + LIFE_LIMIT_S
         while pipes:
@@ -301,7 +301,7 @@ class _Life:
     # -- in the children ----------------------------------------------------------------------------------------
 
     def play(self, rank: int, reports: Connection) -> None:
-        """Be ``rank``: open, resume, save, end; where the fault made that fail, once more on a disk that is well."""
+        """Be ``rank``: open, resume, save, end; after a failure once more, on a good disk."""
         if self._disk is not None and rank == self._victim:
             self._disk.enter(trace=self._trace)
             self._disk.arm(self._fault)
@@ -362,7 +362,7 @@ def _be_rank(life: _Life, rank: int, *, leader: int, reports: Connection) -> Non
         os.setpgid(0, leader)
         life.play(rank, reports)
         status = 0
-    except BaseException:  # noqa: BLE001 - nothing may escape into the parent's code, whose copy this process is
+    except BaseException:  # noqa: BLE001 - nothing may escape into the parent's code: this process is a copy of it
         reports.send({"complaint": traceback.format_exc()})
     finally:
         os._exit(status)
@@ -379,7 +379,7 @@ def _receive(pipe: Connection) -> dict[str, Any] | None:
 
 
 def _end_group(leader: int) -> bool:
-    """Kill what is left of a process group all of whose known members have ended; return whether there was any."""
+    """Kill the rest of a process group after its known members have ended; return whether there was any."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,9 +1,9 @@
-"""What a power cut leaves of recorded calls: the synced is sure, of the rest there may be any part.
+"""The disk after a power cut: synced content is sure, and any part of the rest may be there.
 
-The model is that of ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018), for a file system that
-promises little: a file's bytes are sure once the file was synced, a name once its directory was. What was not synced
-may be there or not: of a file any leading part of the later bytes, or zeros in their place; of a directory the changes
-up to any one, in their order. Files and directories are independent of each other. A rename is one change.
+The model is from ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018). The file system promises
+little: a file's bytes are sure after a sync of the file, a name after a sync of its directory. Unsynced content may be
+there or not: of a file any leading part of the later bytes, or zeros in their place; of a directory the changes up to
+any one, in their order. Files and directories are independent of each other. A rename is one change.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Pick = Callable[[int], int]
 
 @dataclass(frozen=True)
 class Survival:
-    """What survives: ``names`` picks of changes of directories, ``data`` of bytes that were appended to files.
+    """The surviving changes: ``names`` picks changes of directories, ``data`` picks appended bytes of files.
 
-    With ``zeros``, files are as long as they were to be, with zeros for the bytes that are lost.
+    With ``zeros``, files have their full length, with zeros for the lost bytes.
     """
 
     names: Pick
@@ -39,7 +39,7 @@ class _File:
 
 @dataclass
 class _Directory:
-    """``changes`` since the last sync; each maps names to what they then stand for, None for nothing."""
+    """``changes`` since the last sync; each maps names to their new nodes, None for removed names."""
 
     entries: dict[str, _File | _Directory] = field(default_factory=dict)
     synced: dict[str, _File | _Directory] = field(default_factory=dict)
@@ -60,14 +60,14 @@ class _Directory:
 
 
 class Power:
-    """A disk that holds what lies in ``home`` for sure; :meth:`run` changes it, :meth:`cut` writes what is left."""
+    """A disk with the content of ``home``, all synced. :meth:`run` changes it, :meth:`cut` writes a rest."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
         self._root = _read(home)
 
     def run(self, operation: Operation) -> None:
-        """Make one recorded call; one that cannot have succeeded changes nothing."""
+        """Make one recorded call. An impossible call changes nothing."""
         node, parent, name = self._find(operation.path)
         if parent is None or (operation.name != "create" and (node is None) != (operation.name == "mkdir")):
             return
@@ -87,11 +87,11 @@ class Power:
             _run_on_file(node, operation)
 
     def cut(self, into: Path, survival: Survival) -> None:
-        """Write to ``into``, which must not exist, what may be left now."""
+        """Write a possible rest to ``into``. It must not exist."""
         _write(self._root, into, survival)
 
     def _find(self, path: Path) -> tuple[_File | _Directory | None, _Directory | None, str]:
-        """Return what ``path`` stands for, the directory that it lies in, and its name there."""
+        """Return the node of ``path``, its parent directory, and its name there."""
         if path == self._home:
             return self._root, self._root, ""
         parent, _, _ = self._find(path.parent)

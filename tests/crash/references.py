@@ -1,4 +1,4 @@
-"""Orders of writing that lose or mix checkpoints, as two frameworks had them in 2026: the matrix must find that out."""
+"""Bad orders of writing, from two frameworks in 2026. They lose or mix checkpoints; the matrix must find this."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ReferenceSession(Session):
 
 
 class DeletesEarly(ReferenceSession):
-    """verl's order with one step kept: each part of the old step goes as soon as that part of the new one is written;
-    data position and tracker come last. Nothing is synced."""
+    """verl's order with one step kept: each part of the old step is removed when its new part is written; data position
+    and tracker come last. Nothing is synced."""
 
     def save(self, step: int) -> None:
         new = self.home / f"global_step_{step}"
@@ -74,7 +74,7 @@ class DeletesEarly(ReferenceSession):
 
 
 class WritesInPlace(ReferenceSession):
-    """AReaL's order for recovery: one directory, overwritten by every save; small files with the step after that."""
+    """AReaL's order for recovery: one directory, overwritten by every save; then small files with the step."""
 
     def save(self, step: int) -> None:
         state = {"model": torch.full((64,), float(step)), "optimizer": torch.full((64,), float(step)), "step": step}
@@ -98,7 +98,7 @@ class WritesInPlace(ReferenceSession):
 
 @contextlib.contextmanager
 def _as_error() -> Iterator[None]:
-    """Make an Exception of torch's CheckpointException, which is none."""
+    """Make an Exception of torch's CheckpointException: it is none."""
     try:
         yield
     except CheckpointException as exc:

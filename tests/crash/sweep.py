@@ -33,14 +33,14 @@ LIMIT_S = 86400.0
 
 @dataclass
 class Outcome:
-    """How many points were met, by subject and by what befell them, and what was broken."""
+    """The numbers of points, by subject and by fault, and the broken promises."""
 
     points: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
 
     def add(self, point: Point, result: Result) -> None:
-        """Count ``point``; print what is broken."""
+        """Count ``point``; print its broken promises."""
         second = point.second.kind if result.met > 1 and point.second else "nothing"
         self.points[point.subject] += 1
         self.faults[point.first.kind + (f", then {second}" if point.second else "")] += 1
@@ -49,13 +49,13 @@ class Outcome:
             print(self.broken[-1], flush=True)
 
 
-# -- which points ----------------------------------------------------------------------------------------------------
+# -- points ----------------------------------------------------------------------------------------------------------
 
 
 def managed_subjects(store: str, model: Path) -> list[Subject]:
-    """Return what is swept: FSDP2 and Megatron on one and on two ranks, sync and async, one and three steps kept.
+    """Return the subjects: FSDP2 and Megatron on one and on two ranks, sync and async, one and three steps kept.
 
-    What is saved asynchronously is staged on the host where one step is kept, on the device where three are.
+    Asynchronous saves are staged on the host with one step kept, and on the device with three.
     """
     subjects: list[Subject] = []
     for mode, keep in itertools.product((False, True), (1, 3)):
@@ -101,11 +101,11 @@ def prepare_process() -> None:
     """Make this process fit to be forked from, and quiet."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's store prints a C++ stack for every rank that dies
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's store prints a C++ stack for every dead rank
 
 
 def run_points(matrix: Matrix, points: Sequence[Point], *, workers: int) -> Outcome:
-    """Run ``points`` on ``workers`` forked processes; after Ctrl-C, no more than those that have begun."""
+    """Run ``points`` on ``workers`` forked processes. After Ctrl-C no new point begins."""
     outcome, left, report = Outcome(), iter(points), _Report(len(points))
     interrupted: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.append(number))
@@ -131,7 +131,7 @@ def run_points(matrix: Matrix, points: Sequence[Point], *, workers: int) -> Outc
 
 
 class _Worker:
-    """A process forked from this one, which runs points until :meth:`end`."""
+    """A forked process. It runs points until :meth:`end`."""
 
     def __init__(self, matrix: Matrix) -> None:
         self.pipe, theirs = Pipe()
@@ -139,7 +139,7 @@ class _Worker:
         if self._pid == 0:
             try:
                 self.pipe.close()
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a point that has begun is completed
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a begun point is completed
                 for point in iter(theirs.recv, None):
                     theirs.send(matrix.run(point))
             finally:
@@ -171,7 +171,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class Plan:
-    """``count`` points of those that ``seed`` gives, from number ``start`` on; or ``only`` one."""
+    """``count`` points of ``seed``, from number ``start`` on; or ``only`` one."""
 
     count: int
     seed: int = 0
@@ -209,14 +209,14 @@ def _cycle(rank: int, home: Path, seed: int) -> Tally:
 
 
 def main() -> int:
-    """Sweep, print what is broken when it is found, and what was met; return 1 if something is broken."""
+    """Sweep; print broken promises at once, and the counts at the end. Return 1 if a promise is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="leave out so many points of the seed")
     parser.add_argument("--only", metavar="POINT", help="run one point, by the text that a report begins with")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that runs the points hears it, and ends with a report
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the points gets the signal, and ends with a report
     begin_s = time.monotonic()
     outcome = sweep(Plan(args.points, seed=args.seed, start=args.start, only=args.only))
     for counted in (outcome.points, outcome.faults):

@@ -1,4 +1,4 @@
-"""The harness sees every change of a directory, whoever makes it, and its faults do what they say."""
+"""The harness sees every change of a directory, by any caller, and its faults have the described effects."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _write(home: Path) -> None:
 
 def _meet_each_kind(rank: int, home: Path) -> dict[str, tuple[int, dict[str, int]]]:
     ends: dict[str, tuple[int, dict[str, int]]] = {}
-    for kind in KINDS[:-1]:  # who is frozen does not end
+    for kind in KINDS[:-1]:  # a frozen process does not end
         inside = home / kind
         inside.mkdir()
         disk = WatchedDisk(inside)

@@ -1,4 +1,4 @@
-"""A join that is killed, or finds no room, at any change of the disk leaves the parts, and what was there, whole."""
+"""A fault at any change of the disk by a join leaves the parts, and the earlier checkpoints, whole."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hwrl.checkpoint.join import join_parts
 from hwrl.comm import Group
 from hwrl.errors import CheckpointError
 from hwrl.testing.processes import run_processes
-from tests.checkpoint.test_checkpoint_nodes import BACKEND, TRACKER, disk, on_ranks, open_manager, save
 from tests.crash.disk import Fault, Kind, WatchedDisk, why_unavailable
 from tests.crash.sweep import prepare_process
+from tests.support.two_nodes import BACKEND, TRACKER, disk, on_ranks, open_manager, save
 
 KINDS: tuple[Kind, ...] = ("kill", "full", "eio")
 
@@ -31,7 +31,7 @@ def _save_part(group: Group, directory: Path) -> None:
 
 
 def _whole_steps(directory: Path) -> list[int]:
-    """Return the steps that are complete, whose bytes are what was saved; nothing new only looks like one."""
+    """Return the complete steps, after verifying them. No new directory is incomplete."""
     complete, skipped = find_checkpoints(directory)
     assert all((one.path / "mine").exists() for one in skipped), skipped
     for info in complete:

@@ -1,4 +1,4 @@
-"""hwrl's checkpoints keep their promises at every point of the matrix; orders that are known to be bad do not."""
+"""hwrl's checkpoints keep their promises at every point of the matrix; known bad orders do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An acknowledged step survives a power cut at any moment, on a disk that keeps only what was synced, and on ext4."""
+"""An acknowledged step survives a power cut at any moment, on a disk that keeps only synced content, and on ext4."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RenamesUnsynced(ReferenceSession):
 
 
 class TorchAlone(ReferenceSession):
-    """torch's own writer, a directory a step: it syncs its metadata before that has left Python's buffer."""
+    """torch's own writer, a directory a step: it syncs its metadata file before Python's buffer is flushed."""
 
     def save(self, step: int) -> None:
         save({"weight": torch.full((64,), float(step))}, checkpoint_id=self.home / f"step_{step}", no_dist=True)
@@ -83,7 +83,7 @@ def _save_in_child(subject: Subject, home: Path, trace: Path) -> dict[int, int]:
 
 
 def _cut_everywhere(rank: int, work: Path, subject: Subject) -> tuple[int, list[str]]:
-    """Return how many disks a power cut may leave, and what is wrong with those on which a step is lost."""
+    """Return the number of possible disks after a power cut, and the errors of those without an acknowledged step."""
     prepare_process()
     home, left, trace = work / "home", work / "left", work / "trace"
     home.mkdir()
@@ -107,13 +107,13 @@ def _find_wrong(subject: Subject, left: Path, at_least: int) -> str:
     try:
         with subject.open(left, rank=0, life="", timeout_s=60) as session:
             step = session.resume()
-    except BaseException as exc:  # noqa: BLE001 - torch raises its CheckpointException, which is no Exception
+    except BaseException as exc:  # noqa: BLE001 - torch's CheckpointException is no Exception
         return f"{type(exc).__name__}: {exc}"[:300] if at_least else ""
     return "" if (step or 0) >= at_least else f"found {step}, and {at_least} was acknowledged"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [1, pytest.param(3, marks=pytest.mark.extended)])
 def test_no_legal_disk_lacks_an_acknowledged_step(tmp_path: Path, keep: int) -> None:
     subject = Managed(async_save=False, keep=keep)
     cuts, lost = run_processes(_cut_everywhere, 1, tmp_path, subject, timeout_s=590)[0]
@@ -145,14 +145,14 @@ def _sh(*words: str | Path) -> None:
 
 
 def _mount_privately() -> None:
-    """Give this process mounts of its own, which end with it; OSError if that is not allowed."""
+    """Give this process mounts of its own. They end with it. OSError if this is not allowed."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "unshare")
     _sh("mount", "--make-rprivate", "/")
 
 
 class _Image:
-    """A fresh ext4 in a file, mounted; a copy of the file lacks what the kernel has not written to it yet."""
+    """A fresh ext4 in a file, mounted. A copy of the file lacks the changes still in the kernel's memory."""
 
     def __init__(self, work: Path) -> None:
         self._work, self._file, self.home = work, work / "image", work / "mounted"
@@ -189,7 +189,7 @@ def _cut_image_over_time(rank: int, work: Path, moments_s: list[float]) -> list[
             session.save(step)
         begin_s = time.monotonic()
         for moment_s in moments_s:
-            time.sleep(max(0.0, begin_s + moment_s - time.monotonic()))  # it is time itself that is tested
+            time.sleep(max(0.0, begin_s + moment_s - time.monotonic()))  # the test is about time itself
             wrong.append(image.look_at_copy(lambda place: _find_wrong(subject, place, 2)))
     image.close()
     return wrong

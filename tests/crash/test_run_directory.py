@@ -1,4 +1,4 @@
-"""A run on a disk that is full or fails at any moment, and its account after a power cut at any moment."""
+"""A run with a disk error at any moment, and its records after a power cut at any moment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hwrl.run.report import RunReport
 from hwrl.testing.processes import run_processes
 from tests.crash.disk import Fault, WatchedDisk, read_trace, why_unavailable
 from tests.crash.power import Power, survivals
-from tests.support.two_step_run import CHECKPOINT, Trainers, train
+from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 
 def _train(home: Path) -> None:
-    train(home, Trainers(home, DurableFS()), Interrupts())
+    train(home, StandInFleet(home, DurableFS()), Interrupts())
 
 
 def _in_child(home: Path, *, fault: Fault | None, trace: Path | None = None) -> tuple[str, int]:
@@ -32,7 +32,7 @@ def _in_child(home: Path, *, fault: Fault | None, trace: Path | None = None) -> 
         disk.arm(fault)
         try:
             _train(home)
-        except BaseException as exc:  # noqa: BLE001 - its kind is what the parent looks at
+        except BaseException as exc:  # noqa: BLE001 - the parent checks its class
             os.write(write, f"{type(exc).__name__}: {with_notes(exc)}".encode())
         os._exit(0)
     os.close(write)
@@ -43,19 +43,19 @@ def _in_child(home: Path, *, fault: Fault | None, trace: Path | None = None) -> 
 
 
 def _resumed(home: Path) -> tuple[int, list[str]]:
-    """Return the step of the checkpoint, and what a resume from it says about the account."""
+    """Return the step of the checkpoint, and the messages of a resume about the records."""
     said: list[str] = []
     checkpoint = home / CHECKPOINT
     step = int(checkpoint.read_text()) if checkpoint.exists() else 0
-    report = RunReport(home, say=said.append, resume_step=step)
+    report = RunReport(home, log=said.append, resume_step=step)
     report.history.clear()  # there is no need of a curve
     report.close()
     return step, said
 
 
 def _fail_everywhere(rank: int, work: Path) -> list[str]:
-    """Return what is wrong after an error of the disk at any call."""
-    _train(_made(work / "first"))  # imports what is needed
+    """Return the wrong results after a disk error at any call."""
+    _train(_made(work / "first"))  # imports the modules
     _, calls = _in_child(_made(work / "whole"), fault=None)
     wrong = []
     for fault in [Fault(kind, at) for kind in ("full", "eio") for at in range(calls)]:
@@ -70,7 +70,7 @@ def _fail_everywhere(rank: int, work: Path) -> list[str]:
 
 
 def _cut_everywhere(rank: int, work: Path) -> tuple[int, list[str]]:
-    """Return how many power cuts were tried, and what a checkpoint that survived one lacks."""
+    """Return the number of power cuts, and the lines missing for the surviving checkpoints."""
     _train(_made(work / "first"))
     home, left, trace = _made(work / "home"), work / "left", work / "trace"
     assert _in_child(home, fault=None, trace=trace)[0] == ""

@@ -1,4 +1,4 @@
-"""What the matrix saves: a state that several ranks share as they do in training, by FSDP2 or by Megatron-core."""
+"""The trainers of the matrix: their state is divided over ranks as in training, by FSDP2 or by Megatron-core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hwrl
 from hwrl.comm import Comm, Group, HashStore
-from hwrl.interfaces.train import EngineSettings
+from hwrl.interfaces import EngineSettings
 from hwrl_cpu import INFO, CpuBackend
 from hwrl_megatron import hwrl_train_engine, prepare_process
 
@@ -28,7 +28,7 @@ ROWS = 5  # odd: the ranks' shards differ in size
 
 
 class Trainer(Protocol):
-    """What is trained, on one rank; the tensors of its state are its memory."""
+    """A trainer on one rank; the tensors of its state are its memory."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -82,7 +82,7 @@ class Megatron:
 
 
 def write_model(directory: Path) -> Path:
-    """Write the smallest model that two tensor-parallel ranks can share; have this process import all that loads it."""
+    """Write the smallest model for two tensor-parallel ranks; have this process import the modules that load it."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 

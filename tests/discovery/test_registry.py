@@ -197,7 +197,7 @@ FAULTS = {
     "API as text": (SOURCE.replace("{api!r}", "'1.0'"), "api is '1.0', not of type tuple[int, int]"),
     "API of one figure": (SOURCE.replace("{api!r}", "(1,)"), "api is (1,), not of type"),
     "wrong info": (SOURCE.replace('device_type="cpu"', "device_type=None"), "device_type is None, not of type str"),
-    "capital name": (SOURCE.replace("{name!r}", "'Bad'"), "calls itself 'Bad', and a name is written in small letters"),
+    "capital name": (SOURCE.replace("{name!r}", "'Bad'"), "calls itself 'Bad', but a name has only small letters"),
     "raising info": (SOURCE.replace("return BackendInfo(", "raise OSError('no bus')\n    dict("), "OSError: no bus"),
     "exiting info": (SOURCE.replace("return BackendInfo(", "raise SystemExit(4)\n    dict("), "SystemExit: 4"),
     "exiting import": ("import sys; sys.exit('no licence')", "SystemExit: no licence"),

@@ -1,4 +1,4 @@
-"""What a fault does: signals to a run's processes, limits on them, and changes of the files that they use."""
+"""The faults: signals to a run's processes, limits on them, and changes of their files."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "env-agent": ("/runtime_env/agent/main.py ", "ray::RuntimeEnvAgent"),
     "everything": ("",),
 }
-"""How the command lines of a victim's processes are known, apart from the driver, whose process the sweep started."""
+"""Parts of the command lines of each victim's processes. The driver is the process that the sweep started."""
 
 
 @dataclass
 class Scene:
-    """A run with its directory: configuration, data, model and reward in ``work``, its results in ``work/run``."""
+    """A run and its files: configuration, data, model and reward in ``work``, the results in ``work/run``."""
 
     work: Path
     run: Run
     undo: list[Callable[[], None]] = field(default_factory=list)
 
     def find(self, victim: str) -> list[int]:
-        """Return the process ids of ``victim``; AssertionError if there is none."""
+        """Return the process ids of ``victim``. Fails if there are none."""
         if victim == "driver":
             return [self.run.process.pid]
         pids = [pid for pid, command in self.run.commands() if any(part in command for part in VICTIMS[victim])]
@@ -48,7 +48,7 @@ class Scene:
         return sorted(pids)
 
     def put_aside(self, name: str) -> Path:
-        """Move ``work/name`` away until the faults are undone; return where it was."""
+        """Move ``work/name`` away until the faults are undone; return its old path."""
         path, aside = self.work / name, self.work / f"aside-{len(self.undo)}"
         path.rename(aside)
         self.undo.append(lambda: _restore(aside, path))
@@ -77,7 +77,7 @@ class Send:
 
     def __call__(self, scene: Scene) -> None:
         for pid in scene.find(self.victim)[: self.at_most]:
-            with suppress(ProcessLookupError):  # it ended with the one before it
+            with suppress(ProcessLookupError):  # it ended together with the one before
                 os.kill(pid, signal.Signals[f"SIG{self.name}"])
 
 
@@ -102,7 +102,7 @@ class Freeze:
 
 def _wake(pids: list[int]) -> None:
     for pid in pids:
-        with suppress(ProcessLookupError):  # the run has ended it meanwhile
+        with suppress(ProcessLookupError):  # the run has ended it
             os.kill(pid, signal.SIGCONT)
 
 
@@ -134,13 +134,19 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Replace:
-    """Put something else where ``name`` was: nothing, a directory, a file, or a full device."""
+class FileFault:
+    """A change of the file or directory ``name`` in the directory of the run's inputs."""
 
     name: str
-    by: str = "nothing"
     kind: ClassVar[str] = "disk"
     victim: ClassVar[str] = "files"
+
+
+@dataclass(frozen=True)
+class Replace(FileFault):
+    """Replace it by nothing, by a directory, by a file or by a full device."""
+
+    by: str = "nothing"
 
     def __call__(self, scene: Scene) -> None:
         path = scene.put_aside(self.name)
@@ -153,12 +159,8 @@ class Replace:
 
 
 @dataclass(frozen=True)
-class Protect:
-    """Make the directory ``name`` read-only; root may write all the same."""
-
-    name: str
-    kind: ClassVar[str] = "disk"
-    victim: ClassVar[str] = "files"
+class Protect(FileFault):
+    """Make the directory read-only. Root may still write."""
 
     def __call__(self, scene: Scene) -> None:
         path = scene.work / self.name
@@ -167,17 +169,14 @@ class Protect:
 
 
 @dataclass(frozen=True)
-class Edit:
-    """Change the content of ``name``: other rows in another order, other weights, another reward."""
+class Edit(FileFault):
+    """Change its content: rows in reverse order, other weights, another reward."""
 
-    name: str
     kind: ClassVar[str] = "edit"
-    victim: ClassVar[str] = "files"
 
     def __call__(self, scene: Scene) -> None:
         path = scene.put_aside(self.name)
-        aside = scene.work / f"aside-{len(scene.undo) - 1}"
-        content = aside.read_bytes()
+        content = (scene.work / f"aside-{len(scene.undo) - 1}").read_bytes()
         if path.suffix == ".jsonl":
             path.write_bytes(b"".join(content.splitlines(keepends=True)[::-1]))
         elif path.suffix == ".safetensors":

@@ -1,8 +1,8 @@
-"""Phases of a run where a fault can meet it, without a change of hwrl: a backend and a reward function with gates.
+"""Stop a run in an exact phase, to inject faults there: a backend and a reward function with gates.
 
-The backend is the CPU, by the name ``gated``. Each process of a run tells :func:`pass_gate` when it enters a phase. The
-run has a list of gates; the first process that enters a gate's phase for the ``nth`` time writes ``reached-<gate>``,
-and waits until the sweep has injected its faults and written ``go-<gate>``. Gates open in their order.
+The backend is the CPU under the name ``gated``. Each process of a run calls :func:`pass_gate` as it enters a phase. The
+run has a list of gates. The first process to enter a gate's phase for the ``nth`` time writes ``reached-<gate>``, and
+waits until the sweep has injected its faults and written ``go-<gate>``. Gates open in their order.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import hwrl_cpu
 from hwrl.interfaces import Backend, BackendInfo, ProbeContext, ProbeResult
 
 VARIABLE = "HWRL_FAULT_GATES"
-"""Names the directory that holds ``gates.json``: a list of ``[phase, nth]``."""
+"""The environment variable with the directory of ``gates.json``, a list of ``[phase, nth]``."""
 PATIENCE_S = 60.0
 
 INFO = BackendInfo(name="gated", device_type="cpu", description="the CPU, with gates for injected faults", api=(1, 0))
-_CALLS = {
+_PHASE_OF = {
     "the trainer": "setting-up-trainer",
     "the rollout engine": "setting-up-replica",
-    "the trainer's 'resume'": "resuming",
-    "the trainer's 'step'": "stepping",
-    "the trainer's 'export'": "exporting",
-    "the trainer's 'close'": "closing",
+    "the checkpoint": "resuming",
+    "a training step": "stepping",
+    "the export of the model": "exporting",
+    "the end of the trainer": "closing",
 }
 _counts: Counter[str] = Counter()
 _counting = threading.Lock()
 
 
 def pass_gate(phase: str) -> None:
-    """Note that this process enters ``phase``; wait if a gate is there."""
+    """Report that this process enters ``phase``; wait if it has a gate."""
     directory = os.environ.get(VARIABLE)
     if directory is None:
         return
@@ -58,7 +58,7 @@ def _wait_at(directory: Path, number: int) -> None:
     try:
         with Path(directory, f"reached-{number}").open("x") as file:
             file.write(str(os.getpid()))
-    except FileExistsError:  # another process, or another thread, waits there
+    except FileExistsError:  # another process or thread waits there
         return
     deadline_s = time.monotonic() + PATIENCE_S
     while not Path(directory, f"go-{number}").exists() and time.monotonic() < deadline_s:
@@ -66,18 +66,18 @@ def _wait_at(directory: Path, number: int) -> None:
 
 
 class GatedBackend(hwrl_cpu.CpuBackend):
-    """The CPU; what hwrl asks of its backend tells the phase."""
+    """The CPU. The calls of hwrl to its backend show the phase of the run."""
 
     _sends = False
 
     @contextlib.contextmanager
     def allocating(self, what: str) -> Iterator[None]:
         self._sends = self._sends or what == "the trainer"
-        if what in _CALLS:
-            pass_gate(_CALLS[what])
+        if what in _PHASE_OF:
+            pass_gate(_PHASE_OF[what])
         with super().allocating(what):
             yield
-        if what == "the trainer's 'step'":
+        if what == "a training step":
             pass_gate("stepped")
 
     def event(self, *, timing: bool = False) -> Any:
@@ -86,8 +86,8 @@ class GatedBackend(hwrl_cpu.CpuBackend):
         return super().event(timing=timing)
 
 
-def _see_save(event: str, arguments: tuple[Any, ...]) -> None:
-    """Tell the phases of a save by the files that Python opens and renames."""
+def _detect_save(event: str, arguments: tuple[Any, ...]) -> None:
+    """Detect the phases of a save by the files that Python opens and renames."""
     if event == "open" and "w" in str(arguments[1]) and "/checkpoints/" in str(arguments[0]):
         pass_gate("saving")
     elif event == "os.rename" and "/checkpoints/global_step_" in str(arguments[1]):
@@ -95,7 +95,7 @@ def _see_save(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 if VARIABLE in os.environ:
-    sys.addaudithook(_see_save)
+    sys.addaudithook(_detect_save)
 
 
 @hwrl.hookimpl

@@ -1,4 +1,4 @@
-"""The points of the sweep, as data: which fault meets which victim in which phase, and how the run may end."""
+"""The points of the sweep, as data: fault, victim, phase, and the permitted ends of the run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tests.faults.acts import Act, Edit, Freeze, Limit, Protect, Replace, Send, 
 
 HEARTBEAT_S = 8
 HELPERS = ("log-monitor", "monitor", "dashboard", "env-agent", "agent")
-"""Processes of Ray that a run can do without, or nearly so."""
+"""Processes of Ray that a run hardly needs."""
 LIMIT_S, SLOW_LIMIT_S = 150.0, 240.0
-"""How long a run with a fault may last; the second where Ray must notice a death, or several limits pass in turn."""
+"""Time limits for a run with a fault. The second is for a death that only Ray notices, or for several limits."""
 WORDS_OF_PHASES = {"starting": "starting Ray", "building": "building "}
-"""Phases that the run itself announces; the others have gates."""
+"""Phases with a log line of the run. The others have gates."""
 
 
 @dataclass(frozen=True)
-class Blow:
-    """Acts at the ``nth`` time that a process enters ``phase``."""
+class Injection:
+    """Faults to inject when a process enters ``phase`` for the ``nth`` time."""
 
     phase: str
     nth: int
@@ -28,45 +28,50 @@ class Blow:
 
 @dataclass(frozen=True)
 class Point:
-    """One run and the faults that meet it, with its permitted ``ends``: done, error, interrupted, killed.
+    """One run, its faults, and its permitted ``ends``: done, error, interrupted, killed.
 
     ``words`` are settings; ``reward`` names a function in ``rewards.py``.
     """
 
     name: str
     ends: frozenset[str]
-    blows: tuple[Blow, ...] = ()
+    injections: tuple[Injection, ...] = ()
     words: tuple[str, ...] = ()
     reward: str = "plain"
     limit_s: float = LIMIT_S
 
     @property
     def is_quick(self) -> bool:
-        """Whether nobody must wait for Ray to notice a death."""
+        """Whether the point does not depend on Ray to notice a death."""
         return self.limit_s < SLOW_LIMIT_S
 
     @property
     def lives(self) -> int:
-        """How many runs it takes: one that does not get to its end is continued."""
+        """The number of runs it needs: an unfinished one is continued."""
         return 1 if "done" in self.ends else 2
 
     @property
     def labels(self) -> frozenset[str]:
         """Its kinds of faults and its victims."""
-        acts = [act for blow in self.blows for act in blow.acts]
+        acts = [act for injection in self.injections for act in injection.acts]
         kinds = {"reward"} if self.reward != "plain" else set()
         victims = {"helper" if act.victim in HELPERS else act.victim for act in acts}
         return frozenset(kinds | {act.kind for act in acts} | victims)
 
 
-def at(phase: str, *acts: Act, nth: int = 1) -> Blow:
-    return Blow(phase, nth, acts)
+def at(phase: str, *acts: Act, nth: int = 1) -> Injection:
+    return Injection(phase, nth, acts)
 
 
 def point(
-    name: str, ends: str, *blows: Blow, words: tuple[str, ...] = (), reward: str = "plain", limit_s: float = LIMIT_S
+    name: str,
+    ends: str,
+    *injections: Injection,
+    words: tuple[str, ...] = (),
+    reward: str = "plain",
+    limit_s: float = LIMIT_S,
 ) -> Point:
-    return Point(name, frozenset(ends.split()), blows, words, reward, limit_s)
+    return Point(name, frozenset(ends.split()), injections, words, reward, limit_s)
 
 
 TWO_RANKS = ("train.ranks=2",)
@@ -74,9 +79,9 @@ HOST = ("weights.bypass_cpu=false",)
 BACKGROUND = ("checkpoint.async_save=true",)
 UNSAVED = ("checkpoint.save_every_steps=0",)
 GOES_BACK = at("stepping", Send("KILL", "trainer"), nth=4)
-"""After this the trainer goes back to step 2."""
+"""The trainer then goes back to step 2."""
 JUDGED = 7
-"""A call of the reward in the midst of training."""
+"""A call of the reward function in the middle of training."""
 
 
 def _kills_of_driver() -> list[Point]:
@@ -313,7 +318,7 @@ POINTS = [
 
 
 def choose(points: Sequence[Point], count: int, *, seed: int) -> list[Point]:
-    """Return ``count`` of ``points`` in an order of ``seed``; the first meet many kinds and victims in few runs."""
+    """Return ``count`` of ``points`` in an order of ``seed``. The first have many kinds and victims in few runs."""
     left = random.Random(seed).sample(points, len(points))
     seen: set[str] = set()
     chosen: list[Point] = []

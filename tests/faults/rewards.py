@@ -1,4 +1,4 @@
-"""Reward functions that pass the gates, and those that misbehave; a point copies this file beside its data."""
+"""Reward functions with gates, some of them faulty. A point copies this file beside its data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from hwrl.run.demo import sort_reward
 from tests.faults.gates import VARIABLE, pass_gate
 
-Figures = dict[str, float]
+Metrics = dict[str, float]
 _EVALUATED_PROMPTS = 3
 _calls, _evaluations = itertools.count(1), itertools.count(1)
 
@@ -24,7 +24,7 @@ def _evaluation() -> set[str]:
     return {json.loads(line)["prompt"] for line in text.splitlines()}
 
 
-def plain(prompt: str, response: str, answer: str) -> Figures:
+def plain(prompt: str, response: str, answer: str) -> Metrics:
     if prompt not in _evaluation():
         pass_gate("judging")
     elif next(_evaluations) <= _EVALUATED_PROMPTS:
@@ -35,7 +35,7 @@ def plain(prompt: str, response: str, answer: str) -> Figures:
 
 
 def _is_first(what: str) -> bool:
-    """Return whether no process of the run has asked before."""
+    """Return whether this is the first call with ``what`` in all processes of the run."""
     try:
         Path(os.environ[VARIABLE], f"first-{what}").touch(exist_ok=False)
     except FileExistsError:
@@ -47,70 +47,70 @@ def _hang() -> None:
     time.sleep(1e6)
 
 
-def hangs_once(prompt: str, response: str, answer: str) -> Figures:
+def hangs_once(prompt: str, response: str, answer: str) -> Metrics:
     if prompt not in _evaluation() and next(_calls) > 5 and _is_first("hang"):
         _hang()
     return plain(prompt, response, answer)
 
 
-def hangs_always(prompt: str, response: str, answer: str) -> Figures:
+def hangs_always(prompt: str, response: str, answer: str) -> Metrics:
     if next(_calls) > 5:
         _hang()
     return plain(prompt, response, answer)
 
 
-def hangs_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
+def hangs_on_evaluation(prompt: str, response: str, answer: str) -> Metrics:
     if prompt in _evaluation():
         _hang()
     return plain(prompt, response, answer)
 
 
-def hangs_once_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
+def hangs_once_on_evaluation(prompt: str, response: str, answer: str) -> Metrics:
     if prompt in _evaluation() and _is_first("hang"):
         _hang()
     return plain(prompt, response, answer)
 
 
-def raises_sometimes(prompt: str, response: str, answer: str) -> Figures:
+def raises_sometimes(prompt: str, response: str, answer: str) -> Metrics:
     if next(_calls) % 5 == 0:
         raise ValueError("every fifth call fails")
     return plain(prompt, response, answer)
 
 
-def raises_on_evaluation(prompt: str, response: str, answer: str) -> Figures:
+def raises_on_evaluation(prompt: str, response: str, answer: str) -> Metrics:
     if prompt in _evaluation():
-        raise ValueError("no evaluation prompt is judged")
+        raise ValueError("no evaluation prompt is scored")
     return plain(prompt, response, answer)
 
 
-def exits_sometimes(prompt: str, response: str, answer: str) -> Figures:
+def exits_sometimes(prompt: str, response: str, answer: str) -> Metrics:
     if next(_calls) % 5 == 0:
         sys.exit(0)
     return plain(prompt, response, answer)
 
 
-def interrupts_sometimes(prompt: str, response: str, answer: str) -> Figures:
+def interrupts_sometimes(prompt: str, response: str, answer: str) -> Metrics:
     if next(_calls) % 5 == 0:
         raise KeyboardInterrupt
     return plain(prompt, response, answer)
 
 
-def ends_its_process_once(prompt: str, response: str, answer: str) -> Figures:
+def ends_its_process_once(prompt: str, response: str, answer: str) -> Metrics:
     if next(_calls) > 5 and _is_first("end"):
         os._exit(0)
     return plain(prompt, response, answer)
 
 
-def gives_nan_sometimes(prompt: str, response: str, answer: str) -> Figures:
+def gives_nan_sometimes(prompt: str, response: str, answer: str) -> Metrics:
     if next(_calls) % 5 == 0:
         return {"reward": float("nan")}
     return plain(prompt, response, answer)
 
 
-def gives_nan_always(prompt: str, response: str, answer: str) -> Figures:
+def gives_nan_always(prompt: str, response: str, answer: str) -> Metrics:
     return {"reward": float("nan")}
 
 
-def is_slow(prompt: str, response: str, answer: str) -> Figures:
+def is_slow(prompt: str, response: str, answer: str) -> Metrics:
     time.sleep(0.5)
     return plain(prompt, response, answer)

@@ -11,15 +11,15 @@ from tests.faults.trial import Verdict, run_point
 LAST_LINES = 15
 
 
-def tell(point: Point, verdict: Verdict) -> str:
-    """Return the line on a point, and after a fall the last lines of the run's output."""
+def describe(point: Point, verdict: Verdict) -> str:
+    """Return the result of a point as text; if it fell, with the last lines of the run's output."""
     word = "held" if verdict.held else "fell"
     line = f"{word} {POINTS.index(point):3d} {point.name:34} {verdict.seconds:6.1f} s  {verdict.reason}"
     return line if verdict.held else "\n    | ".join([line, *verdict.output.splitlines()[-LAST_LINES:]])
 
 
 def main() -> int:
-    """Run the points that the command line asks for; return 1 if one fell."""
+    """Run the points from the command line; return 1 if one fell."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.sweep", description=__doc__)
     parser.add_argument("--points", type=int, default=len(POINTS))
     parser.add_argument("--seed", type=int, default=0, help="of the order")
@@ -35,7 +35,7 @@ def main() -> int:
     for point in chosen:
         verdict = run_point(point)
         fell += not verdict.held
-        print(tell(point, verdict), flush=True)
+        print(describe(point, verdict), flush=True)
     print(f"{len(chosen)} points: {len(chosen) - fell} held, {fell} fell")
     return 1 if fell else 0
 

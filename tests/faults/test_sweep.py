@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.points import POINTS, Point, choose
-from tests.faults.sweep import tell
+from tests.faults.sweep import describe
 from tests.faults.trial import run_point
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
@@ -20,7 +20,9 @@ def labels(points: list[Point]) -> set[str]:
 
 
 def test_there_are_sixty_points_and_more_and_no_two_are_alike() -> None:
-    assert len({point.name for point in POINTS}) == len({(p.blows, p.words, p.reward) for p in POINTS}) == len(POINTS)
+    assert (
+        len({point.name for point in POINTS}) == len({(p.injections, p.words, p.reward) for p in POINTS}) == len(POINTS)
+    )
     assert len(POINTS) >= 60
 
 
@@ -37,4 +39,4 @@ def test_the_page_has_a_row_for_each_point() -> None:
 @pytest.mark.parametrize("point", TEN, ids=lambda point: point.name)
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)
-    assert verdict.held, tell(point, verdict)
+    assert verdict.held, describe(point, verdict)

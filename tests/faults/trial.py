@@ -1,4 +1,4 @@
-"""One point of the sweep: a run with its faults, the run that continues it, and the judgement on both."""
+"""One point of the sweep: a run with its faults, the run that continues it, and the checks on both."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transformers.utils import logging
 from hwrl.run.demo import write_demo
 from tests.faults.acts import Scene
 from tests.faults.gates import VARIABLE
-from tests.faults.judgement import FellError, check_accounts, name_end, require, shared_memory
-from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Blow, Point
+from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Injection, Point
+from tests.faults.run_checks import FellError, check_accounts, name_end, require, shared_memory
 from tests.support.train_run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -42,19 +42,19 @@ SETTINGS: dict[str, object] = {
     "timeouts.trainer_s": 60,
     "timeouts.evaluation_s": 30,
 }
-"""Of every run; a key that this hwrl does not have is left out."""
+"""The settings of every run."""
 SILENCE_S = 60.0
-"""The longest time without a word from a run. Its slowest silent stage is the start of the processes: 5 s on an idle
+"""The longest time without output of a run. Its slowest silent stage is the start of the processes: 5 s on an idle
 machine, 22 s under a load of 8 on two cores.
 """
 CONTINUES_S = 120.0
 LEFT_S, LEFT_BY_A_KILL_S = 30.0, 75.0
-"""How long processes may be left after a run: two of Ray's agents notice a killed driver or raylet after a minute."""
+"""Time limits for the end of all processes. Two of Ray's agents notice a killed driver or raylet after a minute."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a point went; ``reason`` tells the end of a run that held."""
+    """The result of a point. If it ``held``, ``reason`` describes the end of the run."""
 
     held: bool
     seconds: float
@@ -63,16 +63,16 @@ class Verdict:
 
 
 def run_point(point: Point) -> Verdict:
-    """Run ``point`` in a directory of its own, and judge."""
+    """Run ``point`` in a new directory, and check the result."""
     began_s = time.monotonic()
-    # Ray's sockets lie in TMPDIR, and a socket's path may have no more than 107 characters.
+    # Ray's sockets are in TMPDIR, and the path of a socket has at most 107 characters.
     work = Path(tempfile.mkdtemp(prefix="f"))
     trial = _Trial(point, work)
     try:
         held, reason = True, trial.run()
     except FellError as exc:
         held, reason = False, str(exc)
-    except (AssertionError, OSError, ValueError) as exc:  # a victim or a file of the run is not there
+    except (AssertionError, OSError, ValueError) as exc:  # a victim or a file of the run is missing
         held, reason = False, f"{type(exc).__name__}: {exc}"
     finally:
         output = trial.output()
@@ -104,45 +104,45 @@ class _Trial:
         _write_plugin(work / "plugin")
 
     def run(self) -> str:
-        """Return how the run with the faults ended; raises FellError."""
+        """Return a sentence about the end of the run with the faults. Raises FellError."""
         began_s = time.monotonic()
-        first = self._start(self._point.reward, self._point.blows, "log-1", *self._point.words)
+        first = self._start(self._point.reward, self._point.injections, "log-1", *self._point.words)
         scene = Scene(self.work, first)
         watch = _Watch(first, limit_s=self._point.limit_s)
-        for number, blow in enumerate(self._point.blows):
-            self._await_phase(blow, number, watch)
+        for number, injection in enumerate(self._point.injections):
+            self._wait_for_phase(injection, number, watch)
             self._memory |= shared_memory(first)
-            for act in blow.acts:
+            for act in injection.acts:
                 act(scene)
             (self.work / f"go-{number}").touch()
-        status = watch.await_end()
+        status = watch.wait_for_end()
         ended_s = time.monotonic()
         end = name_end(status, first.output())
         if end not in self._point.ends:
             raise FellError(f"it ended with {end} (status {status}), not with {' or '.join(sorted(self._point.ends))}")
-        alone = end == "killed" or bool(self._point.labels & {"raylet", "gcs"})  # so Ray must notice by itself
-        told = [f"{end} after {ended_s - began_s:.0f} s"]
+        alone = end == "killed" or bool(self._point.labels & {"raylet", "gcs"})  # then Ray must notice it alone
+        sentences = [f"{end} after {ended_s - began_s:.0f} s"]
         if end != "done":
             self._continue(scene)
-            told.append(f"continued in {time.monotonic() - ended_s:.0f} s")
+            sentences.append(f"continued in {time.monotonic() - ended_s:.0f} s")
         check_accounts(self._runs[-1].directory, steps=STEPS, batch=BATCH, max_staleness=MAX_STALENESS)
-        self._check_processes(first, ended_s, patience_s=LEFT_BY_A_KILL_S if alone else LEFT_S)
-        told.append(f"clean {time.monotonic() - ended_s:.0f} s after the end")
-        self._check_processes(self._runs[-1], time.monotonic(), patience_s=LEFT_S)
+        self._check_processes(first, ended_s, limit_s=LEFT_BY_A_KILL_S if alone else LEFT_S)
+        sentences.append(f"clean {time.monotonic() - ended_s:.0f} s after the end")
+        self._check_processes(self._runs[-1], time.monotonic(), limit_s=LEFT_S)
         self._check_files()
-        return ", ".join(told)
+        return ", ".join(sentences)
 
     def output(self) -> str:
-        """Return what the runs have said."""
+        """Return the output of the runs."""
         return "\n".join(run.output() for run in self._runs)
 
     def close(self) -> None:
-        """End what is left of the runs."""
+        """End all processes of the runs."""
         for run in self._runs:
             run.close()
 
-    def _start(self, reward: str, blows: tuple[Blow, ...], log: str, *words: str) -> Run:
-        gates = [(blow.phase, blow.nth) for blow in blows]
+    def _start(self, reward: str, injections: tuple[Injection, ...], log: str, *words: str) -> Run:
+        gates = [(injection.phase, injection.nth) for injection in injections]
         (self.work / "gates.json").write_text(json.dumps(gates))
         function = f"reward.function={self.work / 'reward.py'}:{reward}"
         path = os.pathsep.join([str(ROOT), str(self.work / "plugin")])
@@ -152,12 +152,12 @@ class _Trial:
         )
         return self._runs[-1]
 
-    def _await_phase(self, blow: Blow, number: int, watch: _Watch) -> None:
-        words = WORDS_OF_PHASES.get(blow.phase)
+    def _wait_for_phase(self, injection: Injection, number: int, watch: _Watch) -> None:
+        words = WORDS_OF_PHASES.get(injection.phase)
         reached = self.work / f"reached-{number}"
         watch.until(
             lambda: words in watch.run.output() if words else reached.exists(),
-            f"it ended before it came to {blow.phase} for the {blow.nth}. time",
+            f"it ended before it came to {injection.phase} for the {injection.nth}. time",
         )
 
     def _continue(self, scene: Scene) -> None:
@@ -166,14 +166,14 @@ class _Trial:
             undo()
         words = [word for word in self._point.words if not word.startswith("reward.")]
         again = self._start("plain", (), "log-2", "resume=true", *words)
-        status = _Watch(again, limit_s=CONTINUES_S).await_end()
+        status = _Watch(again, limit_s=CONTINUES_S).wait_for_end()
         end = name_end(status, again.output())
         if end != "done":
             raise FellError(f"its continuation ended with {end} (status {status})")
 
-    def _check_processes(self, run: Run, ended_s: float, *, patience_s: float) -> None:
+    def _check_processes(self, run: Run, ended_s: float, *, limit_s: float) -> None:
         while left := [command[:120] for _, command in run.commands()]:
-            require(time.monotonic() < ended_s + patience_s, f"after {patience_s:g} s processes are left: {left}")
+            require(time.monotonic() < ended_s + limit_s, f"after {limit_s:g} s processes are left: {left}")
             time.sleep(0.1)
 
     def _check_files(self) -> None:
@@ -185,38 +185,38 @@ class _Trial:
 
 
 class _Watch:
-    """Waits for a run, which may neither be silent for SILENCE_S nor last longer than ``limit_s``."""
+    """Waits for a run. It must not be silent for SILENCE_S, nor last longer than ``limit_s``."""
 
     def __init__(self, run: Run, *, limit_s: float) -> None:
         self.run, self._limit_s = run, limit_s
-        self._began_s = self._heard_s = time.monotonic()
-        self._said = 0
+        self._began_s = self._last_output_s = time.monotonic()
+        self._output_length = 0
 
     def until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Return when ``condition`` holds; FellError with ``otherwise`` if the run ends first."""
+        """Return when ``condition`` holds. Raises FellError with the text ``otherwise`` if the run ends first."""
         while not condition():
             if self.run.process.poll() is not None and not condition():
                 raise FellError(f"{otherwise} (status {self.run.process.returncode})")
-            self._listen()
+            self._check_output()
             time.sleep(0.02)
 
-    def await_end(self) -> int:
+    def wait_for_end(self) -> int:
         """Return the exit status."""
         while (status := self.run.process.poll()) is None:
-            self._listen()
+            self._check_output()
             time.sleep(0.05)
         return status
 
-    def _listen(self) -> None:
-        now_s, said = time.monotonic(), len(self.run.output())
-        if said != self._said:
-            self._said, self._heard_s = said, now_s
-        require(now_s - self._heard_s < SILENCE_S, f"it hung: not a word for {SILENCE_S:g} s")
+    def _check_output(self) -> None:
+        now_s, length = time.monotonic(), len(self.run.output())
+        if length != self._output_length:
+            self._output_length, self._last_output_s = length, now_s
+        require(now_s - self._last_output_s < SILENCE_S, f"it hung: no output for {SILENCE_S:g} s")
         require(now_s - self._began_s < self._limit_s, f"it was not over after {self._limit_s:g} s")
 
 
 def _write_plugin(place: Path) -> None:
-    """Write what makes ``HWRL_BACKEND=gated`` known, as an installed package does."""
+    """Write the metadata of an installed package, so that ``HWRL_BACKEND=gated`` is known."""
     info = place / "gated-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gated\nVersion: 1\n")

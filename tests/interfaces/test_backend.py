@@ -94,7 +94,7 @@ try:
     with backend.allocating("the model"):
         raise torch.OutOfMemoryError("full")
 except DeviceMemoryError as error:
-    assert "how much is free is not known" in error.why and "torch said: full" in error.why, error
+    assert "its free memory is not known" in error.why and "torch said: full" in error.why, error
 """
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from hwrl.errors import MemoryStateError
-from hwrl.memory import Offloader, offload
+from hwrl.memory import Offloader
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
 WIDTH = 512  # one weight is 1 MiB
+BATCH_NBYTES = WIDTH * WIDTH  # several batches
 TOLERANCE_NBYTES = 256 * 1024
 
 
@@ -75,7 +76,7 @@ def test_device_memory_is_freed_and_comes_back() -> None:
     net, optimizer = _net()
     _step(net, optimizer)
     nbytes = _state_nbytes(net, optimizer)
-    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+    with Offloader(net, optimizer, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         offloader.offload()  # allocates what is allocated once
         offloader.load()
         before = _used_nbytes()
@@ -88,7 +89,7 @@ def test_device_memory_is_freed_and_comes_back() -> None:
 def test_parameters_and_optimizer_move_apart() -> None:
     net, optimizer = _net()
     _step(net, optimizer)
-    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+    with Offloader(net, optimizer, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         assert offloader.offload(params=False).nbytes > 2 * WIDTH * WIDTH * 4
         assert _away(net, optimizer) == (False, True)
         net(torch.ones(2, WIDTH))
@@ -103,7 +104,7 @@ def test_objects_views_and_values_survive() -> None:
     names = {name: value.clone() for name, value in net.state_dict().items()}
     parameters, storage = list(net.parameters()), net.scale.untyped_storage()
     view = net.first.weight.detach()[3]
-    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+    with Offloader(net, optimizer, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         offloader.offload()
         assert storage.nbytes() == 0
         offloader.load()
@@ -119,7 +120,7 @@ def test_objects_views_and_values_survive() -> None:
 def test_training_with_offload_between_steps_is_bit_equal(choice: dict[str, Any]) -> None:
     make = functools.partial(torch.optim.AdamW, **choice)
     plain, moved = _net(optimizer=make), _net(optimizer=make)
-    with Offloader(*moved, backend=BACKEND) as offloader:
+    with Offloader(*moved, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         offloader.offload()  # before the optimizer has any state
         for _ in range(4):
             with offloader.loaded():
@@ -132,7 +133,7 @@ def test_training_with_offload_between_steps_is_bit_equal(choice: dict[str, Any]
 def test_twenty_cycles_allocate_host_memory_once() -> None:
     net, optimizer = _net()
     _step(net, optimizer)
-    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+    with Offloader(net, optimizer, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         offloader.offload()
         held, used = offloader.pool_nbytes, _used_nbytes()
         for _ in range(20):
@@ -144,7 +145,7 @@ def test_twenty_cycles_allocate_host_memory_once() -> None:
 
 def test_what_is_done_already_moves_nothing_and_takes_no_time() -> None:
     net, optimizer = _net()
-    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+    with Offloader(net, optimizer, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         assert (offloader.load().nbytes, offloader.load().seconds) == (0, 0.0)
         first = offloader.offload()
         assert first.nbytes > 0 and first.seconds > 0.0
@@ -154,15 +155,10 @@ def test_what_is_done_already_moves_nothing_and_takes_no_time() -> None:
         assert back.nbytes == first.nbytes and back.seconds > 0.0
 
 
-@pytest.fixture(autouse=True)
-def _many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_BATCH_NBYTES", WIDTH * WIDTH)
-
-
 def test_what_the_host_holds_already_is_not_copied_again() -> None:
     net, optimizer = _net()
     _step(net, optimizer)
-    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+    with Offloader(net, optimizer, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         offloader.offload()
         with offloader.loaded() as moved:
             net.eval()(torch.ones(2, WIDTH))  # reads only
@@ -191,7 +187,7 @@ def _through_a_fused_kernel(net: Net) -> None:
 @pytest.mark.parametrize("write", [_through_data, _through_a_fused_kernel])
 def test_writes_that_no_version_counter_sees_are_copied(write: Callable[[Net], None]) -> None:
     net, _ = _net()
-    with Offloader(net, backend=BACKEND) as offloader:
+    with Offloader(net, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         offloader.offload()
         offloader.load()
         version = net.first.weight._version
@@ -206,7 +202,7 @@ def test_writes_that_no_version_counter_sees_are_copied(write: Callable[[Net], N
 def test_loaded_restores_the_state_it_found_on_errors_too() -> None:
     net, optimizer = _net()
     _step(net, optimizer)
-    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+    with Offloader(net, optimizer, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         offloader.offload(optimizer=False)
         with pytest.raises(ZeroDivisionError), offloader.loaded():
             assert not _are_away(net.parameters())
@@ -231,7 +227,7 @@ def test_using_what_is_offloaded_raises_and_works_again_after_load() -> None:
         lambda: optimizer.state_dict(),
         lambda: optimizer.load_state_dict({}),
     ]
-    with Offloader(net, optimizer, backend=BACKEND) as offloader:
+    with Offloader(net, optimizer, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         offloader.offload()
         for number, use in enumerate(uses):
             with pytest.raises(MemoryStateError, match="cannot be used"):
@@ -245,7 +241,7 @@ def test_using_what_is_offloaded_raises_and_works_again_after_load() -> None:
 def test_memory_that_cannot_be_given_back_is_refused_and_nothing_changes() -> None:
     net = nn.Linear(4, 4)
     net.bias = nn.Parameter(torch.frombuffer(bytearray(16), dtype=torch.float32))
-    with Offloader(net, backend=BACKEND) as offloader:
+    with Offloader(net, backend=BACKEND, batch_nbytes=BATCH_NBYTES) as offloader:
         with pytest.raises(MemoryStateError, match="cannot be offloaded") as caught:
             offloader.offload()
         assert "tensor.data = tensor.data.clone()" in caught.value.fix
@@ -258,9 +254,8 @@ def test_memory_that_cannot_be_given_back_is_refused_and_nothing_changes() -> No
 def _run_out_of_memory(rank: int) -> list[object]:
     net = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])  # 128 MiB
     before = [float(one.detach().sum()) for one in net.parameters()]
-    offloader = Offloader(net, backend=BACKEND)
+    offloader = Offloader(net, backend=BACKEND, batch_nbytes=2048)  # memory runs out after the first batch
     offloader.offload()
-    offload._BATCH_NBYTES = 2048  # the room ends in a later batch than the first
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 64 * 2**20, resource.RLIM_INFINITY))

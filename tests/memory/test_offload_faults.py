@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hwrl.errors import MemoryStateError
-from hwrl.memory import Offloader, offload
+from hwrl.memory import Offloader
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
@@ -93,11 +93,6 @@ class Trained:
         return [lambda: self.model(DATA), self.model.state_dict, self.optimizer.step, self.optimizer.state_dict]
 
 
-@pytest.fixture(autouse=True)
-def _many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_BATCH_NBYTES", 64)
-
-
 def _fails(act: Callable[[], object], number: int, error: type[BaseException]) -> bool:
     """Do ``act`` with one failing call; return whether it was reached."""
     try:
@@ -112,7 +107,7 @@ def _fails(act: Callable[[], object], number: int, error: type[BaseException]) -
 def test_an_offload_that_fails_at_any_call_changes_nothing(error: type[BaseException]) -> None:
     trained = Trained()
     for number in count(1):
-        offloader = Offloader(trained.model, trained.optimizer, backend=BACKEND)
+        offloader = Offloader(trained.model, trained.optimizer, backend=BACKEND, batch_nbytes=64)
         if not _fails(offloader.offload, number, error):
             break
         trained.check_here()
@@ -129,7 +124,7 @@ def test_an_offload_that_fails_at_any_call_changes_nothing(error: type[BaseExcep
 @pytest.mark.parametrize("error", [Fault, Interrupt])
 def test_a_load_that_fails_at_any_call_leaves_everything_on_the_host(error: type[BaseException]) -> None:
     trained = Trained()
-    offloader = Offloader(trained.model, trained.optimizer, backend=BACKEND)
+    offloader = Offloader(trained.model, trained.optimizer, backend=BACKEND, batch_nbytes=64)
     for number in count(1):
         offloader.offload()
         if not _fails(offloader.load, number, error):
@@ -145,7 +140,7 @@ def test_after_an_error_that_cannot_be_undone_use_is_refused_and_load_brings_all
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trained = Trained()
-    offloader = Offloader(trained.model, trained.optimizer, backend=BACKEND)
+    offloader = Offloader(trained.model, trained.optimizer, backend=BACKEND, batch_nbytes=64)
     with monkeypatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", _BreaksAfter(ncalls=5))
         with pytest.raises(MemoryStateError, match="parameters cannot be brought back after an error") as caught:

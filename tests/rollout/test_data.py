@@ -61,7 +61,7 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
             "line 1 is not a prompt(.|\n)*'role' and 'content'",
         ),
         ("a.jsonl", '{"prompt": "", "answer": 1}\n', "line 1 has a prompt of 0 tokens"),
-        ("a.jsonl", '{"prompt": "1", "answer": 1, "answer": 2}\n', "line 1 is not JSON(.|\n)*stands twice"),
+        ("a.jsonl", '{"prompt": "1", "answer": 1, "answer": 2}\n', "line 1 is not JSON(.|\n)*appears twice"),
         ("a.jsonl", '{"prompt": "12345678901", "answer": 1}\n', "prompt of 11 tokens"),
         ("a.jsonl", '{"prompt": "x", "answer": 1, "max_new_tokens": "9"}\n', "line 1 has no usable max_new_tokens"),
         ("a.csv", "prompt,answer\n", "unknown kind"),
@@ -128,7 +128,7 @@ def test_messages_are_refused_with_the_row_where_the_template_refuses_them_or_is
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row_of([{"role": role, "content": "1"}]) for role in ("user", "tool")]
-    with pytest.raises(DataError, match=r"line 1 cannot be encoded(.|\n)*chat_template is not set(.|\n)*as a text"):
+    with pytest.raises(DataError, match=r"line 1 cannot be encoded(.|\n)*chat_template is not set(.|\n)*as a string"):
         encoded(tmp_path / "talk", tokenizer, *rows)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     with pytest.raises(DataError, match=r"line 2 cannot be encoded(.|\n)*unknown role tool"):
@@ -139,7 +139,7 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_row(tmp_path: Pat
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "2 $", "answer": 1}\n{"prompt": "2 €", "answer": 1}\n', encoding="utf-8")
     check_vocabulary(read(path), path=path, vocabulary=0x20AD)
-    with pytest.raises(DataError, match=r"row 2 has a token that the model does not know(.|\n)*8364(.|\n)*has 8364"):
+    with pytest.raises(DataError, match=r"row 2 has a token unknown to the model(.|\n)*8364(.|\n)*has 8364"):
         check_vocabulary(read(path), path=path, vocabulary=0x20AC)
 
 
@@ -230,19 +230,22 @@ def test_a_reward_must_be_a_finite_number(result: object) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("mean", "metrics have reward/mean"),
-        ("std", "metrics have reward/std"),
-        ("version", "metrics have eval/version"),
-        *((name, "a name is a text") for name in ("", " ", "a\nb", "a=b", "/a", "a" * 101, 7, None, ("a",), b"a")),
+        ("mean", "hwrl itself computes the metric reward/mean"),
+        ("std", "hwrl itself computes the metric reward/std"),
+        ("version", "hwrl itself computes the metric eval/version"),
+        *(
+            (name, "a name has up to 100 letters")
+            for name in ("", " ", "a\nb", "a=b", "/a", "a" * 101, 7, None, ("a",), b"a")
+        ),
     ],
 )
-def test_a_figure_cannot_take_a_name_of_hwrls_or_none_at_all(name: object, why: str) -> None:
-    figures = {"reward": 1.0, name: 2.0}
-    with pytest.raises(DataError, match=f"called {re.escape(repr(name)[:50])}(.|\n)*{why}"):
-        score_response(lambda prompt, response, answer: figures, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
+def test_a_metric_needs_a_valid_name_that_is_not_hwrls(name: object, why: str) -> None:
+    metrics = {"reward": 1.0, name: 2.0}
+    with pytest.raises(DataError, match=f"named {re.escape(repr(name)[:50])}(.|\n)*{why}"):
+        score_response(lambda prompt, response, answer: metrics, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
 
 
 def test_what_has_a_number_is_a_number() -> None:
-    figures = {"reward": np.float32(0.5), "length/tokens": 3, "größe": True, "loss": torch.tensor(0.25)}
-    judged = score_response(lambda prompt, response, answer: figures, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # mypy knows floats only
-    assert judged == {"reward": 0.5, "length/tokens": 3.0, "größe": 1.0, "loss": 0.25}
+    metrics = {"reward": np.float32(0.5), "length/tokens": 3, "größe": True, "loss": torch.tensor(0.25)}
+    scored = score_response(lambda prompt, response, answer: metrics, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # mypy knows floats only
+    assert scored == {"reward": 0.5, "length/tokens": 3.0, "größe": 1.0, "loss": 0.25}

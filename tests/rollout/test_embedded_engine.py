@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from hwrl.errors import EngineError
-from hwrl.interfaces.groups import Response
-from hwrl.interfaces.rollout import GenerationRequest, Sampling
+from hwrl.interfaces import GenerationRequest, Response, Sampling
 from hwrl.rollout.embedded import EmbeddedEngine
 from tests.support.tiny_model import END, generate, requests_of, tiny_model
 

@@ -8,7 +8,7 @@ from concurrent.futures import InvalidStateError
 import pytest
 
 from hwrl.errors import DataError, EngineError
-from hwrl.interfaces.rollout import Sampling
+from hwrl.interfaces import Sampling
 from hwrl.rollout.evaluator import Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup
 from hwrl.rollout.reward_workers import RewardWorkers

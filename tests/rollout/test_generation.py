@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hwrl.interfaces.rollout import Completion, GenerationRequest, Sampling
+from hwrl.interfaces import Completion, GenerationRequest, Sampling
 from hwrl.rollout.generation import GroupGenerator, mean_metrics
 from tests.support.scripted_rollout import CountingEngine, Lengths
 

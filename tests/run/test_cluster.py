@@ -1,4 +1,4 @@
-"""The Ray that a run joins or starts."""
+"""Ray for a run: joined or started."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import ray
 
 from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError
-from hwrl.run.cluster import not_started, ray_cluster
+from hwrl.run.cluster.ray_security import private_ray
+from hwrl.run.cluster.ray_session import not_started, ray_cluster
 from hwrl.run.config import load_config
 from hwrl.run.demo import main, write_demo
 from hwrl.run.inputs import is_local
-from hwrl.run.privacy import private_ray
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -35,7 +35,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_at_once(
     config = load_config(write_demo(tmp_path, seed=1, prompts=16), [])
     says = rf"(?s)no Ray cluster at {scheme}127.0.0.1:{port}.*unset RAY_ADDRESS"
     started_s = time.monotonic()
-    with pytest.raises(ConfigError, match=says), ray_cluster(config, say=print):
+    with pytest.raises(ConfigError, match=says), ray_cluster(config, log=print):
         pass
     assert time.monotonic() - started_s < 10.0, "Ray itself tries for 30 s"
 
@@ -50,7 +50,7 @@ def test_the_demo_is_not_written_under_a_run(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(sys, "argv", ["demo", str(tmp_path)])
     lock = DirectoryLock(tmp_path / "run")
-    with pytest.raises(SystemExit, match="a run is going on"):
+    with pytest.raises(SystemExit, match="a run is active"):
         main()
     lock.close()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -67,8 +67,8 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
     base = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setenv("RAY_TMPDIR", str(base))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
-    killed = "import os, hwrl.run.privacy as p; held = p.private_ray(); held.__enter__(); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", killed], check=False, timeout=60)
+    enter = "from hwrl.run.cluster.ray_security import private_ray; held = private_ray(); held.__enter__()"
+    subprocess.run([sys.executable, "-c", f"{enter}; import os; os.kill(os.getpid(), 9)"], check=False, timeout=60)
     (left,) = base.iterdir()
     with private_ray() as directory:
         (own,) = base.iterdir()
@@ -87,7 +87,7 @@ def test_the_directory_and_the_token_are_the_users_alone(tmp_path: Path, monkeyp
 
 
 def listeners(pids: set[int]) -> set[str]:
-    """Return the addresses, in the kernel's hexadecimal, on which these processes listen."""
+    """Return the listening addresses of these processes, in the kernel's hexadecimal format."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -97,7 +97,7 @@ def listeners(pids: set[int]) -> set[str]:
     return {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
 
 
-STRANGER = "import sys, hwrl.run.privacy as p; print(p.admits_strangers(sys.argv[1]))"
+STRANGER = "import sys, hwrl.run.cluster.ray_security as p; print(p.admits_without_token(sys.argv[1]))"
 OPEN = """
 import ray
 print(ray.init(address="local", include_dashboard=False).address_info["gcs_address"], flush=True)
@@ -108,15 +108,15 @@ input()
 def test_a_ray_of_the_runs_own_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load_config(write_demo(tmp_path, seed=1, prompts=16), [])
-    said: list[str] = []
-    with ray_cluster(config, say=said.append):
+    logged: list[str] = []
+    with ray_cluster(config, log=logged.append):
         home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
         children = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and is_below(path)}
         assert children and listeners({os.getpid(), *children}) <= {"0100007F", "0000000000000000FFFF00000100007F"}
         address = ray.get_runtime_context().gcs_address
         ended = subprocess.run([sys.executable, "-c", STRANGER, address], text=True, capture_output=True, timeout=60)
         assert ended.stdout.strip() == "False", ended.stderr
-    assert said == ["starting Ray on this machine"]
+    assert logged == ["starting Ray on this machine"]
     assert not home.exists() and "RAY_AUTH_TOKEN_PATH" not in os.environ
 
 
@@ -131,8 +131,8 @@ def test_joining_a_cluster_that_lets_anyone_in_is_told(tmp_path: Path, monkeypat
     other = subprocess.Popen([sys.executable, "-c", OPEN], env=env, text=True, stdin=-1, stdout=-1, stderr=-3)
     assert other.stdout is not None
     monkeypatch.setenv("RAY_ADDRESS", other.stdout.readline().strip())
-    said: list[str] = []
-    with ray_cluster(load_config(write_demo(tmp_path, seed=1, prompts=16), []), say=said.append):
+    logged: list[str] = []
+    with ray_cluster(load_config(write_demo(tmp_path, seed=1, prompts=16), []), log=logged.append):
         pass
-    assert "has no authentication" in said[-1] and "RAY_AUTH_MODE=token" in said[-1]
+    assert "has no authentication" in logged[-1] and "RAY_AUTH_MODE=token" in logged[-1]
     other.communicate("", timeout=60)

@@ -22,7 +22,7 @@ from hwrl.errors import CheckpointError, ConfigError, DataError, EngineError, Hw
 from hwrl.interfaces import LoraSettings
 from hwrl.run.config import RUN_HEADER, Config, Section, dump_config, load_config
 from hwrl.run.inputs import check_inputs
-from hwrl.run.summary import FIXED_KEYS, claimed_directory
+from hwrl.run.run_directory import FIXED_KEYS, claimed_directory
 
 MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
 
@@ -203,7 +203,7 @@ def test_a_model_with_damaged_files_is_refused_before_anything_starts(
     whole = (tmp_path / "model" / "model.safetensors").read_bytes()
     for name, content in files.items():
         (tmp_path / "model" / name).write_bytes(whole[:-1] if content is None else content)
-    with pytest.raises(DataError, match=f"is not whole(.|\n)*{message}"):
+    with pytest.raises(DataError, match=f"is damaged or incomplete(.|\n)*{message}"):
         check_inputs(load_config(path))
 
 
@@ -317,7 +317,7 @@ def test_nothing_that_hwrl_did_not_write_is_overwritten(
 
 
 def begun_run(tmp_path: Path) -> Path:
-    """Return the directory of a run that did a step."""
+    """Return the directory of a run after one step."""
     with claimed_directory(load_config(write(tmp_path, MINIMAL), [f"dir={tmp_path / 'first'}"])):
         (tmp_path / "first" / "metrics.jsonl").write_text('{"step": 1}\n')
     return tmp_path / "first"
@@ -390,7 +390,7 @@ def test_the_page_says_what_a_resume_may_not_change() -> None:
 
 
 def row_of(name: str, field: FieldInfo) -> str:
-    """Return the line of docs/configuration.md that describes a key."""
+    """Return the line of docs/configuration.md about a key."""
     default = "required" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
     return f"| `{name}` | {default} | {(field.description or '').replace('``', '`')} |"
 

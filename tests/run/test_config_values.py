@@ -1,4 +1,4 @@
-"""Every value of a configuration has bounds, and its file is read without a guess and without an end in sight."""
+"""Every value of a configuration has bounds, and its file has limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAY_BE_NEGATIVE = {"goals"}
 
 
 def fields() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each key that has a value, like ``train.steps``, and its JSON schema."""
+    """Yield each key with a value, like ``train.steps``, and its JSON schema."""
     schema = Config.model_json_schema()
     for name, field in schema["properties"].items():
         section = schema["$defs"].get(field.get("$ref", "").rpartition("/")[2])
@@ -45,7 +45,7 @@ def fields() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def bad_values(key: str, schema: dict[str, Any]) -> list[object]:
-    """Return values that a key of this kind must refuse; KeyError for a kind that has none here."""
+    """Return bad values for a key of this kind. Raises KeyError for an unknown kind."""
     if "anyOf" in schema:
         return [bad for kind in schema["anyOf"] if kind != {"type": "null"} for bad in bad_values(key, kind)]
     if "enum" in schema or "const" in schema:
@@ -84,7 +84,7 @@ def test_every_key_refuses_what_it_cannot_mean(key: str, schema: dict[str, Any])
         except ConfigError as exc:
             assert exc.why.startswith(key), f"{bad!r} is refused without the key: {exc.why}"
         else:
-            pytest.fail(f"{key} takes {bad!r}: give it a type of hwrl.run.bounds, or its kind a place in bad_values")
+            pytest.fail(f"{key} takes {bad!r}: use a type of config/values.py, or add its kind to bad_values")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ _DOUBLING = "a0: &a0 {k: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{<<: [*a{i}, *a{
 def test_a_file_that_says_no_one_thing_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=f"^{path} is not YAML(.|\n)*{message}"):
+    with pytest.raises(ConfigError, match=f"^{path} is not usable YAML(.|\n)*{message}"):
         load_config(path)
 
 

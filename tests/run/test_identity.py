@@ -1,4 +1,4 @@
-"""A process of a run reads what the driver read, or refuses; a deliberate resume may change what does no harm."""
+"""A process of a run refuses changed files. A resume accepts harmless changes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hwrl.errors import ConfigError, HwrlError, InputChangedError
-from hwrl.run import identity
-from hwrl.run.actors import RolloutActor, TrainActor
+from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
-from hwrl.run.placement import Assignment
+from hwrl.run.processes.actors import ProcessSetup, RolloutActor, TrainActor
+from hwrl.run.processes.handles import LedgerHandle
 
 REWARD_FUNCTION = "def score(prompt, response, answer):\n    return 1.0\n"
 
@@ -67,7 +67,7 @@ def edit_the_model(config: Config) -> None:
 
 
 def spoil_the_weights(config: Config) -> None:
-    """Change one byte, and leave size and modification time as they were."""
+    """Change one byte, and restore size and modification time."""
     path = config.model.path / "model.safetensors"
     before = path.stat()
     with path.open("r+b") as file:
@@ -82,32 +82,20 @@ def add_other_weights(config: Config) -> None:
     (config.model.path / "pytorch_model.bin").write_bytes(b"other weights")
 
 
+def setup_of(config: Config, inputs: RunInputs) -> ProcessSetup:
+    return ProcessSetup(config, inputs, "cpu", ProcessDevices(), "nowhere")
+
+
 def set_up_trainer(config: Config, inputs: RunInputs) -> None:
-    """Set up a trainer, which has no store to connect to."""
-    TrainActor().set_up(
-        config,
-        inputs=inputs,
-        backend="cpu",
-        told=Assignment(),
-        rank=0,
-        store_address="nowhere",
-        incarnation=1,
-        transport="host",
-    )
+    """Set up a trainer without a store to connect to."""
+    TrainActor().set_up(setup_of(config, inputs), rank=0, incarnation=1, transport="host")
 
 
 def set_up_replica(config: Config, inputs: RunInputs) -> None:
-    """Set up a replica, which has no store to connect to."""
+    """Set up a replica without a store to connect to."""
+    ledger = cast(LedgerHandle, None)  # it is not called
     RolloutActor().set_up(
-        config,
-        inputs=inputs,
-        backend="cpu",
-        told=Assignment(),
-        replica="replica-0",
-        incarnation="replica-0#1",
-        seed=1,
-        store_address="nowhere",
-        ledger=None,
+        setup_of(config, inputs), replica="replica-0", incarnation="replica-0#1", seed=1, ledger=ledger
     )
 
 
@@ -133,7 +121,7 @@ def test_a_process_that_finds_another_file_than_the_run_began_with_refuses(
 ) -> None:
     inputs = identify_inputs(config)
     change(config)
-    with pytest.raises(InputChangedError, match=f"{name} changed while the run was going on") as caught:
+    with pytest.raises(InputChangedError, match=f"{name} changed during the run") as caught:
         set_up(config, inputs)
     assert not isinstance(caught.value.__context__, HwrlError), "it comes before the process joins any other"
 
@@ -171,15 +159,17 @@ def read_nbytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_a_large_file_that_nobody_wrote_to_is_not_read_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_large_file_is_not_read_again(config: Config) -> None:
     weights_nbytes = (config.model.path / "model.safetensors").stat().st_size
-    monkeypatch.setattr(identity, "_LARGE_NBYTES", weights_nbytes - 1)
     inputs, before = identify_inputs(config), read_nbytes()
-    with inputs.unchanged("trainer"):
+    with inputs.unchanged("trainer", large_nbytes=weights_nbytes - 1):
         pass
     assert read_nbytes() - before < weights_nbytes
     spoil_the_weights(config)
-    with pytest.raises(InputChangedError, match="safetensors changed"), inputs.unchanged("trainer"):
+    with (
+        pytest.raises(InputChangedError, match="safetensors changed"),
+        inputs.unchanged("trainer", large_nbytes=weights_nbytes - 1),
+    ):
         pass
 
 

@@ -1,28 +1,28 @@
-"""SIGINT and SIGTERM of a run: at once while nothing is to be saved, else after the step; twice ends it."""
+"""SIGINT, SIGTERM and SIGHUP in a run: at once while there is nothing to save, else after the step."""
 
 from __future__ import annotations
 
 import io
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 
-from hwrl.run import interrupts
 from hwrl.run.interrupts import Interrupts
 
 
 class Slow(io.FileIO):
-    """A pipe's end of which each write is met by a signal, once."""
+    """One end of a pipe. A signal comes in the middle of its first write."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb")
-        self._met = False
+        self._signalled = False
 
     def write(self, data: Any) -> int:
-        if not self._met:
-            self._met = True
+        if not self._signalled:
+            self._signalled = True
             signal.raise_signal(signal.SIGTERM)
         return super().write(data)
 
@@ -35,30 +35,30 @@ def test_a_signal_raises_at_once_until_there_is_something_to_save(number: signal
     assert signal.getsignal(number) is before
 
 
-def test_where_there_is_an_answer_the_first_gets_it_and_the_second_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    with Interrupts(said.append) as heard:
-        heard.answer = "soon"
+def test_with_a_message_the_first_signal_logs_it_and_the_second_raises() -> None:
+    logged: list[str] = []
+    with Interrupts(logged.append, same_signal_s=0.05) as interrupts:
+        interrupts.message = "soon"
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)  # as of timeout(1), which sends it to the process and to its group
-        assert heard.pending
-        monkeypatch.setattr(interrupts, "_ONE_SIGNAL_S", 0.0)
+        signal.raise_signal(signal.SIGTERM)  # as from timeout(1), which signals the process and then its group
+        assert interrupts.pending
+        time.sleep(0.1)  # the time itself, not a wait for something
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-    assert said == ["soon; once more to stop at once"]
+    assert logged == ["soon; once more to stop at once"]
 
 
-def test_it_is_answered_while_the_same_stream_is_written_to() -> None:
-    """A BufferedWriter raises if a handler writes to it in the midst of a write; the answer comes from elsewhere."""
+def test_the_message_is_logged_while_the_program_writes_to_the_same_stream() -> None:
+    """A BufferedWriter raises if a signal handler writes to it during a write, so a thread logs the message."""
     read, write = os.pipe()
     with os.fdopen(read, "rb") as reader, io.BufferedWriter(Slow(write)) as stream:
 
-        def say(text: str) -> None:
+        def log(text: str) -> None:
             stream.write(f"{text}\n".encode())
             stream.flush()
 
-        with Interrupts(say, answer="soon"):
-            say("before")
+        with Interrupts(log, message="soon"):
+            log("before")
         assert reader.readline() == b"before\n" and reader.readline().startswith(b"soon")
 
 
@@ -68,24 +68,24 @@ def test_a_hangup_ends_a_run_too_unless_it_is_ignored() -> None:
         with pytest.raises(KeyboardInterrupt), Interrupts():
             signal.raise_signal(signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-        with Interrupts() as heard:
+        with Interrupts() as interrupts:
             signal.raise_signal(signal.SIGHUP)
-            assert not heard.pending
+            assert not interrupts.pending
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_one_that_was_answered_raises_when_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    with Interrupts(answer="soon") as heard:
+def test_a_pending_signal_raises_when_the_signals_are_taken_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with Interrupts(message="soon") as interrupts:
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            heard.listen()
+            interrupts.take_signals()
     assert capsys.readouterr().out == "soon; once more to stop at once\n"
 
 
-def test_what_another_library_has_taken_is_taken_back() -> None:
-    with Interrupts() as heard:
+def test_signals_can_be_taken_back_from_another_library() -> None:
+    with Interrupts() as interrupts:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        heard.listen()
+        interrupts.take_signals()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

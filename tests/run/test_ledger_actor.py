@@ -1,4 +1,4 @@
-"""The served ledger: questions that wait, and what those who are gone may no longer do."""
+"""The served ledger: requests that wait, and requests from dead replicas."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout.ledger import PromptLease
-from hwrl.run.actors import LedgerActor
 from hwrl.run.config import Config, parse_config
+from hwrl.run.processes.actors import LedgerActor
 
 
 def config_of() -> Config:
@@ -40,18 +40,18 @@ def finished(lease: PromptLease) -> PromptGroup:
 
 
 async def begin(actor: LedgerActor) -> asyncio.Task[object]:
-    """Ask for the first batch, and wait until the question is there."""
-    asked: asyncio.Task[object] = asyncio.create_task(actor.take(2, 0))
+    """Request the first batch, and let the request reach the ledger."""
+    request: asyncio.Task[object] = asyncio.create_task(actor.take(2, 0))
     await asyncio.sleep(0)
-    return asked
+    return request
 
 
-def test_what_a_forgotten_replica_asks_for_goes_to_others() -> None:
+def test_prompts_of_a_forgotten_replica_go_to_others() -> None:
     async def scene() -> None:
         actor = LedgerActor(config_of())
         await begin(actor)
         held = await actor.lease(2, "a#0")
-        waiting = asyncio.create_task(actor.lease(2, "a#0"))  # its next question, open when it dies
+        waiting = asyncio.create_task(actor.lease(2, "a#0"))  # its next request, still open when it dies
         await asyncio.sleep(0)
         assert await actor.forget("a#0") == 2
         assert await waiting == []

@@ -1,4 +1,4 @@
-"""``hwrl train`` of an adapter as a user runs it: what travels, what is saved, what dead and sleeping replicas get."""
+"""``hwrl train`` with an adapter: its transfers and checkpoints, with dead and sleeping replicas."""
 
 from __future__ import annotations
 
@@ -6,37 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from hwrl.models import load_model
-from tests.run.test_train_run import assert_whole, demo, start
-from tests.support.train_run import Run
+from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, base_nbytes, sent
 
-__all__ = ["demo", "start"]
 pytestmark = pytest.mark.timeout(600)  # up to three runs, on a busy machine
 
-PATIENCE_S = 240.0
-
-ADAPTER = "model/adapter_model.safetensors"
-LORA = ("model.lora_rank=4", "optimizer.learning_rate=1e-2")
-
-
-def base_nbytes(demo: Path) -> int:
-    return sum(tensor.nbytes for tensor in load_model(demo / "model", dtype=torch.float32).state_dict().values())
-
-
-def adapter_nbytes(run: Run) -> int:
-    return sum(tensor.nbytes for tensor in load_file(run.directory / ADAPTER).values())
-
-
-def sent(run: Run, name: str) -> list[float]:
-    """Return ``sync/<name>`` of each step."""
-    return [line[f"sync/{name}"] for line in run.metrics()]
+TIMEOUT_S = 240.0
 
 
 def sleepy_reward(demo: Path) -> str:
-    """Return a reward that takes so long that the trainer's batch, and with it new prompts, are long in coming."""
+    """Return a slow reward function: batches, and with them new prompts, come late, and replicas fall asleep."""
     module = demo / "sleepy.py"
     module.write_text(
         "import time\n"
@@ -48,12 +27,12 @@ def sleepy_reward(demo: Path) -> str:
     return f"reward.function={module}:score"
 
 
-@pytest.mark.parametrize("bypass_cpu", ["true", "false"])
+@pytest.mark.parametrize("bypass_cpu", ["true", pytest.param("false", marks=pytest.mark.extended)])
 def test_the_base_travels_once_and_each_version_is_an_adapter(
     start: Callable[..., Run], demo: Path, bypass_cpu: str
 ) -> None:
     run = start(*LORA, f"weights.bypass_cpu={bypass_cpu}", "train.ranks=2", "rollout.replicas=2")
-    assert run.wait(timeout_s=PATIENCE_S) == 0, run.output()
+    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
     assert_whole(run)
     assert sum(sent(run, "base_sent")) == 1
     assert sum(sent(run, "base_nbytes")) == base_nbytes(demo)
@@ -66,7 +45,7 @@ def test_the_base_travels_once_and_each_version_is_an_adapter(
 def test_what_a_sleeper_has_dropped_is_sent_again(start: Callable[..., Run], demo: Path, bypass_cpu: str) -> None:
     sleep = ("rollout.free_cache_engine=true", "rollout.sleep_level=2", "async_training.staleness_threshold=0")
     run = start(*LORA, *sleep, sleepy_reward(demo), f"weights.bypass_cpu={bypass_cpu}", "train.steps=6")
-    assert run.wait(timeout_s=PATIENCE_S) == 0, run.output()
+    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
     totals = {name: sum(line[f"rollout/{name}"] for line in run.metrics()) for name in ("sleeps", "base_loads")}
     assert totals["sleeps"] >= 1
     assert totals["base_loads"] >= 2
@@ -79,7 +58,7 @@ def test_what_a_sleeper_has_dropped_is_sent_again(start: Callable[..., Run], dem
 def test_a_sleeper_keeps_whole_models_or_gets_them_again(start: Callable[..., Run], demo: Path) -> None:
     sleep = ("rollout.free_cache_engine=true", "rollout.sleep_level=2", "async_training.staleness_threshold=0")
     run = start(*sleep, sleepy_reward(demo), "train.steps=6")
-    assert run.wait(timeout_s=PATIENCE_S) == 0, run.output()
+    assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
     assert sum(line["rollout/sleeps"] for line in run.metrics()) >= 1
     assert "sync/base_sent" not in run.metrics()[-1]
 
@@ -88,15 +67,15 @@ def test_a_dead_replica_gets_the_base_again_and_a_dead_run_goes_on_with_its_adap
     start: Callable[..., Run],
 ) -> None:
     run = start(*LORA, "train.steps=1000")
-    run.await_step(6, timeout_s=PATIENCE_S)
+    run.wait_for_step(6, timeout_s=TIMEOUT_S)
     assert run.kill("ray::RolloutActor", at_most=1) == 1
-    run.await_output("a new replica starts", timeout_s=PATIENCE_S)
+    run.wait_for_output("a new replica starts", timeout_s=TIMEOUT_S)
     before = run.metrics()[-1]["step"]
-    run.await_step(int(before) + 8, timeout_s=PATIENCE_S)
+    run.wait_for_step(int(before) + 8, timeout_s=TIMEOUT_S)
     assert sum(sent(run, "base_sent")) == 2
     run.kill()
     run.process.wait(10)
     steps = int(run.metrics()[-1]["step"]) + 5
     again = start(*LORA, f"train.steps={steps}", "resume=true")
-    assert again.wait(timeout_s=PATIENCE_S) == 0, again.output()
+    assert again.wait(timeout_s=TIMEOUT_S) == 0, again.output()
     assert [line["step"] for line in again.metrics()] == list(range(1, steps + 1))

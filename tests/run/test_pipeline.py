@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from hwrl.checkpoint import DurableFS
-from hwrl.run.actors import Taken
 from hwrl.run.interrupts import Interrupts
+from hwrl.run.processes.actors import BatchInfo
 from hwrl.run.report import read_metrics
-from tests.support.two_step_run import CHECKPOINT, Trainers, train
+from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
 
-class BatchInTheLastMoment(Trainers):
-    """No batch comes until a signal does; then the ledger has, or has not, given one before it hears of that."""
+class BatchInTheLastMoment(StandInFleet):
+    """No batch comes before a signal. Then the ledger has, or has not, given one before the run abandons it."""
 
     def __init__(self, home: Path, interrupts: Interrupts, *, given: bool) -> None:
         super().__init__(home, DurableFS())
@@ -25,8 +25,8 @@ class BatchInTheLastMoment(Trainers):
         self._interrupts.pending = True
         return []
 
-    def ledger_value(self, note: str) -> Taken | None:
-        return super().ledger_value(note) if self._given else None
+    def value_of(self, info: str) -> BatchInfo | None:
+        return super().value_of(info) if self._given else None
 
 
 @pytest.mark.parametrize("given", [False, True])

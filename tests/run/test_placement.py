@@ -7,19 +7,19 @@ import pytest
 import hwrl_cpu
 from hwrl.errors import ConfigError, PlacementError
 from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap, Support
-from hwrl.run.placement import (
-    Assignment,
-    Holding,
-    Proof,
-    Seat,
+from hwrl.run.cluster.placement import (
+    DeviceReports,
+    HeldDevices,
+    ProcessDevices,
+    Reservation,
+    assign_devices,
     check_devices,
     check_ranks,
     choose_transport,
+    find_held_devices,
     has_devices,
-    held_devices,
     machine_devices,
-    seat,
-    show_devices,
+    make_visible,
     with_visible,
 )
 from hwrl_npu.settings import DEVICES as ASCENDING
@@ -28,39 +28,39 @@ DEVICES = DeviceMap(visible_variable="VISIBLE", ray_resource="XPU")
 
 
 def test_each_process_has_a_device_of_its_own_if_there_are_enough() -> None:
-    seating = seat(devices=8, ranks=2, replicas=3, width=1, may_share=True)
-    assert [place.devices for place in (*seating.ranks, *seating.replicas)] == [(0,), (1,), (2,), (3,), (4,)]
-    assert {place.share for place in (*seating.ranks, *seating.replicas)} == {1.0}
-    assert not seating.shared and str(seating) == "each process has its own"
+    assignment = assign_devices(devices=8, ranks=2, replicas=3, width=1, may_share=True)
+    assert [place.devices for place in (*assignment.ranks, *assignment.replicas)] == [(0,), (1,), (2,), (3,), (4,)]
+    assert {place.share for place in (*assignment.ranks, *assignment.replicas)} == {1.0}
+    assert not assignment.shared and str(assignment) == "each process has its own"
 
 
 def test_replicas_share_what_the_trainer_leaves() -> None:
-    seating = seat(devices=4, ranks=2, replicas=5, width=1, may_share=True)
-    assert [place.share for place in seating.ranks] == [1.0, 1.0]
-    assert [place.devices for place in seating.replicas] == [(2,), (3,), (2,), (3,), (2,)]
-    assert seating.shared and "those that the trainer leaves" in str(seating)
+    assignment = assign_devices(devices=4, ranks=2, replicas=5, width=1, may_share=True)
+    assert [place.share for place in assignment.ranks] == [1.0, 1.0]
+    assert [place.devices for place in assignment.replicas] == [(2,), (3,), (2,), (3,), (2,)]
+    assert assignment.shared and "the devices beside the trainer's" in str(assignment)
 
 
 def test_replicas_share_the_trainers_devices_if_nothing_is_left() -> None:
-    seating = seat(devices=1, ranks=1, replicas=1, width=1, may_share=True)
-    assert (seating.ranks, seating.replicas) == ((Seat((0,), 0.6),), (Seat((0,), 0.4),))
-    assert seating.shared and "the trainer's" in str(seating)
-    assert seating.bundles == [(0,)]
+    assignment = assign_devices(devices=1, ranks=1, replicas=1, width=1, may_share=True)
+    assert (assignment.ranks, assignment.replicas) == ((Reservation((0,), 0.6),), (Reservation((0,), 0.4),))
+    assert assignment.shared and "the trainer's devices" in str(assignment)
+    assert assignment.bundles == [(0,)]
 
 
 def test_replicas_of_several_devices_have_them_to_themselves() -> None:
-    seating = seat(devices=8, ranks=2, replicas=2, width=3, may_share=True)
-    assert [place.devices for place in seating.replicas] == [(2, 3, 4), (5, 6, 7)]
-    assert {place.share for place in (*seating.ranks, *seating.replicas)} == {1.0}
-    assert seating.devices == 8 and not seating.shared
-    assert seating.bundles == [(0,), (1,), (2, 3, 4), (5, 6, 7)]
+    assignment = assign_devices(devices=8, ranks=2, replicas=2, width=3, may_share=True)
+    assert [place.devices for place in assignment.replicas] == [(2, 3, 4), (5, 6, 7)]
+    assert {place.share for place in (*assignment.ranks, *assignment.replicas)} == {1.0}
+    assert assignment.devices == 8 and not assignment.shared
+    assert assignment.bundles == [(0,), (1,), (2, 3, 4), (5, 6, 7)]
 
 
 @pytest.mark.parametrize("may_share", [True, False])
 def test_replicas_of_several_devices_share_none(may_share: bool) -> None:
     wanted = r"needs 5 devices(.|\n)*rollout\.replicas=2 of rollout\.tensor_parallel=2 share none, and 4 are free"
     with pytest.raises(ConfigError, match=wanted):
-        seat(devices=4, ranks=1, replicas=2, width=2, may_share=may_share)
+        assign_devices(devices=4, ranks=1, replicas=2, width=2, may_share=may_share)
 
 
 @pytest.mark.parametrize("devices", range(1, 9))
@@ -69,24 +69,24 @@ def test_whatever_must_fit_fits_and_no_two_ranks_meet(devices: int, ranks: int) 
     for replicas in range(1, 30):
         if ranks > devices:
             continue
-        seating = seat(devices=devices, ranks=ranks, replicas=replicas, width=1, may_share=True)
-        assert (len(seating.ranks), len(seating.replicas)) == (ranks, replicas)
-        assert len({place.devices for place in seating.ranks}) == ranks
-        assert all(place.share > 0.5 for place in seating.ranks)
-        for device in range(seating.devices):
-            here = [place.share for place in (*seating.ranks, *seating.replicas) if place.devices == (device,)]
+        assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, width=1, may_share=True)
+        assert (len(assignment.ranks), len(assignment.replicas)) == (ranks, replicas)
+        assert len({place.devices for place in assignment.ranks}) == ranks
+        assert all(place.share > 0.5 for place in assignment.ranks)
+        for device in range(assignment.devices):
+            here = [place.share for place in (*assignment.ranks, *assignment.replicas) if place.devices == (device,)]
             assert sum(round(share * 10_000) for share in here) <= 10_000
             assert here, "a device serves nobody while others are shared"
 
 
 def test_more_ranks_than_devices_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"train\.ranks=3 share none, and 2 are free"):
-        seat(devices=2, ranks=3, replicas=1, width=1, may_share=True)
+        assign_devices(devices=2, ranks=3, replicas=1, width=1, may_share=True)
 
 
 def test_what_may_not_be_shared_is_not() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.replicas=2 share none, and 2 are free"):
-        seat(devices=2, ranks=1, replicas=2, width=1, may_share=False)
+        assign_devices(devices=2, ranks=1, replicas=2, width=1, may_share=False)
 
 
 @pytest.mark.parametrize(
@@ -156,29 +156,35 @@ def test_a_machine_that_hides_nothing_numbers_its_devices_from_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "devices", "before", "after", "own"),
+    ("wanted", "devices", "before", "after", "own"),
     [
-        (Assignment(1, (1,), {}), DEVICES, {}, {"VISIBLE": "1"}, (0,)),
-        (Assignment(1, (1,), {"VISIBLE": "3,5"}), DEVICES, {"VISIBLE": "0"}, {"VISIBLE": "5"}, (0,)),  # Ray had set it
-        (Assignment(1, (1,)), DEVICES, {"VISIBLE": "3,5"}, {"VISIBLE": "5"}, (0,)),
-        (Assignment(2, (2, 3), {}), DEVICES, {}, {"VISIBLE": "2,3"}, (0, 1)),
-        (Assignment(1), DEVICES, {"VISIBLE": "7"}, {"VISIBLE": "7"}, (0,)),  # Ray numbers it
-        (Assignment(1, (1,), {}, opens=(0, 1)), DEVICES, {}, {"VISIBLE": "1,0"}, (0,)),
-        (Assignment(1, (1,), {}), DeviceMap(ray_resource="XPU"), {}, {}, (1,)),
-        (Assignment(1, (1,), {}, opens=(0, 1)), DeviceMap(), {}, {}, (1,)),
+        (ProcessDevices(1, (1,), {}), DEVICES, {}, {"VISIBLE": "1"}, (0,)),
+        (
+            ProcessDevices(1, (1,), {"VISIBLE": "3,5"}),
+            DEVICES,
+            {"VISIBLE": "0"},
+            {"VISIBLE": "5"},
+            (0,),
+        ),  # Ray had set it
+        (ProcessDevices(1, (1,)), DEVICES, {"VISIBLE": "3,5"}, {"VISIBLE": "5"}, (0,)),
+        (ProcessDevices(2, (2, 3), {}), DEVICES, {}, {"VISIBLE": "2,3"}, (0, 1)),
+        (ProcessDevices(1), DEVICES, {"VISIBLE": "7"}, {"VISIBLE": "7"}, (0,)),  # Ray numbers it
+        (ProcessDevices(1, (1,), {}, opens=(0, 1)), DEVICES, {}, {"VISIBLE": "1,0"}, (0,)),
+        (ProcessDevices(1, (1,), {}), DeviceMap(ray_resource="XPU"), {}, {}, (1,)),
+        (ProcessDevices(1, (1,), {}, opens=(0, 1)), DeviceMap(), {}, {}, (1,)),
     ],
 )
 def test_a_process_sees_the_devices_that_it_is_told(
-    told: Assignment, devices: DeviceMap, before: dict[str, str], after: dict[str, str], own: tuple[int, ...]
+    wanted: ProcessDevices, devices: DeviceMap, before: dict[str, str], after: dict[str, str], own: tuple[int, ...]
 ) -> None:
     env = dict(before)
-    assert show_devices(told, devices, env) == own
+    assert make_visible(wanted, devices, env) == own
     assert env == after
 
 
 def test_a_process_finds_its_own_device_where_numbers_must_ascend() -> None:
     env: dict[str, str] = {}
-    assert show_devices(Assignment(1, (1,), {}, opens=(0, 1)), ASCENDING, env) == (1,)
+    assert make_visible(ProcessDevices(1, (1,), {}, opens=(0, 1)), ASCENDING, env) == (1,)
     assert ASCENDING.visible(env) == (0, 1)
 
 
@@ -198,39 +204,39 @@ class Telling(Two):
 
 
 def test_a_process_that_sees_hidden_devices_or_misses_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, told = Two(hwrl_cpu.INFO), Assignment(1, (1,), {})
+    backend, wanted = Two(hwrl_cpu.INFO), ProcessDevices(1, (1,), {})
     monkeypatch.setenv("VISIBLE", "1")
-    check_devices(told, (0,), backend, os.environ)
-    with pytest.raises(PlacementError, match=r"device 1 is not there(.|\n)*it sees 1 devices.*\(VISIBLE=1\)"):
-        check_devices(told, (1,), backend, os.environ)
+    check_devices(wanted, (0,), backend, os.environ)
+    with pytest.raises(PlacementError, match=r"this process has no device 1(.|\n)*it sees 1 devices.*\(VISIBLE=1\)"):
+        check_devices(wanted, (1,), backend, os.environ)
     backend.reads = False
-    with pytest.raises(PlacementError, match=r"VISIBLE does not narrow(.|\n)*sees 2 devices with VISIBLE=1"):
-        check_devices(told, (0,), backend, os.environ)
+    with pytest.raises(PlacementError, match=r"VISIBLE does not hide(.|\n)*sees 2 devices with VISIBLE=1"):
+        check_devices(wanted, (0,), backend, os.environ)
 
 
 def test_a_process_reports_its_current_device_as_the_machine_numbers_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VISIBLE", "1")
-    held = held_devices((0,), Two(hwrl_cpu.INFO))
+    held = find_held_devices((0,), Two(hwrl_cpu.INFO))
     assert held.names == ("1",) and held.keys[0].endswith(" 1")
-    assert held_devices((0,), Telling(hwrl_cpu.INFO)).keys == ("uuid-0",)
+    assert find_held_devices((0,), Telling(hwrl_cpu.INFO)).keys == ("uuid-0",)
     monkeypatch.setenv("VISIBLE", "4,5")
-    assert held_devices((0, 1), Two(hwrl_cpu.INFO)).names == ("4", "5")
+    assert find_held_devices((0, 1), Two(hwrl_cpu.INFO)).names == ("4", "5")
 
 
 def test_two_processes_on_one_device_are_refused_unless_their_seats_share_it() -> None:
-    def on(*names: str, host: str = "a") -> Holding:
-        return Holding(host, names, tuple(f"{host} {name}" for name in names))
+    def on(*names: str, host: str = "a") -> HeldDevices:
+        return HeldDevices(host, names, tuple(f"{host} {name}" for name in names))
 
-    proof = Proof(["trainer rank 0", "replica-0", "replica-1"])
-    proof.add("replica-0", Seat((1, 2), 1.0), on("1", "2"))
-    proof.add("trainer rank 0", Seat((0,), 1.0), on("0"))
-    assert str(proof) == "trainer rank 0 on device 0, replica-0 on device 1+2"
+    reports = DeviceReports(["trainer rank 0", "replica-0", "replica-1"])
+    reports.add("replica-0", Reservation((1, 2), 1.0), on("1", "2"))
+    reports.add("trainer rank 0", Reservation((0,), 1.0), on("0"))
+    assert str(reports) == "trainer rank 0 on device 0, replica-0 on device 1+2"
     with pytest.raises(PlacementError, match=r"replica-1 and replica-0 are on the same device(.|\n)*device 2 of a"):
-        proof.add("replica-1", Seat((3,), 1.0), on("2"))
-    proof.add("replica-1", Seat((0,), 0.4), on("0"))
-    proof.forget("replica-1")
-    proof.add("replica-1", Seat((3,), 1.0), on("2", host="b"))
-    assert str(proof).endswith("replica-0 on device 1+2 of a, replica-1 on device 2 of b")
+        reports.add("replica-1", Reservation((3,), 1.0), on("2"))
+    reports.add("replica-1", Reservation((0,), 0.4), on("0"))
+    reports.remove("replica-1")
+    reports.add("replica-1", Reservation((3,), 1.0), on("2", host="b"))
+    assert str(reports).endswith("replica-0 on device 1+2 of a, replica-1 on device 2 of b")
 
 
 def test_a_host_has_no_devices_to_divide_and_a_device_that_says_nothing_has() -> None:

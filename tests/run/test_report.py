@@ -1,4 +1,4 @@
-"""The run directory: complete lines, cut back on resume, figures that add up."""
+"""The run directory: complete lines, shortened on resume, with correct sums."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from pathlib import Path
 import pytest
 
 from hwrl.errors import RunDirectoryError, attempt_all
-from hwrl.run.actors import Taken
 from hwrl.run.config import Config, load_config
-from hwrl.run.figures import FigureWindow
-from hwrl.run.report import CURVE, METRICS, PROMPTS, LiveView, PlainView, RunReport, draw_curve, read_metrics
-from hwrl.run.summary import summarise
+from hwrl.run.processes.actors import BatchInfo
+from hwrl.run.report import CURVE, METRICS, PROMPTS, LiveView, PlainView, RunReport, StepRates, draw_curve, read_metrics
+from hwrl.run.report.summary import summarise
 from hwrl.testing.processes import run_processes
 
-FIGURES = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0, "weights/version": 3.0}
+METRICS_OF_A_STEP = {"reward/mean": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0, "weights/version": 3.0}
 
 
 def write_steps(directory: Path, steps: range, *, resume_step: int = 0) -> None:
-    report = RunReport(directory, say=pytest.fail, resume_step=resume_step)
+    report = RunReport(directory, log=pytest.fail, resume_step=resume_step)
     for step in steps:
-        report.add(step, FIGURES, prompts=[step, step + 100])
+        report.add(step, METRICS_OF_A_STEP, prompts=[step, step + 100])
     report.close()
 
 
@@ -48,11 +47,11 @@ def test_a_resume_drops_what_came_after_its_step_and_goes_on_counting_seconds(tm
 
 
 def test_an_evaluation_is_added_to_the_newest_line(tmp_path: Path) -> None:
-    report = RunReport(tmp_path, say=pytest.fail)
-    report.add(1, FIGURES, prompts=[])
-    report.add(2, FIGURES, prompts=[])
+    report = RunReport(tmp_path, log=pytest.fail)
+    report.add(1, METRICS_OF_A_STEP, prompts=[])
+    report.add(2, METRICS_OF_A_STEP, prompts=[])
     report.amend({"eval/reward": 0.75})
-    report.add(3, FIGURES, prompts=[])
+    report.add(3, METRICS_OF_A_STEP, prompts=[])
     report.close()
     assert [line.get("eval/reward") for line in read_metrics(tmp_path)] == [None, 0.75, None]
 
@@ -73,14 +72,14 @@ def test_an_evaluation_is_added_to_the_newest_line(tmp_path: Path) -> None:
 def test_a_resume_tells_which_steps_are_not_in_the_account(
     tmp_path: Path, edit: Callable[[list[str]], list[str]], told: str
 ) -> None:
-    for name, content in ((METRICS, {"time_s": 1.0, **FIGURES}), (PROMPTS, {"sequence_numbers": [1]})):
+    for name, content in ((METRICS, {"time_s": 1.0, **METRICS_OF_A_STEP}), (PROMPTS, {"sequence_numbers": [1]})):
         lines = [json.dumps({"step": step, **content}) for step in range(1, 7)]
         (tmp_path / name).write_text("".join(f"{line}\n" for line in edit(lines)))
-    said: list[str] = []
-    with closing(RunReport(tmp_path, say=said.append, resume_step=5)) as report:
-        report.add(6, FIGURES, prompts=[])
-    assert said == [
-        f"{tmp_path / name} is not whole: {told}. The run goes on: weights and prompts come from the checkpoint"
+    logged: list[str] = []
+    with closing(RunReport(tmp_path, log=logged.append, resume_step=5)) as report:
+        report.add(6, METRICS_OF_A_STEP, prompts=[])
+    assert logged == [
+        f"{tmp_path / name} is incomplete: {told}. The run continues: weights and prompts come from the checkpoint"
         for name in (METRICS, PROMPTS)
     ]
     steps = [line["step"] for line in report.history]
@@ -95,10 +94,10 @@ def configured(directory: Path) -> Config:
 
 
 def test_an_account_that_is_gone_is_told_of_too(tmp_path: Path) -> None:
-    said: list[str] = []
-    RunReport(tmp_path, say=said.append, resume_step=2).close()
-    assert [text.partition(" of 2")[0] for text in said] == [
-        f"{tmp_path / name} is not whole: it lacks steps 1-2" for name in (METRICS, PROMPTS)
+    logged: list[str] = []
+    RunReport(tmp_path, log=logged.append, resume_step=2).close()
+    assert [text.partition(" of 2")[0] for text in logged] == [
+        f"{tmp_path / name} is incomplete: it lacks steps 1-2" for name in (METRICS, PROMPTS)
     ]
 
 
@@ -116,7 +115,7 @@ def delete_the_directory(path: Path) -> None:
 
 
 def add(report: RunReport) -> None:
-    report.add(2, FIGURES, prompts=[2])
+    report.add(2, METRICS_OF_A_STEP, prompts=[2])
 
 
 def amend(report: RunReport) -> None:
@@ -133,8 +132,8 @@ def test_lines_that_would_be_lost_with_their_file_are_an_error(
 ) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    report = RunReport(directory, say=lambda text: None)
-    report.add(1, FIGURES, prompts=[1])
+    report = RunReport(directory, log=lambda text: None)
+    report.add(1, METRICS_OF_A_STEP, prompts=[1])
     change(directory / name)
     with pytest.raises(RunDirectoryError, match="cannot be written") as caught:
         act(report)
@@ -145,45 +144,45 @@ def test_lines_that_would_be_lost_with_their_file_are_an_error(
 def test_a_directory_in_the_place_of_the_metrics_is_an_error(tmp_path: Path) -> None:
     (tmp_path / METRICS).mkdir()
     with pytest.raises(RunDirectoryError, match=f"{METRICS} cannot be read"):
-        RunReport(tmp_path, say=pytest.fail)
+        RunReport(tmp_path, log=pytest.fail)
 
 
 def meet_a_limit_on_file_sizes(rank: int, directory: Path) -> tuple[int, list[str], list[str]]:
-    """Add steps until one cannot be written; return which, the error with its notes, and what was said."""
-    said: list[str] = []
-    report = RunReport(directory, say=said.append)
-    draw_curve([{**FIGURES, "step": 1.0}], directory / "other.png")  # the plotting library writes its own files first
+    """Add steps until a write fails; return that step, the error with its notes, and the log."""
+    logged: list[str] = []
+    report = RunReport(directory, log=logged.append)
+    draw_curve([{**METRICS_OF_A_STEP, "step": 1.0}], directory / "other.png")  # imports and caches first
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     for step in range(1, 100):
         try:
-            report.add(step, FIGURES, prompts=[step])
+            report.add(step, METRICS_OF_A_STEP, prompts=[step])
         except RunDirectoryError as error:
             attempt_all(report.close, after=error)
-            return step, [str(error), *getattr(error, "__notes__", [])], said
+            return step, [str(error), *getattr(error, "__notes__", [])], logged
     raise AssertionError("there was no limit")
 
 
 def test_a_limit_on_file_sizes_is_an_error_of_the_account_and_the_curve_does_not_hide_it(tmp_path: Path) -> None:
-    step, (told, *notes), said = run_processes(meet_a_limit_on_file_sizes, 1, tmp_path)[0]
+    step, (told, *notes), logged = run_processes(meet_a_limit_on_file_sizes, 1, tmp_path)[0]
     assert told.startswith(f"{tmp_path / METRICS} cannot be written\n  why: File too large\n") and notes == []
-    assert said == [
-        f"the reward curve {tmp_path / CURVE} cannot be written any longer (File too large); the run goes on without"
+    assert logged == [
+        f"the reward curve {tmp_path / CURVE} can no longer be written (File too large); the run continues without"
     ]
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, step))
-    with closing(RunReport(tmp_path, say=pytest.fail, resume_step=step - 1)) as report:  # half a line is no damage
+    with closing(RunReport(tmp_path, log=pytest.fail, resume_step=step - 1)) as report:  # half a line is no damage
         assert len(report.history) == step - 1
 
 
 def test_events_that_cannot_be_written_are_told_of_once_and_the_run_goes_on(tmp_path: Path) -> None:
-    said: list[str] = []
-    with closing(RunReport(tmp_path, say=said.append)) as report:
-        report.add(1, FIGURES, prompts=[])
+    logged: list[str] = []
+    with closing(RunReport(tmp_path, log=logged.append)) as report:
+        report.add(1, METRICS_OF_A_STEP, prompts=[])
         shutil.rmtree(tmp_path / "tensorboard")
-        report.add(2, FIGURES, prompts=[])
+        report.add(2, METRICS_OF_A_STEP, prompts=[])
         report.amend({"eval/reward": 1.0})
     (tmp_path / "tensorboard").touch()
-    RunReport(tmp_path, say=said.append, resume_step=2).close()
-    assert [text.partition(" (")[0] for text in said] == ["TensorBoard's events cannot be written any longer"] * 2
+    RunReport(tmp_path, log=logged.append, resume_step=2).close()
+    assert [text.partition(" (")[0] for text in logged] == ["TensorBoard's events can no longer be written"] * 2
     assert len(read_metrics(tmp_path)) == 2
 
 
@@ -211,7 +210,7 @@ def test_the_curve_shows_every_reward(
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    history = [{**FIGURES, "step": float(step), "reward/mean": reward} for step, reward in enumerate(rewards)]
+    history = [{**METRICS_OF_A_STEP, "step": float(step), "reward/mean": reward} for step, reward in enumerate(rewards)]
     history[-1]["eval/reward"] = evaluated
     draw_curve(history, tmp_path / "reward.png")
     figure = pyplot.gcf()
@@ -226,7 +225,7 @@ def test_plain_lines_come_at_most_so_often_but_evaluations_and_the_end_always() 
     stream = io.StringIO()
     view = PlainView(4, stream=stream, interval_s=1000)
     for step in range(1, 5):
-        line = {"step": float(step), "time_s": 1.0, **FIGURES}
+        line = {"step": float(step), "time_s": 1.0, **METRICS_OF_A_STEP}
         view.show({**line, "eval/reward": 0.5} if step == 3 else line)
     shown = stream.getvalue().splitlines()
     assert [line.split(" | ")[0] for line in shown] == ["step 1/4", "step 3/4", "step 4/4"]
@@ -235,16 +234,16 @@ def test_plain_lines_come_at_most_so_often_but_evaluations_and_the_end_always() 
 
 def test_the_live_view_takes_every_line_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     view = LiveView(2)
-    view.show({"step": 1.0, "time_s": 1.0, **FIGURES})
-    view.say("something happened in /tmp/a[b]c: [/b]")
-    view.show({"step": 2.0, "time_s": 2.0, "eval/reward": 0.5, "eval/exact": 0.25, **FIGURES})
+    view.show({"step": 1.0, "time_s": 1.0, **METRICS_OF_A_STEP})
+    view.log("something happened in /tmp/a[b]c: [/b]")
+    view.show({"step": 2.0, "time_s": 2.0, "eval/reward": 0.5, "eval/exact": 0.25, **METRICS_OF_A_STEP})
     view.close()
     assert "something happened in /tmp/a[b]c: [/b]" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
     program = "import sys; from hwrl.run.report import PlainView; view = PlainView(1, stream=sys.stdout)\n"
-    program += "[view.say('a line') for _ in range(3)]; print('and another')"
+    program += "[view.log('a line') for _ in range(3)]; print('and another')"
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as stdout:
@@ -253,25 +252,25 @@ def test_a_run_goes_on_when_nobody_reads_its_lines_any_more() -> None:
 
 
 def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
-    def taken(tokens: float, idle_s: float, generate_s: float) -> Taken:
+    def batch(tokens: float, idle_s: float, generate_s: float) -> BatchInfo:
         totals = {"tokens": tokens, "idle_s": idle_s, "generate_s": generate_s, "reward_errors": 0.0}
-        return Taken([], {"trained": 1}, {"a": totals, "b": {**totals, "tokens": 0.0}})
+        return BatchInfo([], {"trained": 1}, {"a": totals, "b": {**totals, "tokens": 0.0}})
 
     trained = {"response/tokens": 10.0, "timing_s/wait": 1.0, "timing_s/train": 3.0}
-    window = FigureWindow([{"response/tokens_total": 1000.0}])
-    window.figures(trained, taken(100, 1.0, 1.0))
-    figures = window.figures(trained, taken(150, 1.5, 2.5))
-    assert figures["rollout/idle_ratio"] == pytest.approx(0.25)
-    assert figures["trainer/idle_ratio"] == pytest.approx(0.25)
-    assert figures["rollout/tokens_per_s"] == pytest.approx(5 * figures["trainer/tokens_per_s"], rel=1e-6)
-    assert figures["response/tokens_total"] == 1020
-    quiet = window.figures(trained, taken(150, 1.5, 2.5))
-    assert quiet["rollout/idle_ratio"] == figures["rollout/idle_ratio"], "no replica has reported since"
+    rates = StepRates([{"response/tokens_total": 1000.0}])
+    rates.metrics(trained, batch(100, 1.0, 1.0))
+    metrics = rates.metrics(trained, batch(150, 1.5, 2.5))
+    assert metrics["rollout/idle_ratio"] == pytest.approx(0.25)
+    assert metrics["trainer/idle_ratio"] == pytest.approx(0.25)
+    assert metrics["rollout/tokens_per_s"] == pytest.approx(5 * metrics["trainer/tokens_per_s"], rel=1e-6)
+    assert metrics["response/tokens_total"] == 1020
+    quiet = rates.metrics(trained, batch(150, 1.5, 2.5))
+    assert quiet["rollout/idle_ratio"] == metrics["rollout/idle_ratio"], "no replica has reported since"
 
 
 def test_what_comes_after_a_step_whose_line_was_lost_has_a_line_of_its_own(tmp_path: Path) -> None:
-    """All steps were done, the account was deleted, and ``resume=true`` evaluates once more."""
-    report = RunReport(tmp_path, say=lambda text: None, resume_step=7)
+    """After all steps the records were deleted, and ``resume=true`` evaluates once more."""
+    report = RunReport(tmp_path, log=lambda text: None, resume_step=7)
     line = report.amend({"eval/reward": 0.5})
     report.close()
     assert line["step"] == 7 and read_metrics(tmp_path) == [line]

@@ -1,4 +1,4 @@
-"""A trainer goes on with the model and the data that its run began with, wherever they are now, and with no others."""
+"""A trainer resumes only with the model and the data of its run, also from another path."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import HwrlError
-from hwrl.run.build import TrainerParts
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
+from hwrl.run.processes.trainer_rank import TrainerRank
 from tests.support.fsdp_training import groups_of
 
 
@@ -31,18 +31,18 @@ def config_of(directory: Path) -> Config:
 
 @pytest.fixture
 def moved(tmp_path: Path, address: str) -> Config:
-    """The configuration of a run that took and saved a step, and then was moved with all that it needs."""
+    """The configuration of a run that saved one step and was then moved, with all its files."""
     write_demo(tmp_path / "here", seed=1, prompts=16)
-    parts = parts_of(config_of(tmp_path / "here"), address)
-    parts.publish()
-    parts.step(groups_of(4, seed=1))
-    assert parts.save({"owed": []})["checkpoint/blocked_s"] > 0
-    parts.close()
+    rank = rank_of(config_of(tmp_path / "here"), address)
+    rank.send_weights()
+    rank.step(groups_of(4, seed=1))
+    assert rank.save({"owed": []})["checkpoint/blocked_s"] > 0
+    rank.close()
     return config_of((tmp_path / "here").rename(tmp_path / "there"))
 
 
-def parts_of(config: Config, address: str) -> TrainerParts:
-    return TrainerParts(
+def rank_of(config: Config, address: str) -> TrainerRank:
+    return TrainerRank(
         config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
     )
 
@@ -55,10 +55,10 @@ def set_in(config: Config, **settings: object) -> None:
 
 def test_a_moved_run_goes_on(moved: Config, address: str) -> None:
     set_in(moved, _name_or_path="/there/model", transformers_version="0")
-    parts = parts_of(moved, address)
-    resumed = parts.resume()
-    assert resumed is not None and resumed["step"] == 1
-    parts.close()
+    rank = rank_of(moved, address)
+    restored = rank.restore()
+    assert restored is not None and restored.step == 1
+    rank.close()
 
 
 def change_the_model(config: Config) -> None:
@@ -86,7 +86,7 @@ def test_another_model_or_other_data_are_refused(
     moved: Config, address: str, change: Callable[[Config], None], message: str
 ) -> None:
     change(moved)
-    parts = parts_of(moved, address)
+    rank = rank_of(moved, address)
     with pytest.raises(HwrlError, match=message):
-        parts.resume()
-    parts.close()
+        rank.restore()
+    rank.close()

@@ -1,4 +1,4 @@
-"""A rollout process is only that: one model and room for what arrives, and no look at the trainer's files."""
+"""A rollout process holds one model and its receive buffers, and does not read the trainer's files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hwrl.testing.processes import Processes
 from hwrl.weights import WeightSender
 
 SLACK_NBYTES = 60 << 20
-"""What generating, connections and the allocator take besides weights."""
+"""Memory for generation, connections and the allocator, beside the weights."""
 
 
 class OnePrompt:
-    """A ledger that lends one prompt, and keeps what comes back."""
+    """A ledger with one prompt. It keeps the finished group."""
 
     def __init__(self) -> None:
         self.groups: list[PromptGroup] = []
@@ -46,17 +46,17 @@ class OnePrompt:
 
 
 def memory_nbytes(name: str) -> int:
-    """Return this process's ``VmRSS`` or ``VmHWM``, its memory now or at its peak."""
+    """Return this process's memory: ``VmRSS`` now, ``VmHWM`` at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
 def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
-    """Receive two versions and generate a group; return the peak of memory above that before, and what was opened."""
-    from hwrl.run.build import build_rollouter, prepare_process
+    """Receive two versions and generate a group; return the growth of peak memory, and the opened files."""
     from hwrl.run.identity import identify_inputs
+    from hwrl.run.processes.build import build_rollouter, prepare_process
 
-    build_model(config.model.path, dtype=torch.float32)  # what is imported for it is no weights
+    build_model(config.model.path, dtype=torch.float32)  # imports first, so that they do not count
     prepare_process(threads=1)
     before_nbytes = memory_nbytes("VmRSS")
     opened: list[str] = []
@@ -75,16 +75,16 @@ def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
 def test_a_rollout_process_holds_one_model_and_its_rooms_and_reads_no_weights(
     tmp_path: Path, transport: str, models: int
 ) -> None:
-    """``models``: the engine's, room for two versions, and the host store's two, which are the trainer's memory."""
+    """``models`` counts the engine's, buffers for two versions, and the host store's two in the trainer's memory."""
     path = write_demo(tmp_path, seed=1, prompts=16, hidden=512, layers=8)
     config = load_config(path, ["rollout.max_running=16"])
     weights = load_model(config.model.path, dtype=torch.float32).state_dict()
     model_nbytes = sum(tensor.nbytes for tensor in weights.values())
-    (config.model.path / "model.safetensors").unlink()  # whoever reads it cannot be missed
+    (config.model.path / "model.safetensors").unlink()  # reading it would fail
     (config.dir / "checkpoints").mkdir(parents=True)
     store = serve_store()
     with (
-        WeightSender(store, transport=transport) as sender,  # type: ignore[arg-type]  # one of its names
+        WeightSender(store, transport=transport) as sender,
         Processes(roll_out, 1, config, store_address(store), timeout_s=120.0) as processes,
     ):
         sender.wait_for_receivers(1, timeout_s=90.0)

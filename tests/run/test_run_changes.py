@@ -1,4 +1,4 @@
-"""``hwrl train`` while somebody changes its files: those that it writes, and those that it reads."""
+"""``hwrl train`` while its files change: outputs first, then inputs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.run.test_train_run import demo, start, trained_prompts
-from tests.support.train_run import Run
-
-__all__ = ["demo", "start"]  # fixtures
+from tests.support.train_run import Run, trained_prompts
 
 
 def saved_steps(run: Run) -> list[int]:
@@ -24,11 +21,11 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     words.append(f"reward.function={demo / 'rewards.py'}:sort_reward")
 
     run = start(*words)  # what it writes is deleted
-    run.await_step(2)
+    run.wait_for_step(2)
     shutil.rmtree(run.directory / "tensorboard")
-    run.await_output("TensorBoard's events cannot be written any longer")
+    run.wait_for_output("TensorBoard's events can no longer be written")
     step = int(run.metrics()[-1]["step"])
-    run.await_step(step + 2)
+    run.wait_for_step(step + 2)
     (run.directory / "trained_prompts.jsonl").unlink()
     assert run.wait() == 1, run.output()
     last = int(run.metrics()[-1]["step"])
@@ -41,7 +38,7 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     with (demo / "rewards.py").open("a") as file:  # of what it reads, one file may change between two runs
         file.write("# the same\n")
     again = start("resume=true", *words)
-    again.await_step(last + 2)
+    again.wait_for_step(last + 2)
     assert (
         f"{run.directory / 'trained_prompts.jsonl'} is not whole: it lacks steps 1-{last} of {last}" in again.output()
     )
@@ -51,7 +48,7 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
     assert again.kill("ray::RolloutActor") == 1
     assert again.wait() == 1, again.output()
     told = again.output().partition("InputChangedError: ")[2]
-    assert told.startswith(f"{demo / 'train.jsonl'} changed while the run was going on"), again.output()
+    assert told.startswith(f"{demo / 'train.jsonl'} changed during the run"), again.output()
     assert again.output().count("a new replica starts") == 1, "another one would be refused as well"
     assert [line["step"] for line in again.metrics()] == list(range(1, max(saved_steps(run)) + 1))
     assert sorted(trained_prompts(again)) == list(range(4 * last, 4 * max(saved_steps(run))))

@@ -12,7 +12,7 @@ import pytest
 from hwrl.discovery import Registry
 from hwrl.errors import BackendError
 from hwrl.run.demo import write_demo
-from hwrl.run.report import Figures, read_metrics
+from hwrl.run.report import Metrics, read_metrics
 
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 STEPS = 40
@@ -42,7 +42,7 @@ BACKENDS = [name for name in ("cpu", "cuda", "npu") if runs_here(name)]
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Figures]]:
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Metrics]]:
     """The metrics of a run on each backend."""
     directory = tmp_path_factory.mktemp("demo")
     config = write_demo(directory, seed=1, prompts=1024)
@@ -58,7 +58,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Figures]]
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_it_learns(curves: dict[str, list[Figures]], name: str) -> None:
+def test_it_learns(curves: dict[str, list[Metrics]], name: str) -> None:
     rewards = [line["reward/mean"] for line in curves[name]]
     assert len(rewards) == STEPS
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
@@ -66,7 +66,7 @@ def test_it_learns(curves: dict[str, list[Figures]], name: str) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", BACKENDS[1:])
-def test_the_loss_is_that_of_the_host(curves: dict[str, list[Figures]], name: str) -> None:
+def test_the_loss_is_that_of_the_host(curves: dict[str, list[Metrics]], name: str) -> None:
     here, there = ([line["actor/loss"] for line in curves[one][:COMPARED]] for one in (name, "cpu"))
     assert here == pytest.approx(there, abs=1e-4)
     assert max(map(abs, there)) > 1e-3, "a loss of nearly nothing compares equal to anything"

@@ -1,4 +1,4 @@
-"""``hwrl train`` on devices that Ray does not know: each process gets its own, or shares as the run says."""
+"""``hwrl train`` on devices unknown to Ray: each process gets its own, or shares one as the run logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = ["train.steps=3", "train.batch_groups=4", "rollout.n=4", "eval.prompts=8
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that holds the backend of ``numbered.py`` just as an installer leaves it."""
+    """A folder with the backend of ``numbered.py``, as after an installation."""
     (tmp_path / "numbered.py").write_text(Path(__file__).with_name("numbered.py").read_text())
     metadata = tmp_path / "numbered-0.1.dist-info"
     metadata.mkdir()
@@ -43,7 +43,7 @@ def test_replicas_share_the_trainers_devices_and_open_its_memory(site: Path) -> 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (
         "trainer rank 0 on device 0, trainer rank 1 on device 1, replica-0 on device 0, replica-1 on device 1; too few"
-        " devices (2), so replicas share the trainer's; weights travel by ipc" in " ".join(ended.stdout.split())
+        " devices (2), so replicas share the trainer's devices; weights travel by ipc" in " ".join(ended.stdout.split())
     )
     metrics = read_metrics(site / "demo" / "run")
     assert [line["sync/receivers"] for line in metrics] == [2.0] * 3, "the replica on another device missed a version"
@@ -66,7 +66,7 @@ def test_each_process_takes_the_device_that_it_is_told_by_number_without_collect
             {"NUMBERED_MAP": "index", "NUMBERED_STUCK": "1"},
             r"(trainer rank 0|replica-0) and (trainer rank 0|replica-0) are on the same device",
         ),
-        ({"NUMBERED_MAP": "deaf"}, r"NUMBERED_VISIBLE does not narrow what a process sees"),
+        ({"NUMBERED_MAP": "deaf"}, r"NUMBERED_VISIBLE does not hide the other devices"),
     ],
     ids=["set_device has no effect", "nothing reads the variable"],
 )

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from hwrl.run.demo import write_demo
-from tests.support.train_run import Run
-
-SMALL = [
-    "train.steps=24",
-    "train.batch_groups=4",
-    "rollout.n=4",
-    "rollout.max_running=16",
-    "checkpoint.save_every_steps=5",
-    "eval.every_steps=12",
-    "eval.prompts=32",
-    "goals={}",
-]
-
-
-@pytest.fixture
-def demo(tmp_path: Path) -> Path:
-    write_demo(tmp_path, seed=1, prompts=600)
-    return tmp_path
-
-
-@pytest.fixture
-def start(demo: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def begin(*words: str, **env: str) -> Run:
-        runs.append(Run(demo, *SMALL, *words, **env))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        run.close()
-
-
-def trained_prompts(run: Run) -> list[int]:
-    lines = (run.directory / "trained_prompts.jsonl").read_text().splitlines()
-    return [number for line in lines for number in json.loads(line)["sequence_numbers"]]
+from tests.support.train_run import Run, assert_whole, trained_prompts
 
 
 def documented_keys() -> set[str]:
@@ -73,12 +36,6 @@ def assert_documented(found: set[str]) -> None:
     open_ended = "|".join(re.sub("<.*?>", "[^/]+", key) for key in documented_keys() - exact)
     assert sorted(key for key in found - exact if not re.fullmatch(open_ended, key)) == []
     assert exact - found == OF_OTHER_RUNS
-
-
-def assert_whole(run: Run) -> None:
-    """All steps in order, every prompt exactly once."""
-    assert [line["step"] for line in run.metrics()] == list(range(1, 25))
-    assert sorted(trained_prompts(run)) == list(range(24 * 4))
 
 
 def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callable[..., Run]) -> None:
@@ -128,7 +85,7 @@ def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offlo
 
 def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(start: Callable[..., Run]) -> None:
     run = start("resume=true")  # of nothing: it starts at the beginning
-    run.await_step(13)
+    run.wait_for_step(13)
     assert run.kill() >= 4
     run.wait()
     last = run.metrics()[-1]["step"]
@@ -143,37 +100,33 @@ def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(
     assert_whole(again)
 
 
-def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoint(start: Callable[..., Run]) -> None:
-    run = start()
-    run.await_step(7)
-    assert run.kill("ray::RolloutActor") == 1
-    run.await_output("a new replica starts")
-    run.await_step(12)
+def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoint_or_to_the_beginning(
+    start: Callable[..., Run],
+) -> None:
+    run = start("checkpoint.save_every_steps=10")
+    run.wait_for_step(3)
     assert run.kill("ray::TrainActor") == 1
-    run.await_output("a trainer died")
-    assert run.wait() == 0, run.output()
-    assert "resumed after step 10" in run.output()
-    assert_whole(run)
-
-
-def test_a_trainer_that_dies_before_anything_is_saved_begins_again_and_says_so(start: Callable[..., Run]) -> None:
-    run = start("checkpoint.save_every_steps=50")
-    run.await_step(3)
-    assert run.kill("ray::TrainActor") == 1
-    assert run.wait() == 0, run.output()
+    run.wait_for_output(f"no checkpoint in {run.directory} (checkpoint.save_every_steps=10): beginning at step 0")
     assert "last checkpoint" not in run.output()
-    assert f"no checkpoint in {run.directory} (checkpoint.save_every_steps=50): beginning at step 0" in run.output()
+    run.wait_for_step(7)
+    assert run.kill("ray::RolloutActor") == 1
+    run.wait_for_output("a new replica starts")
+    run.wait_for_step(12)
+    assert run.kill("ray::TrainActor") == 1
+    assert run.wait() == 0, run.output()
+    assert run.output().count("a trainer died") == 2
+    assert "resumed after step 10" in run.output()
     assert_whole(run)
 
 
 def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Callable[..., Run]) -> None:
     run = start("train.ranks=2", "async_training.staleness_threshold=0")
-    run.await_step(6)
+    run.wait_for_step(6)
     assert run.kill("ray::TrainActor", at_most=1) == 1
-    run.await_output("a trainer died")
-    run.await_step(12)
+    run.wait_for_output("a trainer died")
+    run.wait_for_step(12)
     assert run.kill("ray::RolloutActor") == 1
-    run.await_output("a new replica starts")
+    run.wait_for_output("a new replica starts")
     assert run.wait() == 0, run.output()
     assert "resumed after step 5" in run.output()
     assert_whole(run)
@@ -211,40 +164,43 @@ def interrupt(run: Run) -> None:
     run.process.send_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("end", [interrupt, Run.terminate_group])
-def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run], end: Callable[[Run], None]) -> None:
-    run = start("checkpoint.save_every_steps=0", "train.steps=2000")
-    run.await_step(3)
-    in_its_group = [pid for pid in run.processes("") if os.getpgid(pid) == run.process.pid]
-    assert in_its_group == [run.process.pid], "Ray would end before a slow step does"
-    end(run)
-    assert run.wait() == 130, run.output()
-    assert "interrupted after step" in run.output() and "Traceback" not in run.output()
-    run.await_nothing_left()
-    last = int(run.metrics()[-1]["step"])
-    assert (run.directory / "checkpoints" / f"global_step_{last}" / "MANIFEST.json").exists()
-    if end is not interrupt:
-        again = start("resume=true", f"train.steps={last + 1}", "eval.every_steps=0")
-        assert again.wait() == 0, again.output()
-        assert f"resumed after step {last}" in again.output()
-        again.await_nothing_left()
+def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run]) -> None:
+    """First as job managers end a run, then by Ctrl-C what continues it."""
+    words = ("checkpoint.save_every_steps=0", "eval.every_steps=0", "train.steps=2000")
+    last = 0
+    for end, resume in ((Run.terminate_group, ()), (interrupt, ("resume=true",))):
+        run = start(*words, *resume)
+        run.wait_for_step(last + 3)
+        in_its_group = [pid for pid in run.processes("") if os.getpgid(pid) == run.process.pid]
+        assert in_its_group == [run.process.pid], "Ray would end before a slow step does"
+        end(run)
+        assert run.wait() == 130, run.output()
+        assert run.output().count(f"resumed after step {last}") == len(resume)
+        assert run.output().count("interrupted after step") == 1 + len(resume) and "Traceback" not in run.output()
+        run.wait_until_all_ended()
+        last = int(run.metrics()[-1]["step"])
+        assert (run.directory / "checkpoints" / f"global_step_{last}" / "MANIFEST.json").exists()
 
 
 @pytest.mark.parametrize(
     ("moment", "end"),
-    [("starting Ray", interrupt), ("starting Ray", Run.terminate_group), ("building", Run.terminate_group)],
+    [
+        ("starting Ray", interrupt),
+        pytest.param("starting Ray", Run.terminate_group, marks=pytest.mark.extended),
+        ("building", Run.terminate_group),
+    ],
 )
 def test_a_signal_before_the_first_step_ends_the_run_soon_and_in_one_line(
     start: Callable[..., Run], moment: str, end: Callable[[Run], None]
 ) -> None:
     run = start()
-    run.await_output(moment, timeout_s=240)
+    run.wait_for_output(moment, timeout_s=240)
     assert run.output().startswith("starting Ray on this machine\n"), "nothing of Ray's own comes first"
     end(run)
     assert run.wait(timeout_s=120) == 130, run.output()
     told = run.output().splitlines()
     assert told[-1].startswith("hwrl: interrupted, and nothing more was saved") and len(told) == 3, run.output()
-    run.await_nothing_left()
+    run.wait_until_all_ended()
 
 
 def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[..., Run], demo: Path) -> None:
@@ -291,22 +247,22 @@ def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the
 ) -> None:
     """In one run, with a heartbeat of four seconds: each wait is told, ends, and loses no prompt."""
     run = start("timeouts.heartbeat_s=4", "train.steps=40", "checkpoint.save_every_steps=2", "goals={}")
-    run.await_step(3)
+    run.wait_for_step(3)
     run.signal("ray::RolloutActor", signal.SIGTERM)
-    run.await_output("rollout replica-0 ended (The actor died")
-    run.await_step(8)
+    run.wait_for_output("rollout replica-0 ended (The actor died")
+    run.wait_for_step(8)
     run.signal("ray::RolloutActor", signal.SIGSTOP)
-    run.await_output("rollout replica-0 ended (it has not answered for timeouts.heartbeat_s=4 s)")
-    run.await_step(13)
+    run.wait_for_output("rollout replica-0 ended (it has not answered for timeouts.heartbeat_s=4 s)")
+    run.wait_for_step(13)
     run.signal("ray::TrainActor", signal.SIGSTOP)
-    run.await_output("a trainer died (trainer rank 0: it has not answered for timeouts.heartbeat_s=4 s)")
-    run.await_step(20)
+    run.wait_for_output("a trainer died (trainer rank 0: it has not answered for timeouts.heartbeat_s=4 s)")
+    run.wait_for_step(20)
     run.signal("ray::LedgerActor", signal.SIGSTOP)
     assert run.wait(timeout_s=60.0) == 1
     output = run.output()
     assert re.search(r"waiting for trainer rank 0, which has not answered for \d+ s, at most 4 s", output)
     assert "EngineError: the ledger of prompts died" in output and "Traceback" not in output
-    run.await_nothing_left()
+    run.wait_until_all_ended()
     done = [line["step"] for line in run.metrics()]
     assert done == list(range(1, len(done) + 1))
     numbers = trained_prompts(run)

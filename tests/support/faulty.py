@@ -1,4 +1,4 @@
-"""Backends that fail on purpose, for tests of what the weight link does then."""
+"""Backends that fail on purpose, for tests of the weight link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hwrl_cpu.inline import InlineEvent
 
 
 class FaultyBackend(CpuBackend):
-    """The CPU, whose broadcast number ``at`` (0-based, in each group) goes wrong; ``strikes`` groups are faulty."""
+    """The CPU with a faulty broadcast: number ``at`` (0-based) in each of the first ``strikes`` groups."""
 
     def __init__(self, *, at: int, strikes: int = 1) -> None:
         super().__init__(INFO)
@@ -41,7 +41,7 @@ class FaultyBackend(CpuBackend):
 
 
 class CorruptingBackend(FaultyBackend):
-    """Flips one bit of what was received."""
+    """Flips one bit of the received tensor."""
 
     def fail(self, received: torch.Tensor) -> None:
         received.view(-1).view(torch.uint8)[-1] ^= 4
@@ -55,7 +55,7 @@ class DyingBackend(FaultyBackend):
 
 
 class LateBackend(CpuBackend):
-    """The CPU, whose event number ``at``, from 1, is reached when ``reach`` has returned. Nothing is in time after it.
+    """The CPU with a late event: number ``at``, from 1, is reached when ``reach`` returns.
 
     In a host sender events 1, 2, … are the slabs' arrivals on the host.
     """

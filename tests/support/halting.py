@@ -1,4 +1,4 @@
-"""A disk that stops in the middle of a save until the test has looked."""
+"""A disk that stops in the middle of a save until the test lets it go on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The CPU as several numbered devices on which, as on most, no two processes of a device can form a group.
+"""The CPU as several numbered devices. As on most devices, no two processes of one device can form a group.
 
-Ray does not know them. NUMBERED_MAP says what the backend's map does: "variable" narrows devices by a variable, "index"
-has no variable, and "deaf" names a variable that nothing reads. NUMBERED_STUCK: set_device has no effect.
+Ray does not know them. NUMBERED_MAP chooses the backend's map: "variable" narrows devices by a variable, "index" has no
+variable, and "deaf" names a variable without a reader. NUMBERED_STUCK: set_device has no effect.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class NumberedBackend(CpuBackend):
         self._current.index = 0 if "NUMBERED_STUCK" in os.environ else index
 
     def memory_info(self) -> Any:
-        """Return the CPU's; a thread that computes on another device than its process was given is a fault."""
+        """Return the CPU's. A thread must compute on the device given to its process."""
         here = self.devices.to_physical(self.current_index(), os.environ)
         assert os.environ.get("NUMBERED_GIVEN", str(here)) == str(here) or "NUMBERED_STUCK" in os.environ
         return super().memory_info()

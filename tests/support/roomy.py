@@ -1,4 +1,4 @@
-"""A CPU backend that says how much memory has room for a save, whatever else runs on the machine."""
+"""A CPU backend with a fixed amount of free memory, independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hwrl_cpu import INFO, CpuBackend
 
 
 class Roomy(CpuBackend):
-    """Says that ``room`` bytes were never needed; with ``full`` an allocation fails all the same."""
+    """Reports ``room`` bytes as never needed; with ``full`` an allocation fails all the same."""
 
     def __init__(self, room: int = 1 << 40, *, full: bool = False) -> None:
         super().__init__(INFO)

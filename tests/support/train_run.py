@@ -1,23 +1,45 @@
-"""One ``hwrl train`` process and all that it starts: watched, hurt and cleaned up by tests."""
+"""Whole runs of ``hwrl train`` for tests: start one, watch it, kill parts of it, and read its files."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hwrl.models import load_model
+from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
 
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 
 
+SMALL = [
+    "train.steps=24",
+    "train.batch_groups=4",
+    "rollout.n=4",
+    "rollout.max_running=16",
+    "checkpoint.save_every_steps=5",
+    "eval.every_steps=12",
+    "eval.prompts=32",
+    "goals={}",
+]
+"""A short run: 24 steps with 4 prompts each."""
+ADAPTER = "model/adapter_model.safetensors"
+LORA = ("model.lora_rank=4", "optimizer.learning_rate=1e-2")
+
+
 class Run:
-    """One ``hwrl train`` process and everything that it starts, found again by a mark in the environment."""
+    """One ``hwrl train`` process and all processes that it starts. A mark in the environment identifies them."""
 
     def __init__(self, demo: Path, *words: str, log: str = "log", **env: str) -> None:
         self.directory = demo / "run"
@@ -42,15 +64,15 @@ class Run:
     def metrics(self) -> list[dict[str, float]]:
         return read_metrics(self.directory)
 
-    def await_step(self, step: int, *, timeout_s: float = 240.0) -> None:
-        """Return when ``step`` is in the metrics; fail if the run ends first."""
-        self._await(lambda: bool(self.metrics()) and self.metrics()[-1]["step"] >= step, timeout_s, f"step {step}")
+    def wait_for_step(self, step: int, *, timeout_s: float = 240.0) -> None:
+        """Return when ``step`` is in the metrics. Fails if the run ends first."""
+        self._wait_for(lambda: bool(self.metrics()) and self.metrics()[-1]["step"] >= step, timeout_s, f"step {step}")
 
-    def await_output(self, text: str, *, timeout_s: float = 120.0) -> None:
-        self._await(lambda: text in self.output(), timeout_s, repr(text))
+    def wait_for_output(self, text: str, *, timeout_s: float = 120.0) -> None:
+        self._wait_for(lambda: text in self.output(), timeout_s, repr(text))
 
     def processes(self, title: str) -> list[int]:
-        """Return the run's processes whose command line begins with ``title``."""
+        """Return the run's processes with a command line that begins with ``title``."""
         return [pid for pid, command in self.commands() if command.startswith(title)]
 
     def commands(self) -> list[tuple[int, str]]:
@@ -61,12 +83,12 @@ class Run:
                 if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes():
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
                     found.append((int(entry.name), command.decode(errors="replace").strip()))
-            except OSError:  # it ended while we looked
+            except OSError:  # it has just ended
                 continue
         return found
 
     def kill(self, title: str = "", *, at_most: int | None = None) -> int:
-        """SIGKILL the run's processes with ``title`` (all of them by default); return how many."""
+        """Send SIGKILL to the run's processes with ``title``, by default to all; return their number."""
         victims = self.processes(title)[:at_most]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
@@ -78,12 +100,12 @@ class Run:
             os.kill(pid, number)
 
     def terminate_group(self) -> None:
-        """Do what coreutils' timeout does: SIGTERM to the process that it started, and to the process group."""
+        """Send SIGTERM to the process and to its group, as coreutils' timeout does."""
         self.process.terminate()
         os.killpg(self.process.pid, signal.SIGTERM)
 
-    def await_nothing_left(self, *, timeout_s: float = 30.0) -> None:
-        """Return when none of its processes is there, Ray's included; those that Ray has killed may need a moment."""
+    def wait_until_all_ended(self, *, timeout_s: float = 30.0) -> None:
+        """Return when all processes have ended, also Ray's. Killed processes may need a moment."""
         deadline_s = time.monotonic() + timeout_s
         while left := self.processes(""):
             assert time.monotonic() < deadline_s, f"processes {left} are left:\n{self.output()}"
@@ -91,13 +113,56 @@ class Run:
 
     def close(self) -> None:
         while self.kill():
-            time.sleep(0.05)  # the kernel needs a moment to take them out of /proc
+            time.sleep(0.05)  # until the kernel has removed them from /proc
         self.process.wait(10)
         self._log.close()
 
-    def _await(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float, event: str) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
-            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output()}"
-            assert time.monotonic() < deadline_s, f"no {what} in {timeout_s} s:\n{self.output()}"
+            assert self.process.poll() is None, f"the run ended before {event}:\n{self.output()}"
+            assert time.monotonic() < deadline_s, f"no {event} in {timeout_s} s:\n{self.output()}"
             time.sleep(0.05)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    write_demo(tmp_path, seed=1, prompts=600)
+    return tmp_path
+
+
+@pytest.fixture
+def start(demo: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*words: str, **env: str) -> Run:
+        runs.append(Run(demo, *SMALL, *words, **env))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def trained_prompts(run: Run) -> list[int]:
+    lines = (run.directory / "trained_prompts.jsonl").read_text().splitlines()
+    return [number for line in lines for number in json.loads(line)["sequence_numbers"]]
+
+
+def assert_whole(run: Run) -> None:
+    """All steps in order, every prompt exactly once."""
+    assert [line["step"] for line in run.metrics()] == list(range(1, 25))
+    assert sorted(trained_prompts(run)) == list(range(24 * 4))
+
+
+def base_nbytes(demo: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_model(demo / "model", dtype=torch.float32).state_dict().values())
+
+
+def adapter_nbytes(run: Run) -> int:
+    return sum(tensor.nbytes for tensor in load_file(run.directory / ADAPTER).values())
+
+
+def sent(run: Run, name: str) -> list[float]:
+    """Return ``sync/<name>`` of each step."""
+    return [line[f"sync/{name}"] for line in run.metrics()]

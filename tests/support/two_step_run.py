@@ -1,4 +1,4 @@
-"""A run of two steps without processes: a stand-in for its fleet, and the loop over the steps on top of it."""
+"""A stand-in for the processes of a run: the real loop over the steps runs on it, without Ray."""
 
 from __future__ import annotations
 
@@ -9,69 +9,67 @@ from typing import Any, cast
 
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import CheckpointSaveError
-from hwrl.run.actors import Taken
 from hwrl.run.config import Config
-from hwrl.run.fleet import Fleet
+from hwrl.run.fleet.fleet import Fleet
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.pipeline import Pipeline
+from hwrl.run.processes.actors import BatchInfo
 from hwrl.run.report import PlainView
 
 CHECKPOINT = "checkpoint"
-FIGURES = {
+METRICS_OF_A_STEP = {
     **dict.fromkeys(["reward/mean", "staleness/mean", "staleness/max", "weights/version"], 1.0),
     **dict.fromkeys(["response/tokens", "timing_s/wait"], 1.0),
 }
 
 
-class Trainers:
-    """Stands for a :class:`~hwrl.run.fleet.Fleet` of a run of two steps; a checkpoint is a file with its step."""
+class StandInFleet:
+    """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
 
     size, refused, incarnation = "nothing", False, 0
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
+        self.trainers = self.replicas = self.ledger = self
 
-    def launch(self) -> None:
-        """Start nothing."""
+    def do_nothing(self, *arguments: Any, **keywords: Any) -> None:
+        """Take the place of a call without an effect here."""
 
-    await_replicas = serve_joiners = launch
-
-    def close(self, *, failed: bool) -> None:
-        """End nothing."""
+    launch = wait_for_replicas = send_weights_to_joined = do_nothing
+    send_weights = export_model = load_state_dict = abandon_take = close = do_nothing
 
     def describe(self) -> str:
         return self.size
 
-    def waiting_for(self, what: str) -> contextlib.nullcontext[None]:
+    def waiting_for(self, subject: str) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def take(self, count: int, version: int) -> tuple[list[Any], str]:
-        return [], "note"
+    def request_batch(self, count: int, version: int) -> tuple[list[Any], str]:
+        return [], "info"
 
-    def watch(self, references: list[Any]) -> list[Any]:
-        return references
+    def watch(self, answers: list[Any]) -> list[Any]:
+        return answers
 
-    def ledger_value(self, note: str) -> Taken | None:
-        return Taken([self._step + 1], {}, {})
+    def value_of(self, info: str) -> BatchInfo | None:
+        return BatchInfo([self._step + 1], {}, {})
 
-    def on_ledger(self, method: str, *args: Any) -> dict[str, Any]:
+    def step(self, groups: list[Any]) -> dict[str, float]:
+        self._step += 1
+        return METRICS_OF_A_STEP
+
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def on_trainers(self, method: str, *args: Any) -> list[Any]:
-        if method == "step":
-            self._step += 1
-            return [FIGURES]
-        if method == "save":
-            try:
-                self._fs.replace_file(self._home / CHECKPOINT, str(self._step).encode())
-            except OSError as exc:
-                raise CheckpointSaveError(f"step {self._step} was not saved", why=str(exc)) from exc
-            return [{"checkpoint/blocked_s": 0.5}]
-        return [None]
+    def save(self, ledger: dict[str, Any]) -> dict[str, float]:
+        try:
+            self._fs.replace_file(self._home / CHECKPOINT, str(self._step).encode())
+        except OSError as exc:
+            raise CheckpointSaveError(f"step {self._step} was not saved", why=str(exc)) from exc
+        return {"checkpoint/blocked_s": 0.5}
 
 
-def train(home: Path, fleet: Trainers, interrupts: Interrupts) -> None:
-    """Do what ``hwrl train`` does, without processes."""
+def train(home: Path, fleet: StandInFleet, interrupts: Interrupts) -> None:
+    """Run the loop of ``hwrl train`` in ``home``, without processes."""
     view = PlainView(2, stream=io.StringIO())
     words = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
     config = Config.model_validate({"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}, **words})

@@ -3,13 +3,17 @@
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hwrl.comm import Store, serve_store
-from hwrl.weights import TransferReport, WeightReceiver, WeightSender
+from hwrl.weights import TRANSPORTS, TransferReport, Transport, WeightReceiver, WeightSender
+from hwrl.weights.control import ControlChannel, Proposal
+from hwrl.weights.transport import ReceiverContext, TransportReceiver
 from hwrl_cpu import INFO, CpuBackend
 
 
@@ -22,8 +26,33 @@ def sender_of(store: Store, **options: Any) -> WeightSender:
     return WeightSender(store, **{"backend": CpuBackend(INFO), "timeout_s": 10.0, **options})
 
 
-def receiver_of(store: Store, replica: str = "r0") -> WeightReceiver:
-    return WeightReceiver(store, replica=replica, backend=CpuBackend(INFO))
+def receiver_of(store: Store, replica: str = "r0", **options: Any) -> WeightReceiver:
+    return WeightReceiver(store, replica=replica, **{"backend": CpuBackend(INFO), **options})
+
+
+def channel_of(store: Store) -> ControlChannel:
+    """Return the control channel of the link, to do by hand the work of its two ends."""
+    payloads = {name: transport.payload for name, transport in TRANSPORTS.items()}
+    return ControlChannel(store, name="policy", payloads=payloads)
+
+
+def newest_proposal(store: Store) -> Proposal:
+    """Wait for a proposal, and return the newest."""
+    channel = channel_of(store)
+    channel.wait_for_proposal(1, timeout_s=20.0)
+    proposal = channel.proposal(channel.newest())
+    assert proposal is not None
+    return proposal
+
+
+def received_by(transport: str, receiver: Callable[[ReceiverContext], TransportReceiver]) -> dict[str, Transport]:
+    """Return the transports, with another receiving end for one of them."""
+    return {**TRANSPORTS, transport: replace(TRANSPORTS[transport], receiver=receiver)}
+
+
+def opened_memories(pid: int | str = "self") -> int:
+    """Return how many of the CPU backend's shared memories process ``pid`` has mapped."""
+    return sum("/torch_" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
 def model_of(value: float) -> list[tuple[str, torch.Tensor]]:
@@ -31,7 +60,7 @@ def model_of(value: float) -> list[tuple[str, torch.Tensor]]:
 
 
 def beside(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Run ``work`` in a thread; the returned function waits for its result, or raises what it raised."""
+    """Run ``work`` in a thread; the returned function waits for its result, or raises its error."""
     ended: list[Any] = []
 
     def run() -> None:
@@ -54,7 +83,7 @@ def beside(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def exchange(sender: WeightSender, receivers: list[WeightReceiver], version: int) -> TransferReport:
-    """Publish ``version`` to ``receivers`` and check that each has it."""
+    """Publish ``version`` to ``receivers`` and check it in each."""
     waiting = [beside(functools.partial(receiver.receive, timeout_s=10.0)) for receiver in receivers]
     report = sender.publish(version, model_of(version))
     for wait in waiting:

@@ -1,4 +1,4 @@
-"""A trainer of an adapter, saved, resumed and exported; and refused on another base."""
+"""A trainer of an adapter, saved, restored and exported; and refused on another base."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from hwrl import cli
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import ConfigError, RunDirectoryError
-from hwrl.run.build import TrainerParts
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import identify_inputs
+from hwrl.run.processes.trainer_rank import TrainerRank
 from tests.support.fsdp_training import groups_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -33,21 +33,21 @@ def address() -> Iterator[str]:
     yield store_address(store)
 
 
-def parts_of(config: Config, address: str) -> TrainerParts:
-    return TrainerParts(
+def rank_of(config: Config, address: str) -> TrainerRank:
+    return TrainerRank(
         config, inputs=identify_inputs(config), rank=0, store_address=address, incarnation=0, transport="host"
     )
 
 
 def trained(config: Config, address: str, *, steps: int) -> list[dict[str, float]]:
-    """Take and save ``steps`` steps, export, and return the steps' figures."""
-    parts = parts_of(config, address)
-    parts.publish()
-    figures = [parts.step(groups_of(4, seed=number)) for number in range(steps)]
-    parts.save({"owed": []})
-    parts.export()
-    parts.close()
-    return figures
+    """Take and save ``steps`` steps, export, and return the steps' metrics."""
+    rank = rank_of(config, address)
+    rank.send_weights()
+    metrics = [rank.step(groups_of(4, seed=number)) for number in range(steps)]
+    rank.save({"owed": []})
+    rank.export_model()
+    rank.close()
+    return metrics
 
 
 def spoil(model: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_first_line_tells_of_everything_that_was_sent(config: Config, addres
     assert [second[name] for name in sent] == [0, 0, adapter_nbytes]
 
 
-def test_a_resumed_trainer_has_the_adapter_that_was_saved_and_exported(
+def test_a_restored_trainer_has_the_adapter_that_was_saved_and_exported(
     config: Config, address: str, tmp_path: Path
 ) -> None:
     trained(config, address, steps=2)
@@ -75,21 +75,21 @@ def test_a_resumed_trainer_has_the_adapter_that_was_saved_and_exported(
     exported = load_file(config.dir / "model" / WEIGHTS)
     assert any(tensor.any() for name, tensor in exported.items() if "lora_B" in name), "it was trained"
     torch.testing.assert_close(load_file(tmp_path / "again" / WEIGHTS), exported, rtol=0, atol=0)
-    parts = parts_of(config.model_copy(update={"seed": 7}), address)
-    resumed = parts.resume()
-    assert resumed is not None and resumed["step"] == 2
-    parts.export()
-    parts.close()
+    rank = rank_of(config.model_copy(update={"seed": 7}), address)
+    restored = rank.restore()
+    assert restored is not None and restored.step == 2
+    rank.export_model()
+    rank.close()
     torch.testing.assert_close(load_file(config.dir / "model" / WEIGHTS), exported, rtol=0, atol=0)
 
 
 def test_a_model_that_cannot_be_written_is_an_error_of_the_run_directory(config: Config, address: str) -> None:
     (config.dir / "model").parent.mkdir()
     (config.dir / "model").touch()
-    parts = parts_of(config, address)
+    rank = rank_of(config, address)
     with pytest.raises(RunDirectoryError, match="the trained model cannot be written to"):
-        parts.export()
-    parts.close()
+        rank.export_model()
+    rank.close()
 
 
 def test_an_adapter_goes_on_with_no_other_base(
@@ -97,10 +97,10 @@ def test_an_adapter_goes_on_with_no_other_base(
 ) -> None:
     trained(config, address, steps=1)
     spoil(config.model.path)
-    parts = parts_of(config, address)
+    rank = rank_of(config, address)
     with pytest.raises(ConfigError, match="adapter does not belong to the model in"):
-        parts.resume()
-    parts.close()
+        rank.restore()
+    rank.close()
     export = ["checkpoints", "export", str(config.dir / "checkpoints"), str(tmp_path / "wrong")]
     assert cli.main([*export, "--model", str(config.model.path)]) == 1
     assert "the adapter was trained on other weights" in capsys.readouterr().err

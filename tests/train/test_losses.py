@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.interfaces.groups import PromptGroup, Response
+from hwrl.interfaces import PromptGroup, Response
 from hwrl.train.losses import PolicyLoss, group_advantages, mismatch_kl
 from hwrl.train.padding import collate
 

@@ -1,9 +1,9 @@
-"""The trainer on the real FSDP2 engine: versions, publishing, the age limit, and that it learns what is rewarded."""
+"""The trainer on the real FSDP2 engine: versions, the age limit, times, and learning from rewards."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +15,12 @@ import torch
 
 import hwrl
 from hwrl.errors import EngineError, MemoryStateError
-from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response, TokenLoss, TrainEngine
-from hwrl.memory import Moved
+from hwrl.interfaces import Batch, EngineSettings, Moved, PromptGroup, Response, TokenLoss, TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.train.choices import LossName
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.losses import PolicyLoss
-from hwrl.train.trainer import Algorithm, AsyncTrainer
+from hwrl.train.trainer import Algorithm, AsyncTrainer, move_metrics
 
 GOOD, BAD = 5, 9
 
@@ -33,8 +32,11 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "model"
 
 
-class Outlet:
-    """Keeps what was published."""
+Send = Callable[[int, TrainEngine], Mapping[str, float]]
+
+
+class Sent:
+    """Keeps the versions that were sent, and sends nothing."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
@@ -42,6 +44,21 @@ class Outlet:
     def __call__(self, version: int, engine: TrainEngine) -> Mapping[str, float]:
         self.versions.append(version)
         return {"sync/nbytes": float(sum(tensor.nbytes for _, tensor in engine.named_weights()))}
+
+
+def send_now(trainer: AsyncTrainer, send: Send) -> dict[str, float]:
+    """Send the weights between two steps; return metrics."""
+    with trainer.sending() as moved:
+        sent = dict(send(trainer.version, trainer.engine))
+    return {**sent, **move_metrics(moved)}
+
+
+def step_and_send(trainer: AsyncTrainer, groups: Sequence[PromptGroup], send: Send) -> dict[str, float]:
+    """Train one step and send the weights if they are due, as a trainer rank does; return the metrics of both."""
+    with trainer.stepping() as moved:
+        trained = trainer.step(groups)
+        sent = send_now(trainer, send) if trained.publishes else {}
+    return {**trained.metrics, **sent, **move_metrics(moved), **trainer.timing()}
 
 
 def engine_on(model_directory: Path, *, offload: bool = False) -> FsdpEngine:
@@ -55,11 +72,10 @@ def engine_on(model_directory: Path, *, offload: bool = False) -> FsdpEngine:
     return FsdpEngine(settings, backend=hwrl.get_backend(), group=None)
 
 
-def trainer_of(model_directory: Path, outlet: Outlet) -> AsyncTrainer:
+def trainer_of(model_directory: Path) -> AsyncTrainer:
     return AsyncTrainer(
         engine_on(model_directory),
         algorithm=Algorithm(PolicyLoss()),
-        publish=outlet,
         max_staleness=1,
         trigger_parameter_sync_step=2,
     )
@@ -87,23 +103,22 @@ def group_of(*, version: int, logprob: float = -2.77, incarnation: int = 0) -> P
     )
 
 
-def test_versions_are_published_every_so_many_steps(model_directory: Path) -> None:
-    outlet = Outlet()
-    trainer = trainer_of(model_directory, outlet)
-    trainer.publish()
-    figures = [trainer.step([group_of(version=trainer.version)]) for _ in range(5)]
-    assert outlet.versions == [0, 1, 2]
-    assert [row["weights/version"] for row in figures] == [0, 1, 1, 2, 2]
-    assert figures[1]["sync/nbytes"] == 4 * 100_800
-    assert figures[0]["reward/exact"] == 0.25
+def test_a_version_is_due_every_so_many_steps(model_directory: Path) -> None:
+    sent = Sent()
+    trainer = trainer_of(model_directory)
+    send_now(trainer, sent)
+    metrics = [step_and_send(trainer, [group_of(version=trainer.version)], sent) for _ in range(5)]
+    assert sent.versions == [0, 1, 2]
+    assert [row["weights/version"] for row in metrics] == [0, 1, 1, 2, 2]
+    assert metrics[1]["sync/nbytes"] == 4 * 100_800
+    assert metrics[0]["reward/exact"] == 0.25
 
 
 def test_a_group_beyond_the_age_limit_is_never_trained_on(model_directory: Path) -> None:
-    trainer = trainer_of(model_directory, Outlet())
+    trainer = trainer_of(model_directory)
     trainer.load_state_dict({"steps_done": 8})
     before = {name: tensor.clone() for name, tensor in trainer.engine.named_weights()}
-    trainer_figures = trainer.step([group_of(version=3)])
-    assert trainer_figures["staleness/max"] == 1
+    assert trainer.step([group_of(version=3)]).metrics["staleness/max"] == 1
     with pytest.raises(EngineError, match=r"age 2 reached(.|\n)*version 4(.|\n)*staleness_threshold is 1"):
         trainer.step([group_of(version=2)])
     assert trainer.steps_done == 9
@@ -114,7 +129,7 @@ def test_a_group_beyond_the_age_limit_is_never_trained_on(model_directory: Path)
 def test_a_group_of_weights_that_this_trainer_never_published_is_never_trained_on(
     model_directory: Path, version: int, incarnation: int
 ) -> None:
-    trainer = trainer_of(model_directory, Outlet())
+    trainer = trainer_of(model_directory)
     trainer.load_state_dict({"steps_done": 8})
     with pytest.raises(EngineError, match=r"never published(.|\n)*trainer is at version 4, incarnation 0"):
         trainer.step([group_of(version=version, incarnation=incarnation)])
@@ -122,23 +137,25 @@ def test_a_group_of_weights_that_this_trainer_never_published_is_never_trained_o
 
 
 def test_the_seconds_of_a_step_add_up_to_all_the_time_since_the_last(model_directory: Path) -> None:
-    trainer = trainer_of(model_directory, Outlet())
-    trainer.step([group_of(version=0)])
-    figures = trainer.step([group_of(version=0)])
-    assert figures["timing_s/train"] > figures["timing_s/wait"] >= 0
-    assert figures["timing_s/sync"] > 0
+    trainer = trainer_of(model_directory)
+    begin_s = time.perf_counter()
+    step_and_send(trainer, [group_of(version=0)], Sent())
+    metrics = step_and_send(trainer, [group_of(version=0)], Sent())
+    assert metrics["timing_s/train"] > metrics["timing_s/wait"] >= 0
+    assert metrics["timing_s/sync"] > 0
+    assert sum(trainer.timing().values()) < time.perf_counter() - begin_s, "only the time since the last call"
 
 
 def test_a_save_between_two_steps_is_no_waiting(model_directory: Path) -> None:
-    trainer = trainer_of(model_directory, Outlet())
-    trainer.step([group_of(version=0)])
+    trainer = trainer_of(model_directory)
+    step_and_send(trainer, [group_of(version=0)], Sent())
     begin_s = time.perf_counter()
     with trainer.saving():
         engine_on(model_directory)
     saving_s = time.perf_counter() - begin_s
-    figures = trainer.step([group_of(version=0)])
-    assert figures["timing_s/save"] == pytest.approx(saving_s, rel=0.5)
-    assert figures["timing_s/wait"] < saving_s / 2
+    metrics = step_and_send(trainer, [group_of(version=0)], Sent())
+    assert metrics["timing_s/save"] == pytest.approx(saving_s, rel=0.5)
+    assert metrics["timing_s/wait"] < saving_s / 2
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -148,7 +165,6 @@ def test_every_loss_teaches_what_was_rewarded(model_directory: Path, name: LossN
     trainer = AsyncTrainer(
         engine,
         algorithm=Algorithm(PolicyLoss(name), ppo_epochs=2, mini_batches=2),
-        publish=Outlet(),
         max_staleness=0,
     )
     for _ in range(6):
@@ -165,14 +181,14 @@ def test_what_is_offloaded_is_there_for_the_step_and_the_transfer_and_seconds_sa
 ) -> None:
     sent: list[dict[str, torch.Tensor]] = []
 
-    def publish(version: int, engine: TrainEngine) -> Mapping[str, float]:
+    def send(version: int, engine: TrainEngine) -> Mapping[str, float]:
         if version == 3:
             raise OSError("the wire is cut")
         sent.append({name: tensor.clone() for name, tensor in engine.named_weights()})
         return {}
 
     engine = engine_on(model_directory, offload=offload)
-    trainer = AsyncTrainer(engine, algorithm=Algorithm(PolicyLoss()), publish=publish, max_staleness=0)
+    trainer = AsyncTrainer(engine, algorithm=Algorithm(PolicyLoss()), max_staleness=0)
 
     def is_away() -> bool:
         try:
@@ -181,21 +197,21 @@ def test_what_is_offloaded_is_there_for_the_step_and_the_transfer_and_seconds_sa
             return True
         return False
 
-    def seconds(figures: Mapping[str, float]) -> list[float]:
+    def seconds(metrics: Mapping[str, float]) -> list[float]:
         assert is_away() == offload
-        return [figures["weights/load_s"], figures["weights/offload_s"]]
+        return [metrics["weights/load_s"], metrics["weights/offload_s"]]
 
-    load_s, offload_s = seconds(trainer.publish())
+    load_s, offload_s = seconds(send_now(trainer, send))
     assert (load_s > 0, offload_s) == (offload, 0.0), "unchanged parameters are not copied to the host again"
     for _ in range(2):
-        moves = seconds(trainer.step([group_of(version=trainer.version)]))
+        moves = seconds(step_and_send(trainer, [group_of(version=trainer.version)], send))
         assert min(moves) > 0 if offload else moves == [0.0, 0.0]
     with engine.on_device(optimizer=True):
-        assert trainer.publish()["weights/load_s"] == 0.0
+        assert send_now(trainer, send)["weights/load_s"] == 0.0
         assert all(torch.equal(tensor, sent[-1][name]) for name, tensor in engine.named_weights())
     assert not torch.equal(*[weights["model.embed_tokens.weight"] for weights in sent[:2]])
     with pytest.raises(OSError, match="the wire is cut"):
-        trainer.step([group_of(version=trainer.version)])
+        step_and_send(trainer, [group_of(version=trainer.version)], send)
     assert is_away() == offload
 
 
@@ -246,7 +262,7 @@ def counts_of_ranks(*, groups: int, ranks: int, mini_batches: int) -> list[list[
     for rank in range(ranks):
         engine = CountingEngine(share=rank, shares=ranks)
         algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
-        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0)
+        trainer = AsyncTrainer(engine, algorithm=algorithm, max_staleness=0)
         trainer.step([group_of(version=0)] * groups)
         counts.append(engine.rows)
     return counts
@@ -262,26 +278,26 @@ def test_a_rank_with_fewer_rows_than_mini_batches_is_an_error_on_all_ranks(group
     for rank in range(2):
         engine = CountingEngine(share=rank, shares=2)
         algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
-        trainer = AsyncTrainer(engine, algorithm=algorithm, publish=Outlet(), max_staleness=0)
+        trainer = AsyncTrainer(engine, algorithm=algorithm, max_staleness=0)
         with pytest.raises(EngineError, match=r"rank 1 (.|\n)*too few responses(.|\n)*mini-batches"):
             trainer.step([group_of(version=0)] * groups)
         assert engine.rows == []
 
 
-def test_a_reward_figure_that_only_some_groups_have_is_averaged_over_these(model_directory: Path) -> None:
+def test_a_reward_metric_that_only_some_groups_have_is_averaged_over_these(model_directory: Path) -> None:
     plain, other = group_of(version=0), replace(group_of(version=0), metrics={"reward": 0.5, "format": 1.0})
-    trainer = AsyncTrainer(CountingEngine(), algorithm=Algorithm(PolicyLoss()), publish=Outlet(), max_staleness=0)
-    figures = trainer.step([plain, other, other])
-    assert figures["reward/format"] == 1.0
-    assert figures["reward/exact"] == 0.25
+    trainer = AsyncTrainer(CountingEngine(), algorithm=Algorithm(PolicyLoss()), max_staleness=0)
+    metrics = trainer.step([plain, other, other]).metrics
+    assert metrics["reward/format"] == 1.0
+    assert metrics["reward/exact"] == 0.25
 
 
 def test_steps_that_are_not_finite_are_neither_applied_nor_published(model_directory: Path) -> None:
-    outlet = Outlet()
-    trainer = trainer_of(model_directory, outlet)
+    sent = Sent()
+    trainer = trainer_of(model_directory)
     before = {name: tensor.clone() for name, tensor in trainer.engine.named_weights()}
     with pytest.raises(EngineError, match=r"norm of the gradients is nan(.|\n)*loss(.|\n)*learning_rate"):
-        trainer.step([group_of(version=0, logprob=float("nan"))])
+        step_and_send(trainer, [group_of(version=0, logprob=float("nan"))], sent)
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.engine.named_weights())
-    assert outlet.versions == []
+    assert sent.versions == []
     assert trainer.steps_done == 0

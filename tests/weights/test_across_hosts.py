@@ -1,4 +1,4 @@
-"""The weight link between hosts: two network namespaces with a cable between them, which can be pulled."""
+"""The weight link between hosts: two network namespaces with a cable between them, and the cable can be pulled."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ def only_where_namespaces_can_be_made() -> None:
 
 
 def _leave_network(_: int = 0) -> None:
-    """Move this thread, and those that it starts, into a network namespace of its own, without any interface."""
+    """Move this thread and its later threads into a new network namespace without any interface."""
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -46,7 +46,7 @@ def _move_to_a_host_of_its_own(rank: int, directory: Path) -> CpuBackend:
 
 
 def _connect(directory: Path) -> list[str]:
-    """Lay a cable between the two hosts; return their process numbers, by which namespaces are addressed."""
+    """Lay a cable between the two hosts; return their process numbers: these address the namespaces."""
     hosts = [_await(directory / f"pid-{rank}").read_text() for rank in range(2)]
     _ip("link", "add", _INTERFACE, "netns", hosts[0], "type", "veth", "peer", "name", _INTERFACE, "netns", hosts[1])
     for rank, host in enumerate(hosts):

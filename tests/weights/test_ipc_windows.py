@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import time
-import unittest.mock
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -17,9 +16,10 @@ import torch
 from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
-from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights import WeightReceiver, WeightSender, WeightSource
+from hwrl.weights.transport import SenderRound
 from hwrl.weights.transports.ipc import IpcReceiver
-from tests.weights.test_policy_links import opened_memories
+from tests.support.weight_link import opened_memories, received_by
 
 SLAB_NBYTES = 1 << 16
 SLABS = 4
@@ -29,7 +29,7 @@ LARGE = SLAB_NBYTES  # elements: 256 KiB, which are read where they lie
 
 
 def model_of(version: int) -> dict[str, torch.Tensor]:
-    """Return tensors of which five share a slab, and some that are divided among four."""
+    """Return small tensors, five in a slab, and some large ones, each divided among four slabs."""
     elements = [LARGE if number % 10 == 9 else 3001 for number in range(TENSORS)]
     return {f"t{number}": torch.full((size,), float(version * number)) for number, size in enumerate(elements)}
 
@@ -41,10 +41,10 @@ def is_model(received: Any, version: int) -> bool:
 class Dying(IpcReceiver):
     """Is killed when it has copied some windows."""
 
-    def _copy(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
+    def copy_window(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
         if begin > 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._copy(window, opened, begin, *args)
+        return super().copy_window(window, opened, begin, *args)
 
 
 class FailingOnce(IpcReceiver):
@@ -52,11 +52,11 @@ class FailingOnce(IpcReceiver):
 
     failed = False
 
-    def _copy(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
+    def copy_window(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
         if begin > 4 and not self.failed:
             self.failed = True
             raise CommError("the memory is gone", why="a test", fix="none")
-        return super()._copy(window, opened, begin, *args)
+        return super().copy_window(window, opened, begin, *args)
 
 
 @contextlib.contextmanager
@@ -85,8 +85,8 @@ def send(address: str, receivers: int, *, timeout_s: float = 9.0) -> Any:
 def send_or_receive(rank: int, address: str, *kinds: type[IpcReceiver]) -> Any:
     if rank == 0:
         return send(address, len(kinds), timeout_s=SLOW_S if Slow in kinds else 9.0)
-    with WeightReceiver(connect_store(address), replica=f"r{rank}") as receiver:
-        receiver._ipc = kinds[rank - 1](backend=receiver._backend)
+    transports = received_by("ipc", kinds[rank - 1])
+    with WeightReceiver(connect_store(address), replica=f"r{rank}", transports=transports) as receiver:
         while receiver.version != 2:
             received = receiver.receive(timeout_s=30.0)
             assert is_model(received, received.version)
@@ -113,9 +113,9 @@ def test_a_receiver_that_fails_between_windows_is_heard_at_once_and_gets_the_ver
 class Slow(IpcReceiver):
     """Takes longer for all windows than the sender's ``timeout_s``, and less for each."""
 
-    def _copy(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
+    def copy_window(self, window: Any, opened: Any, begin: int, *args: Any) -> Any:
         time.sleep(0.7 if begin > 60 else 0.05)
-        return super()._copy(window, opened, begin, *args)
+        return super().copy_window(window, opened, begin, *args)
 
 
 def test_a_slow_receiver_is_waited_for_as_long_as_it_takes_window_after_window() -> None:
@@ -128,40 +128,39 @@ def test_a_slow_receiver_is_waited_for_as_long_as_it_takes_window_after_window()
 class Hesitant(IpcReceiver):
     """Has memory open for a while."""
 
-    def _copy(self, *args: Any) -> Any:
+    def copy_window(self, *args: Any) -> Any:
         time.sleep(0.02)
-        return super()._copy(*args)
+        return super().copy_window(*args)
 
 
 class Tied:
-    """Weights that are read while they are sent, the last of which is the first; ``fails`` before that one."""
+    """Weights made during the read; the last one is tied to the first; ``fails`` before the last."""
 
     def __init__(self, *, fails: bool) -> None:
         self._fails = fails
-        self._large = torch.arange(4 * LARGE, dtype=torch.float32)
+        self.large = torch.arange(4 * LARGE, dtype=torch.float32)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "embed", self._large
+        yield "embed", self.large
         for number in range(TENSORS // 4):
             yield f"t{number}", torch.full((LARGE,), float(number))
         if self._fails:
             raise ValueError("no more weights")
-        yield "head", self._large
+        yield "head", self.large
 
 
 def fail_and_send_again(rank: int, address: str) -> Any:
     store = connect_store(address)
     if rank == 1:
         store.set("pid", str(os.getpid()))
-        with WeightReceiver(store, replica="r1") as receiver:
-            receiver._ipc = Hesitant(backend=receiver._backend)
+        with WeightReceiver(store, replica="r1", transports=received_by("ipc", Hesitant)) as receiver:
             right = []
             for version in (1, 3):
                 if version == 3:
                     with pytest.raises(TransferFailedError, match=r"gave version 2 up[\s\S]*no more weights"):
                         receiver.receive(timeout_s=30.0)
                 received = receiver.receive(timeout_s=30.0)
-                right.append(received.version == version and torch.equal(received["head"], Tied(fails=False)._large))
+                right.append(received.version == version and torch.equal(received["head"], Tied(fails=False).large))
             return all(right)
     with sender_to(store) as sender:
         sender.publish(1, Tied(fails=False))
@@ -169,7 +168,7 @@ def fail_and_send_again(rank: int, address: str) -> Any:
         with pytest.raises(ValueError, match="no more weights"):
             sender.publish(2, Tied(fails=True))
         assert opened_memories(int(store.get("pid"))) == 0, "a receiver has open what is freed from here on"
-        assert store.num_keys() <= keys + 5, "of two offers only here, go, vote, verdict and offer are left"
+        assert store.num_keys() <= keys + 5, "of two offers only ready, prepare, vote, decision and proposal are left"
         return seconds_to_publish(sender, 3, Tied(fails=False))
 
 
@@ -191,9 +190,15 @@ def interrupt_the_vote(rank: int, address: str) -> Any:
             return is_model(received, 2)
     with sender_to(store) as sender:
         sender.publish(1, model_of(1).items())
-        link: Any = sender._link
+        wait, waits = SenderRound.wait_for_votes, iter((KeyboardInterrupt,))
+
+        def interrupted_once(sending: SenderRound, timeout_s: float) -> Any:
+            for error in waits:
+                raise error
+            return wait(sending, timeout_s)
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(link, "_await_votes", unittest.mock.Mock(side_effect=[KeyboardInterrupt, []]))
+            patch.setattr(SenderRound, "wait_for_votes", interrupted_once)
             with pytest.raises(KeyboardInterrupt):
                 sender.publish(2, model_of(2).items())
         return seconds_to_publish(sender, 2, model_of(2).items())
@@ -220,15 +225,18 @@ def test_no_weights_are_a_version_too() -> None:
 
 
 class Generated:
-    """Weights that are made while they are read, as gathered ones are; ``most`` bytes of them lived at once."""
+    """Weights made during the read, like gathered ones; ``most`` bytes of them lived at once."""
 
     def __init__(self) -> None:
         self.alive = self.most = 0
 
-    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def source(self) -> WeightSource:
+        return WeightSource(self._metadata, self._read)
+
+    def _metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"t{number}", torch.empty(LARGE, device="meta")) for number in range(TENSORS))
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(TENSORS):
             tensor = torch.full((LARGE,), float(number))
             self.alive += tensor.nbytes
@@ -244,7 +252,7 @@ def generate_or_receive(rank: int, address: str) -> Any:
     if rank == 0:
         with sender_to(connect_store(address)) as sender:
             weights = Generated()
-            sender.publish(1, weights)
+            sender.publish(1, weights.source())
             return weights.most
     with WeightReceiver(connect_store(address), replica="r1") as receiver:
         received = receiver.receive(timeout_s=30.0)

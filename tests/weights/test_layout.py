@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from hwrl.comm import Pending, raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
-from hwrl.weights import BroadcastBuffer, WeightLayout
-from hwrl.weights.buffer import Staging
-from hwrl.weights.checksum import Checksums
-from hwrl.weights.layout import TensorFeed
+from hwrl.weights import BroadcastBuffer, WeightLayout, WeightSource
+from hwrl.weights.control import VoteKind
+from hwrl.weights.destination import FlatVersion
+from hwrl.weights.slabs import Checksums, TensorReader
 from hwrl_cpu import INFO, CpuBackend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
@@ -45,20 +45,24 @@ def _models(draw: st.DrawFn) -> Named:
     return named
 
 
-def _sent(layout: WeightLayout, named: Named) -> Staging:
+def _reader(layout: WeightLayout, named: Named) -> TensorReader:
+    return TensorReader(layout, WeightSource.of(named))
+
+
+def _sent(layout: WeightLayout, named: Named) -> FlatVersion:
     """Carry every slab as a transport would, and check its checksum on both sides."""
     buffer = BroadcastBuffer(layout, backend=CPU)
-    staging = Staging.on(torch.device("cpu"), layout)
+    flat = FlatVersion.on(torch.device("cpu"), layout)
     ours, theirs = Checksums(layout, device=torch.device("cpu")), Checksums(layout, device=torch.device("cpu"))
-    feed = TensorFeed(layout, named)
+    reader = _reader(layout, named)
     for index in range(len(layout.slabs)):
-        lease = buffer.pack(index, feed.of(layout.slabs[index]))
+        lease = buffer.pack(index, reader.tensors_of(layout.slabs[index]))
         ours.add(index, lease.memory)
-        staging.slabs[index].copy_(lease.memory)
-        theirs.add(index, staging.slabs[index])
-    feed.finish()
-    assert theirs.vote(ours.values) == "whole"
-    return staging
+        flat.slabs[index].copy_(lease.memory)
+        theirs.add(index, flat.slabs[index])
+    reader.finish()
+    assert theirs.compare(ours.values).kind is VoteKind.WHOLE
+    return flat
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
@@ -177,9 +181,9 @@ def test_a_part_of_a_storage_is_no_tie() -> None:
 def test_other_tensors_than_planned_are_named(change: Callable[[Named], Named], difference: str) -> None:
     named = _tied()
     layout = WeightLayout.plan(named)
-    TensorFeed(layout, named).finish()
+    _reader(layout, named).finish()
     with pytest.raises(LayoutMismatchError, match=difference):
-        TensorFeed(layout, change(named)).finish()
+        _reader(layout, change(named)).finish()
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
@@ -191,28 +195,28 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 @settings(deadline=None, max_examples=50)
 def test_the_checksum_finds_every_changed_byte(nbytes: int, place: int, change: int) -> None:
     layout = WeightLayout.plan([("a", torch.zeros(nbytes, dtype=torch.uint8))], slab_nbytes=1 << 18)
-    staging = Staging.on(torch.device("cpu"), layout)
+    flat = FlatVersion.on(torch.device("cpu"), layout)
     raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    staging.slabs[0].copy_(raw)
+    flat.slabs[0].copy_(raw)
     before, after = Checksums(layout, device=raw.device), Checksums(layout, device=raw.device)
-    before.add(0, staging.slabs[0])
-    staging.slabs[0][place % nbytes] ^= change
-    after.add(0, staging.slabs[0])
-    assert after.vote(before.values) == "corrupt: slabs [0] of 1"
+    before.add(0, flat.slabs[0])
+    flat.slabs[0][place % nbytes] ^= change
+    after.add(0, flat.slabs[0])
+    assert str(after.compare(before.values)) == "corrupt: slabs [0] of 1"
 
 
 def test_large_contiguous_tensors_are_lent_as_they_lie() -> None:
     big, turned = torch.randn(64, 64), torch.randn(64, 64).T
     layout = WeightLayout.plan([("big", big), ("turned", turned)], slab_nbytes=8192)
     buffer = BroadcastBuffer(layout, backend=CPU)
-    feed = TensorFeed(layout, [("big", big), ("turned", turned)])
-    leases = [buffer.pack(index, feed.of(slab)) for index, slab in enumerate(layout.slabs)]
+    reader = _reader(layout, [("big", big), ("turned", turned)])
+    leases = [buffer.pack(index, reader.tensors_of(slab)) for index, slab in enumerate(layout.slabs)]
     assert [lease.copied for lease in leases] == [False, False, True, True]
     assert leases[0].memory.data_ptr() == big.data_ptr()
 
 
 class _Done(Pending):
-    """An operation that says when it was waited for."""
+    """An operation with a flag: was it waited for?"""
 
     def __init__(self) -> None:
         self.waited = False
@@ -227,12 +231,12 @@ class _Done(Pending):
 def test_a_slot_is_packed_again_only_after_its_broadcast() -> None:
     named = [(f"t{number}", torch.full((200,), number, dtype=torch.uint8)) for number in range(12)]
     layout = WeightLayout.plan(named, slab_nbytes=1024)
-    buffer, feed = BroadcastBuffer(layout, backend=CPU, slabs=2), TensorFeed(layout, named)
-    first, broadcast = buffer.pack(0, feed.of(layout.slabs[0])), _Done()
+    buffer, reader = BroadcastBuffer(layout, backend=CPU, slabs=2), _reader(layout, named)
+    first, broadcast = buffer.pack(0, reader.tensors_of(layout.slabs[0])), _Done()
     first.in_use_until(broadcast)
-    buffer.pack(1, feed.of(layout.slabs[1]))
+    buffer.pack(1, reader.tensors_of(layout.slabs[1]))
     assert not broadcast.waited
-    buffer.pack(2, feed.of(layout.slabs[2]))
+    buffer.pack(2, reader.tensors_of(layout.slabs[2]))
     assert broadcast.waited
     with pytest.raises(WeightsError, match="slab 0 is no longer in the broadcast buffer"):
         first.in_use_until(broadcast)
@@ -244,8 +248,10 @@ def test_packing_again_allocates_no_slab() -> None:
     buffer = BroadcastBuffer(layout, backend=CPU)
 
     def pack() -> list[int]:
-        feed = TensorFeed(layout, named)
-        return [buffer.pack(index, feed.of(slab)).memory.data_ptr() for index, slab in enumerate(layout.slabs)]
+        reader = _reader(layout, named)
+        return [
+            buffer.pack(index, reader.tensors_of(slab)).memory.data_ptr() for index, slab in enumerate(layout.slabs)
+        ]
 
     places = [pack() for _ in range(3)]
     assert places[0] == places[1] == places[2] and len(set(places[0])) <= 2

@@ -1,4 +1,4 @@
-"""Base and adapter on two links between a trainer and a replica that are two processes."""
+"""Base and adapter on two links between a trainer process and a replica process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import pytest
 from hwrl.comm import await_keys, connect_store, serve_store, store_address
 from hwrl.testing.processes import run_processes
 from tests.support.adapters import expected, reference, tokens_of
+from tests.support.weight_link import opened_memories
 from tests.weights.test_sync_plan import REQUESTS, Replica, Trainer
 
 VERSIONS = range(1, 7)
-
-
-def opened_memories(pid: int | str = "self") -> int:
-    """Return how many memories that the CPU backend shares between processes ``pid`` has mapped."""
-    return sum("/torch_" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
 def _train_and_serve(rank: int, address: str, transport: str, directory: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Base and adapter on their links, to a real engine: what travels follows from what the engine holds."""
+"""Base and adapter on their links, to a real engine: the plan follows from the engine's weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def nbytes_of(weights: Weights) -> int:
 
 
 class Replica:
-    """An engine with its updater; with ``watch`` it takes what comes, in a thread of its own."""
+    """An engine with its updater."""
 
     def __init__(self, store: Store) -> None:
         def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
@@ -49,7 +49,7 @@ class Replica:
         self.updater = AdapterUpdater(self.engine, connect)
 
     def during(self, publish: Callable[[], SyncReport]) -> SyncReport:
-        """Publish, taking what comes meanwhile and then what is left."""
+        """Publish, and take all versions meanwhile and after."""
         published = threading.Event()
 
         def work() -> SyncReport:
@@ -66,7 +66,7 @@ class Replica:
         return report
 
     def catch_up(self) -> None:
-        """Take what is offered."""
+        """Take all proposed versions."""
         while self.updater.poll():
             self.updater.update()
 
@@ -91,7 +91,7 @@ class Trainer:
 
 
 def bring_base(replica: Replica, trainer: Trainer, version: int) -> None:
-    """Let a replica have the base that it asked for: out of the host's store, or with ``version`` sent once more."""
+    """Give a replica its requested base: from the host's store, or with ``version`` sent once more."""
     if trainer.transport == "host":
         replica.catch_up()
         return

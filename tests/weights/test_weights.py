@@ -1,9 +1,12 @@
 """The rules of the weight link, with sender and receivers as threads of one process; the groups are real."""
 
+import json
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +20,8 @@ from hwrl.errors import (
     ReceiverExcludedError,
     TransferFailedError,
 )
-from hwrl.weights import WeightReceiver
-from hwrl.weights.board import Offer
+from hwrl.weights import TRANSPORTS, ReceiverTiming, WeightReceiver, WeightSource
+from hwrl.weights.control import ControlChannel, Decision, Proposal, Vote
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import CorruptingBackend
 from tests.support.weight_link import beside, exchange, model_of, receiver_of, sender_of, store
@@ -87,13 +90,13 @@ def test_a_receiver_that_joins_again_leaves_its_old_number_quietly(
         if when == "between two looks":
             receiver.join()
         else:
-            look = sender._board.join_counts
+            look = ControlChannel.join_counts
 
-            def look_as_it_joins() -> tuple[int, int]:
+            def look_as_it_joins(channel: ControlChannel) -> tuple[int, int]:
                 receiver.join()
-                return look()
+                return look(channel)
 
-            monkeypatch.setattr(sender._board, "join_counts", look_as_it_joins)
+            monkeypatch.setattr(ControlChannel, "join_counts", look_as_it_joins)
         assert sender.joiners() == ("r0",)
         monkeypatch.undo()
         assert exchange(sender, [receiver], 1).receivers == 1
@@ -207,17 +210,21 @@ def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_the
 def test_an_offer_that_comes_between_two_looks_is_not_overslept(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hwrl.weights.receiver._WATCH_S", 5.0)
-    with sender_of(store, transport="host", directory=tmp_path) as sender, receiver_of(store) as receiver:
-        look = receiver._board.newest
+    timing = ReceiverTiming(look_s=5.0)
+    with (
+        sender_of(store, transport="host", directory=tmp_path) as sender,
+        receiver_of(store, timing=timing) as receiver,
+    ):
+        look, looks = ControlChannel.newest, 0
 
-        def look_and_be_late() -> int:
-            newest = look()
-            if sender.version is None:
+        def look_and_be_late(channel: ControlChannel) -> int:
+            nonlocal looks
+            newest, looks = look(channel), looks + 1
+            if looks == 1:
                 sender.publish(1, model_of(1))
             return newest
 
-        monkeypatch.setattr(receiver._board, "newest", look_and_be_late)
+        monkeypatch.setattr(ControlChannel, "newest", look_and_be_late)
         begin = time.monotonic()
         assert receiver.receive(timeout_s=10.0).version == 1
         assert time.monotonic() - begin < 4.0
@@ -244,15 +251,18 @@ def test_targets_that_do_not_fit_are_named_and_hold_nobody_up(
 
 
 class _Made:
-    """Weights that are made while they are read; counts how many are alive at once, and how often it was read."""
+    """Weights made during the read; counts the living ones, and the reads."""
 
     def __init__(self, count: int) -> None:
         self.count, self.alive, self.most, self.read = count, 0, 0, 0
 
-    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def source(self) -> WeightSource:
+        return WeightSource(self._metadata, self._read)
+
+    def _metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"t{number}", torch.empty(2000, device="meta")) for number in range(self.count))
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.read += 1
         for number in range(self.count):
             tensor = torch.full((2000,), float(number))
@@ -269,7 +279,7 @@ def test_tensors_that_are_made_while_they_are_read_are_not_all_held(store: Store
     made = _Made(50)
     with sender_of(store, slab_nbytes=8192, slabs=2) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=10.0))
-        sender.publish(1, made)
+        sender.publish(1, made.source())
         received = waiting()
     assert [int(received[f"t{number}"][0]) for number in range(50)] == list(range(50))
     assert made.read == 1 and made.most <= 6
@@ -310,18 +320,18 @@ def test_the_store_does_not_grow_with_exclusions_and_withdrawn_offers(store: Sto
         assert keys == keys[:1] * 3
 
 
-def test_a_look_at_the_roster_does_not_ask_for_receivers_that_left_long_ago(
+def test_a_look_at_the_members_does_not_ask_for_receivers_that_left_long_ago(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     with sender_of(store) as sender:
-        look = sender._board.replica
+        look = ControlChannel.replica
 
-        def look_and_note(member: int) -> str | None:
+        def look_and_note(channel: ControlChannel, member: int) -> str | None:
             asked.append(member)
-            return look(member)
+            return look(channel, member)
 
-        monkeypatch.setattr(sender._board, "replica", look_and_note)
+        monkeypatch.setattr(ControlChannel, "replica", look_and_note)
         for _ in range(5):
             receiver_of(store).close()
             assert sender.joiners() == ()
@@ -339,22 +349,56 @@ def test_wrong_options_are_refused(store: Store) -> None:
         sender.publish(1, model_of(1), {"config": {"lr": 1}})  # type: ignore[dict-item]  # that is the point
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"number":1}',
-        b"\xff",
-        b"[" * 100_000,
-        b'{"number":1,"epoch":1,"version":"x","transport":"device","layout":""}',
-    ],
-    ids=["empty", "list", "nothing", "cut", "binary", "deep", "type"],
-)
-def test_an_unreadable_offer_is_refused(text: bytes) -> None:
-    with pytest.raises(TransferFailedError, match="an offer cannot be read"):
-        Offer.read(text)
+_PAYLOADS = {name: transport.payload for name, transport in TRANSPORTS.items()}
+_PROPOSAL: dict[str, Any] = {
+    "number": 1,
+    "epoch": 1,
+    "version": 1,
+    "transport": "device",
+    "layout": "",
+    "to": [1, 2],
+    "timeout_s": 60.0,
+    "before": 0,
+    "metadata": {"step": 1, "note": "x", "loss": 0.5},
+    "payload": {"group": "1.1", "lanes": 1},
+}
+
+
+def test_a_proposal_is_read_as_it_was_written() -> None:
+    proposal = Proposal.read(json.dumps(_PROPOSAL).encode(), _PAYLOADS)
+    assert json.loads(json.dumps(asdict(proposal))) == _PROPOSAL
+    assert isinstance(proposal.payload, _PAYLOADS["device"])
+
+
+_WRONG: list[dict[str, Any]] = [
+    {"version": "x"},
+    {"to": [1, "2"]},
+    {"to": 1},
+    {"timeout_s": 0},
+    {"timeout_s": float("nan")},
+    {"metadata": {"step": [1]}},
+    {"transport": "carrier pigeon"},
+    {"transport": ["device"]},
+    {"payload": {"group": "1.1"}},
+    {"payload": {"group": "1.1", "lanes": "1"}},
+    {"payload": []},
+    {"more": 1},
+]
+_UNREADABLE = [b"", b"[]", b"{}", b'{"number":1}', b"\xff", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("text", [*_UNREADABLE, *(json.dumps({**_PROPOSAL, **wrong}).encode() for wrong in _WRONG)])
+def test_an_unreadable_proposal_is_refused(text: bytes) -> None:
+    with pytest.raises(TransferFailedError, match="a proposal cannot be read"):
+        Proposal.read(text, _PAYLOADS)
+
+
+@pytest.mark.parametrize("text", [b"", b"whole", b"[]", b'["whole"]', b'["good", ""]', b"\xff", b"[" * 100_000])
+def test_unreadable_votes_and_decisions_are_refused(text: bytes) -> None:
+    with pytest.raises(TransferFailedError, match="a vote cannot be read"):
+        Vote.read(text)
+    with pytest.raises(TransferFailedError, match="a decision cannot be read"):
+        Decision.read(text)
 
 
 def test_a_lost_store_is_named() -> None:
@@ -366,15 +410,18 @@ def test_a_lost_store_is_named() -> None:
 
 
 class _Closing:
-    """Weights whose second tensor is not what was planned; says whether the reader was closed."""
+    """Weights with an unplanned second tensor; ``closed`` after the reader was closed."""
 
     def __init__(self) -> None:
         self.closed = False
 
-    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def source(self) -> WeightSource:
+        return WeightSource(self._metadata, self._read)
+
+    def _metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, torch.empty(3, device="meta")) for name in ("a", "b"))
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             yield "a", torch.zeros(3)
             yield "c", torch.zeros(3)
@@ -390,7 +437,7 @@ def test_a_reader_of_weights_is_closed_before_the_error_reaches_the_caller(
     with sender_of(store, transport=transport, directory=tmp_path) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=1.0))
         with pytest.raises(LayoutMismatchError, match="'b' was planned here and 'c' came") as raised:
-            sender.publish(1, weights)
+            sender.publish(1, weights.source())
         assert weights.closed, raised
         with pytest.raises((TransferFailedError, CommTimeoutError)):
             waiting()

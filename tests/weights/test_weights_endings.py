@@ -1,4 +1,4 @@
-"""How a transfer ends that does not commit: nobody waits for ever, and everybody who waits learns why."""
+"""Transfers without a commit: nobody waits forever, and all waiting ends learn the reason."""
 
 import time
 from collections.abc import Iterator
@@ -11,9 +11,21 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.errors import CommError, ConfigError, LayoutMismatchError, TransferFailedError
-from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights import ReceiverTiming, WeightSource
+from hwrl.weights.control import Note, Prepare
+from hwrl.weights.transports.device import DeviceReceiver
 from hwrl.weights.transports.ipc import IpcReceiver
-from tests.support.weight_link import beside, exchange, model_of, receiver_of, sender_of, store
+from tests.support.weight_link import (
+    beside,
+    channel_of,
+    exchange,
+    model_of,
+    newest_proposal,
+    received_by,
+    receiver_of,
+    sender_of,
+    store,
+)
 
 __all__ = ["store"]  # the fixture
 
@@ -21,16 +33,19 @@ SOON_S = 4.0  # far below every timeout of these tests, far above what a busy ma
 
 
 class Collective:
-    """Weights that other ranks help to make: a read that has begun must reach its end."""
+    """Weights made with other ranks: each read must reach its end."""
 
     def __init__(self, *, fault: str = "") -> None:
         self.begun = self.ended = 0
         self._fault = fault
 
-    def metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def source(self) -> WeightSource:
+        return WeightSource(self._metadata, self.read)
+
+    def _metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"t{number}", torch.empty(1024, device="meta")) for number in range(9))
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.begun += 1
         for number in range(9):
             wrong = self._fault == "wrong tensor" and number == 2
@@ -59,10 +74,10 @@ def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_
     with sender_of(store, **options) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=60.0))
         if fault == "interrupt":
-            monkeypatch.setattr("hwrl.weights.layout.TensorFeed.finish", _interrupt)
+            monkeypatch.setattr("hwrl.weights.slabs.TensorReader.finish", _interrupt)
         begin = time.monotonic()
         with pytest.raises((LayoutMismatchError, KeyboardInterrupt)):
-            sender.publish(1, weights)
+            sender.publish(1, weights.source())
         assert (weights.begun, weights.ended) == (1, 1)
         with pytest.raises(TransferFailedError):
             waiting()
@@ -71,12 +86,15 @@ def test_a_collective_source_is_read_to_its_end_and_receivers_learn_why_nothing_
 
 def test_attempts_that_fail_are_read_to_their_end_and_the_last_one_is_named_to_the_receivers(store: Store) -> None:
     weights = Collective()
-    with sender_of(store, transport="ipc", slab_nbytes=4096, timeout_s=60.0) as sender, receiver_of(store) as receiver:
-        receiver._ipc = Failing(backend=receiver._backend)
+    transports = received_by("ipc", Failing)
+    with (
+        sender_of(store, transport="ipc", slab_nbytes=4096, timeout_s=60.0) as sender,
+        receiver_of(store, transports=transports) as receiver,
+    ):
         waiting = beside(lambda: receiver.receive(timeout_s=60.0))
         begin = time.monotonic()
         with pytest.raises(TransferFailedError, match="3 attempts failed"):
-            sender.publish(1, weights)
+            sender.publish(1, weights.source())
         assert (weights.begun, weights.ended) == (3, 3)
         with pytest.raises(TransferFailedError, match=r"gave version 1 up[\s\S]*TransferFailedError: version 1 could"):
             waiting()
@@ -87,14 +105,14 @@ def test_attempts_that_fail_are_read_to_their_end_and_the_last_one_is_named_to_t
 def test_an_iterator_is_read_to_its_end_by_a_deposed_sender_too(store: Store) -> None:
     weights = Collective()
     with sender_of(store) as deposed, sender_of(store), pytest.raises(TransferFailedError, match="deposed"):
-        deposed.publish(1, iter(weights))
+        deposed.publish(1, weights.read())
     assert (weights.begun, weights.ended) == (1, 1)
 
 
 def test_a_source_that_no_receiver_wants_is_not_begun(store: Store) -> None:
     weights = Collective()
     with sender_of(store, timeout_s=0.2) as sender, receiver_of(store):
-        assert sender.publish(1, weights).excluded.keys() == {"r0"}
+        assert sender.publish(1, weights.source()).excluded.keys() == {"r0"}
     assert weights.begun == 0
 
 
@@ -110,7 +128,7 @@ def test_a_healthy_receiver_waits_as_long_as_the_sender_waits_for_a_hung_one(sto
 def test_an_interrupted_wait_for_receivers_ends_those_that_came(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with sender_of(store, timeout_s=60.0) as sender, receiver_of(store) as receiver:
         waiting = beside(lambda: receiver.receive(timeout_s=60.0))
-        monkeypatch.setattr("hwrl.weights.rounds.Rounds._absent", _interrupt)
+        monkeypatch.setattr("hwrl.weights.transport.SenderRound.wait_for_ready", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             sender.publish(1, model_of(1))
         with pytest.raises(TransferFailedError, match=r"the sender gave version 1 up[\s\S]*KeyboardInterrupt"):
@@ -119,29 +137,30 @@ def test_an_interrupted_wait_for_receivers_ends_those_that_came(store: Store, mo
         exchange(sender, [receiver], 1)
 
 
-@pytest.mark.parametrize("note", ["go", "verdict"])
-def test_a_dead_sender_is_waited_for_no_longer_than_its_own_limits(
-    store: Store, note: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hwrl.weights.rounds._SLACK_S", 0.1)
-    with sender_of(store) as sender, receiver_of(store) as receiver:
+class Instant(DeviceReceiver):
+    """Has each version at once, whole."""
+
+    def receive(self, receiving: Any, destination: Any, sums: Any, clock: Any) -> torch.Tensor:
+        if receiving.proposal.version == 1:
+            return super().receive(receiving, destination, sums, clock)
+        return sums.values.clone()  # type: ignore[no-any-return]  # a tensor
+
+
+@pytest.mark.parametrize("note", ["prepare", "decision"])
+def test_a_dead_sender_is_waited_for_no_longer_than_its_own_limits(store: Store, note: str) -> None:
+    options: dict[str, Any] = {"timing": ReceiverTiming(slack_s=0.1), "transports": received_by("device", Instant)}
+    with sender_of(store) as sender, receiver_of(store, **options) as receiver:
         exchange(sender, [receiver], 1)
-        dead = _last_offer(sender)
-        if note == "verdict":
-            monkeypatch.setattr(WeightReceiver, "_move", lambda *_: "whole")
-            sender._board.say_go(replace(dead, number=dead.number + 1), go=True)
-        sender._board.put_offer(replace(dead, number=dead.number + 1, version=2, timeout_s=0.2))
+        channel, newest = channel_of(store), newest_proposal(store)
+        dead = replace(newest, number=newest.number + 1, version=2, timeout_s=0.2)
+        if note == "decision":
+            channel.prepare(dead, Prepare.GO)
+        channel.propose(dead)
         begin = time.monotonic()
-        limit_s = {"go": 0.3, "verdict": 0.5}[note]
+        limit_s = {"prepare": 0.3, "decision": 0.5}[note]
         with pytest.raises(TransferFailedError, match=rf"the sender's '{note}' did not come within {limit_s} s"):
             receiver.receive(timeout_s=60.0)
         assert time.monotonic() - begin < SOON_S and receiver.version == 1
-
-
-def _last_offer(sender: WeightSender) -> Any:
-    offer = sender._board.offer(sender._board.newest())
-    assert offer is not None
-    return offer
 
 
 def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
@@ -149,8 +168,8 @@ def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
         hangs = receiver_of(store, "hangs")
         publishing = beside(lambda: first.publish(9, model_of(9)))
         waiting = beside(lambda: receiver.receive(timeout_s=60.0))
-        while first._board.vote(_last_offer_or_none(first), 1) == "" and receiver._done == 0:
-            pass
+        proposal = newest_proposal(store)
+        assert not channel_of(store).missing(proposal, Note.READY, [proposal.to[0]], timeout_s=20.0)
         begin = time.monotonic()
         with sender_of(store) as second:
             with pytest.raises(TransferFailedError, match="deposed"):
@@ -161,23 +180,17 @@ def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
         assert time.monotonic() - begin < SOON_S
 
 
-def _last_offer_or_none(sender: WeightSender) -> Any:
-    while sender._board.newest() == 0:
-        pass
-    return _last_offer(sender)
-
-
 @pytest.mark.parametrize("name", ["ghost-{}", "ghost"])
 def test_receivers_that_join_and_never_come_cannot_hold_a_version_up(store: Store, name: str) -> None:
     with sender_of(store, timeout_s=0.5) as sender, receiver_of(store, "healthy") as healthy:
         receiver_of(store, name.format(0))
         waiting = beside(lambda: healthy.receive(timeout_s=60.0))
         publishing = beside(lambda: (sender.publish(1, model_of(1)), time.monotonic()))
-        begin, seen = time.monotonic(), 0
+        begin, seen, channel = time.monotonic(), 0, channel_of(store)
         while healthy.version is None and time.monotonic() - begin < 8.0:
-            if sender._board.newest() != seen:  # to every round comes one who will not come to the next
-                seen = sender._board.newest()
-                sender._board.join(name.format(seen))
+            if channel.newest() != seen:  # for every round joins a receiver that never takes part
+                seen = channel.newest()
+                channel.join(name.format(seen))
         assert waiting().version == 1
         report, ended = publishing()
         assert report.receivers == 1 and ended - begin < 4 * 0.5 + SOON_S

@@ -19,10 +19,12 @@ from hwrl.errors import (
 )
 from hwrl.weights import WeightReceiver
 from hwrl.weights.report import StageClock
-from hwrl.weights.transports.places import MemoryFiles
+from hwrl.weights.transport import ReceiverContext
+from hwrl.weights.transports.host import HostReceiver
+from hwrl.weights.transports.host_versions import HostPayload, MemoryFiles
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import LateBackend
-from tests.support.weight_link import beside, model_of, receiver_of, sender_of, store
+from tests.support.weight_link import beside, channel_of, model_of, newest_proposal, receiver_of, sender_of, store
 
 __all__ = ["store"]  # the fixture
 
@@ -120,21 +122,22 @@ def test_after_a_failure_in_mid_write_the_version_before_is_still_there_for_who_
 def test_as_many_versions_are_kept_as_are_read(store: Store, tmp_path: Path) -> None:
     options = {"versions": 3, "timeout_s": 0.05, "directory": tmp_path}
     with sender_of(store, transport="host", **options) as sender, contextlib.ExitStack() as claims:
-        places = []
+        claimed = []
         for version in (1, 2):
             sender.publish(version, model_of(version))
-            reader = claims.enter_context(receiver_of(store, f"reads {version}"))
-            offer = reader._board.offer(reader._board.newest())
-            assert offer is not None
-            places.append(claims.enter_context(reader._host.claim(offer, reader._board.layout(offer), StageClock())))
+            reader = HostReceiver(ReceiverContext(store, CpuBackend(INFO), 4))
+            claims.callback(reader.close)
+            proposal = newest_proposal(store)
+            layout = channel_of(store).layout(proposal)
+            claimed.append(claims.enter_context(reader.claim(proposal, layout, StageClock())))
         sender.publish(3, model_of(3))
-        assert [place.slabs[0][:4].view(torch.float32).item() for place in places if place] == [1.0, 2.0]
+        assert [version.slabs[0][:4].view(torch.float32).item() for version in claimed if version] == [1.0, 2.0]
         with pytest.raises(TransferFailedError, match="receivers have been reading all 2 older"):
             sender.publish(4, model_of(4))
 
 
 class RegisteringBackend(CpuBackend):
-    """The CPU, which notes what is page-locked; it ``refuses`` as a device without the capability does."""
+    """The CPU with a list of page-locked memories; ``refuses`` like a device without the capability."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         super().__init__(INFO)
@@ -195,13 +198,13 @@ def test_a_file_that_is_not_what_the_sender_made_is_refused_before_it_is_read(
 ) -> None:
     with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
         sender.publish(1, model_of(1))
-        offer = receiver._board.offer(receiver._board.newest())
-        assert offer is not None
+        proposal = newest_proposal(store)
+        assert isinstance(proposal.payload, HostPayload)
         with _file_for(tmp_path, fault) as file:
             inode = os.fstat(file).st_ino + (fault == "another file")
             slot = 7 if fault == "no such place" else 0
-            forged = replace(offer, number=offer.number + 1, slot=slot, files=[file], inodes=[inode])
-            receiver._board.put_offer(forged)
+            payload = replace(proposal.payload, slot=slot, files=(file,), inodes=(inode,))
+            channel_of(store).propose(replace(proposal, number=proposal.number + 1, payload=payload))
             with pytest.raises(TransferFailedError, match=f"version 1 cannot be read[\\s\\S]*{_WHY[fault]}"):
                 receiver.receive(timeout_s=1.0)
 
@@ -211,7 +214,7 @@ _WHY = {
     "can be shortened": "no memory file whose size is fixed",
     "another file": "is another file by now",
     "a pipe": "is another file by now",
-    "no such place": "place 7 of 1 files",
+    "no such place": "in file 7 of 1, with 1 inodes",
 }
 
 
@@ -231,7 +234,7 @@ def _file_for(directory: Path, fault: str) -> Iterator[int]:
 
 
 class EagerEvents(CpuBackend):
-    """Events whose wait follows the newest record, as those of some devices do; notes records that follow a wait."""
+    """Events of some devices: a wait follows the newest record. Counts the records after a wait."""
 
     def __init__(self) -> None:
         super().__init__(INFO)

@@ -1,4 +1,4 @@
-"""The promises of the weight link between real processes, some of which die."""
+"""The promises of the weight link between real processes; some of them die."""
 
 import time
 from pathlib import Path
@@ -14,8 +14,11 @@ from hwrl.interfaces import Backend
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import Received, WeightReceiver, WeightSender
 from hwrl.weights.report import StageClock
+from hwrl.weights.transport import ReceiverContext
+from hwrl.weights.transports.host import HostReceiver
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import CorruptingBackend, DyingBackend, LateBackend
+from tests.support.weight_link import channel_of, newest_proposal
 
 SLAB_NBYTES = 4096
 
@@ -182,7 +185,7 @@ def _sender_dies(rank: int, address: str) -> Any:
             received = receiver.receive(timeout_s=60.0)  # waits for the dead sender until it hears of the next
             assert _is_model(old, 7) and _is_model(received, 2)
             return receiver.version
-    assert not await_keys(store, ["has 7", "weights/policy/offer/2", "weights/policy/here/2/1"], timeout_s=30.0)
+    assert not await_keys(store, ["has 7", "weights/policy/proposal/2", "weights/policy/ready/2/1"], timeout_s=30.0)
     with WeightSender(store, backend=_cpu(), slab_nbytes=SLAB_NBYTES, timeout_s=20.0) as sender:
         return sender.publish(2, _model(2)).receivers
 
@@ -200,11 +203,9 @@ def test_receivers_keep_the_old_version_when_the_sender_dies_and_follow_a_restar
 
 def _hold_a_claim(rank: int, address: str) -> None:
     store = connect_store(address)
-    receiver = WeightReceiver(store, replica="r0", backend=_cpu())
-    offer = receiver._board.offer(receiver._board.newest())
-    assert offer is not None
-    with receiver._host.claim(offer, receiver._board.layout(offer), StageClock()) as place:
-        assert place is not None
+    proposal, receiver = newest_proposal(store), HostReceiver(ReceiverContext(store, _cpu(), 4))
+    with receiver.claim(proposal, channel_of(store).layout(proposal), StageClock()) as version:
+        assert version is not None
         store.set("claimed", "")
         await_keys(store, ["never"], timeout_s=50.0)
 

@@ -1,1 +1,1 @@
-"""The directory of a run's checkpoints: its lock, its steps, durable files."""
+"""The directory of checkpoints on the disk: durable writes, the lock, and its one writer."""

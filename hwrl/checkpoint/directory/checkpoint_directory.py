@@ -1,4 +1,4 @@
-"""The directory that holds the checkpoints: its lock, its tracker, its leftovers and what is kept."""
+"""The directory of a run's checkpoints, and all operations of its one writer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hwrl.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 DRAFT_PREFIX, TRASH_PREFIX, BROKEN_PREFIX = ".tmp_", ".trash_", ".broken_"
-_LEFTOVER = re.compile(  # of what hwrl makes, and nothing else: who opens a wrong directory loses nothing
+_UNFINISHED = re.compile(  # only names from hwrl: nothing is lost if a user opens the wrong directory
     r"\.tmp_global_step_\d+\.[0-9a-f]{16}|\.tmp_mark_[0-9a-f]{16}|\.trash_global_step_\d+\.[0-9a-f]{8}"
     rf"|\.tmp_{re.escape(TRACKER_NAME)}"
 )
@@ -27,18 +27,18 @@ _log = logging.getLogger(__name__)
 class CheckpointDirectory:
     """The one writer of a directory of checkpoints, until :meth:`close`.
 
-    Opening it takes a lock that dies with the process, and sweeps what a dead writer left behind. Where nodes have
-    disks of their own, each has a home, and a checkpoint is complete when all of them have it.
+    Opening it takes a lock that ends with the process, and removes the drafts of a dead writer. Where nodes have disks
+    of their own, each node has a directory, and a checkpoint is complete when all of them hold it.
     """
 
-    def __init__(self, directory: Path, fs: DurableFS) -> None:
-        self.directory, self._fs = directory, fs
-        with usable(directory):
-            fs.mkdir(directory)
-            self._lock = DirectoryLock(directory)
+    def __init__(self, path: Path, fs: DurableFS) -> None:
+        self.path, self._fs = path, fs
+        with usable(path):
+            fs.mkdir(path)
+            self._lock = DirectoryLock(path)
         try:
-            with usable(directory):
-                _read_tracker(directory)  # what cannot be replaced is refused now, and not after a save
+            with usable(path):
+                _read_tracker(path)  # refuse a directory in the tracker's place now, not after a save
                 self._sweep()
         except CheckpointError:
             self.close()
@@ -49,108 +49,108 @@ class CheckpointDirectory:
         self._lock.close()
 
     def begin(self, step: int, save_id: str) -> Path:
-        """Create and return the directory in which ``step`` is written until it is complete."""
+        """Create and return the draft: the directory of ``step`` until it is complete."""
         self._sweep()
-        draft = draft_path(self.directory, step, save_id)
+        draft = draft_path(self.path, step, save_id)
         self._fs.mkdir(draft)
         return draft
 
     def abandon(self, draft: Path) -> None:
-        """Remove a directory from :meth:`begin`, as far as the disk lets us; the next save sweeps the rest."""
+        """Remove a draft, as far as the disk allows. The next save removes the rest."""
         try:
             self._fs.remove_tree(draft)
         except OSError as exc:
             _log.warning("could not remove %s: %s", draft, exc)
 
     def commit(self, draft: Path, step: int) -> None:
-        """Give ``draft`` its name; when this returns, the checkpoint survives a crash of the machine.
+        """Rename ``draft`` to its final name. When this returns, the checkpoint survives a crash of the machine.
 
-        What has that name already is put aside first; nothing of it is deleted.
+        A directory of this name is put aside first; nothing of it is deleted.
         """
-        final = self.directory / step_name(step)
+        final = self.path / step_name(step)
         self.put_aside([final])
         self._fs.rename(draft, final)
-        self._fs.sync_directory(self.directory)
+        self._fs.sync_directory(self.path)
 
     @property
     def announced(self) -> int:
-        """The step that the tracker names, -1 if it names none."""
+        """The step in the tracker, -1 if there is none."""
         try:
-            return int(_read_tracker(self.directory))
+            return int(_read_tracker(self.path))
         except ValueError:
             return -1
 
     def set_tracker(self, step: int) -> None:
         """Make the tracker name ``step``, in one step."""
-        if _read_tracker(self.directory) != (text := str(step).encode()):
-            self._fs.replace_file(self.directory / TRACKER_NAME, text)
+        if _read_tracker(self.path) != (text := str(step).encode()):
+            self._fs.replace_file(self.path / TRACKER_NAME, text)
 
     def retain(self, keep: int | None) -> None:
-        """Remove all complete checkpoints but the newest ``keep``; None keeps all. What is not complete stays.
+        """Remove complete checkpoints beyond the newest ``keep``; None keeps all. Incomplete ones stay.
 
-        One that somebody reads (:func:`~hwrl.checkpoint.format.manifest.in_use`) stays as well, until the next save.
-        A part that is newer than what is announced does not count as one of the newest: other nodes may lack theirs.
+        A checkpoint in use by another process (:func:`~hwrl.checkpoint.in_use`) stays until the next save. The part
+        of one node is not counted while it is newer than the tracker: other nodes may lack theirs.
         """
         if keep is None:
             return
         counted = [info for info in self.complete() if info.manifest.nodes == 1 or info.step <= self.announced]
         for info in counted[:-keep]:
             if is_in_use(info.path):
-                _log.info("keeping %s for now: somebody reads it", info.path)
+                _log.info("keeping %s for now: a process reads it", info.path)
             else:
                 self._discard(info.path)
 
     def put_aside(self, paths: Collection[Path]) -> None:
-        """Rename checkpoints that are not to be resumed, so that they are none any more; nothing of them is deleted."""
+        """Rename bad checkpoints: their steps can be saved again, and nothing of them is deleted."""
         for path in paths:
             if os.path.lexists(path):
                 self._fs.rename(path, path.with_name(f"{BROKEN_PREFIX}{path.name}.{os.urandom(4).hex()}"))
-                self._fs.sync_directory(self.directory)
+                self._fs.sync_directory(self.path)
 
     def complete(self) -> list[CheckpointInfo]:
         """Return the complete checkpoints, oldest first."""
-        return find_checkpoints(self.directory)[0]
+        return find_checkpoints(self.path)[0]
 
     def _discard(self, path: Path) -> None:
-        # Renamed before it is emptied: a crash in between leaves no half checkpoint under a checkpoint's name.
+        # Renamed first: a crash while it is emptied leaves no half checkpoint under a checkpoint's name.
         trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{os.urandom(4).hex()}")
         self._fs.rename(path, trash)
-        self._fs.sync_directory(self.directory)
+        self._fs.sync_directory(self.path)
         self._fs.remove_tree(trash)
 
     def _sweep(self) -> None:
-        """Remove what a save left that did not end, and the rest of what was not removed whole."""
-        for path in leftovers(self.directory):
-            _log.info("removing %s, left by a save that did not end", path)
+        """Remove the drafts of interrupted saves, and partly removed checkpoints."""
+        for path in unfinished_saves(self.path):
+            _log.info("removing %s, left by an interrupted save", path)
             self._fs.remove_tree(path)
 
 
-def is_home(directory: Path) -> bool:
-    """Return whether ``directory`` exists and hwrl has saved there, or has begun to; a lock alone is no save."""
+def has_saves(directory: Path) -> bool:
+    """Return whether hwrl has saved in ``directory``, or has begun to. A lock alone is no save."""
     return directory.is_dir() and any(
-        step_of(path.name) is not None or path.name.startswith(BROKEN_PREFIX) or _LEFTOVER.fullmatch(path.name)
+        step_of(path.name) is not None or path.name.startswith(BROKEN_PREFIX) or _UNFINISHED.fullmatch(path.name)
         for path in directory.iterdir()
     )
 
 
-def leftovers(directory: Path) -> list[Path]:
-    """Return what lies in ``directory`` because a save has not ended, or has not ended well."""
-    return sorted(path for path in directory.iterdir() if _LEFTOVER.fullmatch(path.name))
+def unfinished_saves(directory: Path) -> list[Path]:
+    """Return the entries of ``directory`` from a running or interrupted save."""
+    return sorted(path for path in directory.iterdir() if _UNFINISHED.fullmatch(path.name))
 
 
-def set_aside(directory: Path) -> list[Path]:
-    """Return the checkpoints in ``directory`` that could not be resumed and have made room for others."""
+def broken_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints put aside in ``directory``: they could not be resumed."""
     return sorted(path for path in directory.iterdir() if path.name.startswith(BROKEN_PREFIX))
 
 
 def draft_path(directory: Path, step: int, save_id: str) -> Path:
-    """Return the directory in which ``step`` is written."""
+    """Return the path of a draft."""
     return directory / f"{DRAFT_PREFIX}{step_name(step)}.{save_id}"
 
 
 @contextlib.contextmanager
 def usable(directory: Path) -> Iterator[None]:
-    """Raise CheckpointError for what the disk raises while checkpoints in ``directory`` are opened."""
+    """Raise CheckpointError for an OSError in the block. The block opens ``directory``."""
     try:
         yield
     except OSError as exc:
@@ -162,7 +162,7 @@ def usable(directory: Path) -> Iterator[None]:
 
 
 def _read_tracker(directory: Path) -> bytes:
-    """Return what the tracker says, nothing if it is no regular file; CheckpointError if it cannot be replaced."""
+    """Return the tracker's content, empty if it is no regular file. CheckpointError if it cannot be replaced."""
     path = directory / TRACKER_NAME
     if path.is_symlink():
         return b""
@@ -170,6 +170,6 @@ def _read_tracker(directory: Path) -> bytes:
         raise CheckpointError(
             f"cannot keep checkpoints in {directory}",
             why=f"{TRACKER_NAME} is a directory",
-            fix="remove it; a file of that name says which step is the newest",
+            fix="remove it; the file of that name holds the newest step",
         )
     return path.read_bytes() if path.is_file() else b""

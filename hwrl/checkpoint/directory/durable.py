@@ -1,4 +1,4 @@
-"""A file system whose files are on the disk when a call returns: the one door for everything a save changes."""
+"""A file system with durable writes. A save makes every change of the disk through it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class FileRecord:
 
 
 class DurableFS(FileSystem):
-    """Creates, syncs, renames and removes; plugs into torch's checkpoint writer as its ``fs``.
+    """Creates, syncs, renames and removes. Serves torch's checkpoint writer as its ``fs``.
 
-    A file is flushed **and then** synced before its stream closes (torch syncs its metadata file while the bytes are
-    still in Python's buffer), and hashed as it is written, so that the hash says what was meant, not what arrived.
-    Every operation that changes the disk first calls :meth:`before`; a subclass may stop or raise there, and so
-    stand for a disk that is full or a process that dies at that point.
+    A file is flushed **and then** synced before its stream closes. (torch syncs its metadata file while the bytes are
+    still in Python's buffer.) Its hash is computed from the bytes in memory, before the disk has them.
+
+    Every operation on the disk but reading first calls :meth:`before`. A test overrides it and stops or raises there,
+    to simulate a full disk or a dying process.
     """
 
     def before(self, operation: str, path: Path) -> None:
-        """Called before each change of the disk.
+        """Run before each change of the disk.
 
         ``operation`` is one of ``mkdir``, ``create``, ``write``, ``sync``, ``rename``, ``sync_directory``, ``remove``.
         """
@@ -41,13 +42,13 @@ class DurableFS(FileSystem):
         self._written: dict[Path, FileRecord] = {}
 
     def take_records(self, directory: Path) -> dict[str, FileRecord]:
-        """Return the record of each file written under ``directory``, by relative name, and forget them."""
+        """Return the records of the files written under ``directory``, by relative name, and forget them."""
         inside = [path for path in self._written if path.is_relative_to(directory)]
         return {str(path.relative_to(directory)): self._written.pop(path) for path in inside}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open ``path``; one that is written is durable when the context ends without an error."""
+        """Open ``path``. A written file is durable when the context ends without an error."""
         path = Path(path)
         if mode == "rb":
             with path.open("rb") as stream:
@@ -66,7 +67,7 @@ class DurableFS(FileSystem):
             stream.write(data)
 
     def replace_file(self, path: Path, data: bytes) -> None:
-        """Replace ``path`` in one step: a reader, or a crash, finds the old content or the new, never a part."""
+        """Replace ``path`` in one step: a reader finds the old content or the new one, also after a crash."""
         draft = path.with_name(f".tmp_{path.name}")
         self.write_file(draft, data)
         self.rename(draft, path)
@@ -74,14 +75,14 @@ class DurableFS(FileSystem):
         self._written.pop(path, None)
 
     def adopt_file(self, path: Path) -> None:
-        """Sync and hash a file that someone else wrote."""
+        """Sync and hash a file of another writer."""
         with path.open("rb") as file:
             self._sync(file.fileno(), path)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         self._written[path] = FileRecord(path.stat().st_size, digest)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Create a directory and its parents where they are missing, and make their names durable."""
+        """Create a directory and its missing parents, and make their names durable."""
         path = Path(path)
         if path.is_dir():
             return
@@ -113,7 +114,7 @@ class DurableFS(FileSystem):
         path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a directory and all that is in it, or a single file; never what a symbolic link points to."""
+        """Remove a directory with its content, or a single file. The target of a symbolic link stays."""
         self.take_records(path)
         if path.is_dir() and not path.is_symlink():
             self.before("remove", path)
@@ -129,7 +130,7 @@ class DurableFS(FileSystem):
 
 
 class _HashedStream:
-    """A binary stream that is only ever appended to, and keeps the hash of what went in."""
+    """A binary stream for appending. It hashes all bytes."""
 
     def __init__(self, file: BinaryIO, fs: DurableFS, path: Path) -> None:
         self._file, self._fs, self._path = file, fs, path
@@ -147,7 +148,7 @@ class _HashedStream:
         return self._nbytes
 
     def flush(self) -> None:
-        """Leave flushing to the end, before the sync."""
+        """Do nothing: the stream is flushed at its end, before the sync."""
 
     def record(self) -> FileRecord:
         return FileRecord(self._nbytes, self._hash.hexdigest())

@@ -1,4 +1,4 @@
-"""The right to write in a directory, which one process has at a time and no dead process keeps."""
+"""The lock of a directory: one process may write there, and the lock ends with the process."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from pathlib import Path
 from hwrl.errors import CheckpointError
 
 LOCK_NAME = ".hwrl.lock"
-_PATIENCE_S = 1.0  # for :func:`find_owner`, which may hold the lock for a moment
+_PATIENCE_S = 1.0  # :func:`find_owner` holds the lock for a moment
 
 
 class DirectoryLock:
-    """Held from its making until :meth:`close`, until nothing refers to it, or until this process ends in whatever way.
+    """Held from creation until :meth:`close`, until nothing refers to it, or until this process ends in any way.
 
-    It is a lock of the kernel on a file; what stands in the file is only told to whom it is refused. The file is never
-    removed: two processes could then hold locks on two files of that name. A forked child does not hold the lock, so
-    that a worker that outlives its parent keeps nobody out. Raises CheckpointError, with the owner named, if another
-    process keeps it for a second, and OSError if the file cannot be written. ``owner`` is what stands in the file.
+    It is a lock of the kernel on a file. The file's content only names the owner for error messages. The file is never
+    removed, because two processes could then lock two files of that name. A forked child does not hold the lock: an
+    orphaned worker blocks nobody.
+
+    Raises CheckpointError, with the owner named, if another process holds the lock for a second, and OSError if the
+    file cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
-        # A link would have us overwrite what it points to.
+        # Without O_NOFOLLOW, a symbolic link would have us overwrite its target.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(directory / LOCK_NAME, flags, 0o644)
         self._close = weakref.finalize(self, os.close, descriptor)
-        self._close.atexit = False  # the process's end releases it, when no thread writes any more
+        self._close.atexit = False  # the end of the process releases it, after its last thread has written
         try:
-            _take(descriptor, directory)
+            _acquire(descriptor, directory)
         except BaseException:
             self.close()
             raise
         _held.add(self)
 
     def close(self) -> None:
-        """Give the right up. May be called again."""
+        """Release the lock. May be called again."""
         self._close()
 
 
 def find_owner(directory: Path) -> str | None:
-    """Return who writes to ``directory`` now, as a sentence; None if nobody does, or if that cannot be known."""
+    """Return a sentence about the writer of ``directory``. None if there is none, or if it cannot be known."""
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -58,9 +60,9 @@ def find_owner(directory: Path) -> str | None:
     return None
 
 
-def _take(descriptor: int, directory: Path) -> None:
+def _acquire(descriptor: int, directory: Path) -> None:
     deadline_s = time.monotonic() + _PATIENCE_S
-    while not _try_take(descriptor):
+    while not _try_acquire(descriptor):
         if time.monotonic() > deadline_s:
             raise CheckpointError(
                 f"{directory} already has a writer",
@@ -70,12 +72,12 @@ def _take(descriptor: int, directory: Path) -> None:
         time.sleep(0.01)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now})
-    with open(descriptor, "w", closefd=False) as file:  # unlike os.write, it writes all or raises
+    with open(descriptor, "w", closefd=False) as file:  # writes all or raises, unlike os.write
         file.truncate()
         file.write(owner)
 
 
-def _try_take(descriptor: int) -> bool:
+def _try_acquire(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -87,8 +89,8 @@ def _describe_owner(text: str) -> str:
     try:
         owner = json.loads(text)
         text = f"process {owner['pid']} on {owner['host']} has it since {owner['since']}"
-        mine = (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
-        return f"a manager of this very process is not closed: {text}" if mine else text
+        is_this_process = (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname())
+        return f"a manager of this very process is not closed: {text}" if is_this_process else text
     except (ValueError, KeyError, TypeError):  # it is about to write its name, or the disk was full
         return "its owner has not written its name"
 

@@ -1,1 +1,1 @@
-"""What a checkpoint's files hold."""
+"""The files of a checkpoint: tensors, layout, extra state and manifest."""

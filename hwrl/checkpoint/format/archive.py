@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote, looked at before ``torch.load`` unpacks it."""
+"""Checks of an archive of ``torch.save``, before ``torch.load`` unpacks it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import zipfile
 from typing import Any, BinaryIO
 
 
-class _Part(io.RawIOBase):
-    """``nbytes`` of an open file, from ``start``, as a file. (torch's own view cannot seek from its end.)"""
+class _FileRange(io.RawIOBase):
+    """``nbytes`` of an open file from byte ``start``, as a file. (torch's own view cannot seek from its end.)"""
 
     def __init__(self, file: BinaryIO, *, start: int, nbytes: int) -> None:
         super().__init__()
@@ -38,15 +38,16 @@ class _Part(io.RawIOBase):
 def require_stored(file: BinaryIO, *, start: int = 0, nbytes: int) -> None:
     """Raise ValueError if the archive of ``nbytes`` at ``start`` would unpack to more than its own size.
 
-    torch stores records as they are, and its reader also unpacks compressed ones: a megabyte can become gigabytes.
+    torch writes records uncompressed, but its reader unpacks compressed ones too: a megabyte can become gigabytes.
     """
     try:
-        with zipfile.ZipFile(io.BufferedReader(_Part(file, start=start, nbytes=nbytes))) as archive:
+        with zipfile.ZipFile(io.BufferedReader(_FileRange(file, start=start, nbytes=nbytes))) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, OSError) as exc:
-        raise ValueError(f"it has something that torch.save did not write: {exc}") from exc
+        raise ValueError(f"torch.save did not write it: {exc}") from exc
     if min((record.header_offset for record in records), default=0) != 0 or archive.comment:
-        raise ValueError("it has an archive with something before or after it")  # readers differ about its directory
+        # Readers of such a file disagree about the place of its directory.
+        raise ValueError("it has an archive with something before or after it")
     unpacked = sum(record.file_size for record in records)
     if unpacked > nbytes or any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise ValueError(f"an archive of {nbytes:,} bytes in it would unpack to {unpacked:,}; hwrl compresses nothing")

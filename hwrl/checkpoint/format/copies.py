@@ -1,4 +1,4 @@
-"""Copies of what a checkpoint holds, verified as they are made, and for programs that read torch's own format."""
+"""Verified copies of a checkpoint's files, also for programs that read torch's own format."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import BinaryIO
 
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
 from hwrl.checkpoint.format.archive import require_stored
-from hwrl.checkpoint.format.layout import Json, read_entries, write_torch_metadata
-from hwrl.checkpoint.format.manifest import LAYOUT_NAME, CheckpointInfo, corrupt, in_use, verify_files
+from hwrl.checkpoint.format.layout import Json, write_torch_metadata
+from hwrl.checkpoint.format.loading import read_entries
+from hwrl.checkpoint.format.manifest import LAYOUT_NAME, CheckpointInfo, corrupt_error, in_use, verify_files
 
 
 def copy_files(
     info: CheckpointInfo, directory: Path, names: Collection[str], *, fs: DurableFS
 ) -> dict[str, FileRecord]:
-    """Copy the files ``names`` to ``directory``, and return their records.
+    """Copy the files ``names`` to ``directory``; return their records.
 
-    Raises CheckpointCorruptError if what was read is not what the manifest says.
+    Raises CheckpointCorruptError if a file's content differs from its hash in the manifest.
     """
     for name in sorted(names):
         fs.mkdir((directory / name).parent)
@@ -27,16 +28,16 @@ def copy_files(
     copied = fs.take_records(directory)
     for name, record in copied.items():
         if record != info.manifest.files[name]:
-            raise corrupt(info.path, f"the content of {name} does not match its hash")
+            raise corrupt_error(info.path, f"the content of {name} does not match its hash")
     return copied
 
 
 def copy_for_torch(info: CheckpointInfo, directory: Path, *, aside: str, fs: DurableFS) -> bytes | None:
-    """Copy the state in ``info`` into the empty ``directory``, with torch's own ``.metadata``, but for one value.
+    """Copy the state in ``info`` into the empty ``directory``, with torch's own ``.metadata``.
 
-    Returns that one, of the name ``aside``, as ``torch.save`` wrote it, or None if there is no such value. Every file
-    is verified, and what is written is durable, but for the names in ``directory``. Raises
-    :class:`~hwrl.errors.CheckpointCorruptError` if the checkpoint is not whole, and OSError from ``directory``.
+    The value named ``aside`` is left out and returned, as the bytes of ``torch.save``; None if there is no such value.
+    Every file is verified. The copies are durable, but the names in ``directory`` are not. Raises
+    :class:`~hwrl.errors.CheckpointCorruptError` if the checkpoint is damaged, and OSError from ``directory``.
     """
     with in_use(info):
         verify_files(info, [LAYOUT_NAME])
@@ -59,4 +60,4 @@ def _require_stored(info: CheckpointInfo, file: BinaryIO, entry: Json) -> None:
     try:
         require_stored(file, start=entry["start"], nbytes=entry["nbytes"])
     except ValueError as exc:
-        raise corrupt(info.path, f"its data cannot be read: {exc}") from exc
+        raise corrupt_error(info.path, f"its data cannot be read: {exc}") from exc

@@ -1,4 +1,4 @@
-"""MANIFEST.json: what a complete checkpoint consists of, and the check that a directory is one."""
+"""MANIFEST.json, the list of a complete checkpoint's files; finding and verifying checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hwrl.errors import CheckpointCorruptError, CheckpointNotFoundError
 MANIFEST_NAME, LAYOUT_NAME, EXTRA_NAME = "MANIFEST.json", "layout.json", "extra.json"
 SCHEMA = 2
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading JSON raises that was damaged or forged; RecursionError is for a million brackets."""
+"""Errors from reading damaged or forged JSON. A million brackets raise RecursionError."""
 _MAX_MANIFEST_NBYTES = 1 << 28
 _STEP_NAME = re.compile(r"global_step_(0|[1-9]\d*)")
 
@@ -36,7 +36,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a directory name stands for, or None if it is no checkpoint's name.
+    """Return the step in a checkpoint's directory name, None for any other name.
 
     >>> step_of("global_step_12"), step_of("global_step_012"), step_of(".tmp_global_step_12")
     (12, None, None)
@@ -47,11 +47,11 @@ def step_of(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of MANIFEST.json. ``files`` maps relative POSIX names to size and hash; all but the manifest itself.
+    """The content of MANIFEST.json. ``files`` maps relative POSIX names to size and hash, for all other files.
 
-    ``save_id`` is unique to one call of save; ``world_size`` is the number of ranks that wrote;
-    ``versions`` are those of the libraries that wrote it. Where nodes have disks of their own, this is the part of
-    ``node``, one of ``nodes``.
+    ``save_id`` is unique to one call of save, ``world_size`` is the number of ranks in it, and ``versions`` are
+    those of the libraries. Where nodes have disks of their own, the checkpoint is the part of ``node``, one of
+    ``nodes``.
     """
 
     step: int
@@ -65,13 +65,13 @@ class Manifest:
     nodes: int = 1
 
     def to_bytes(self) -> bytes:
-        """Return the file's content: sorted JSON that ends in a hash of itself."""
+        """Return the file's content: sorted JSON, with a hash of itself at the end."""
         body = {"schema": SCHEMA, **asdict(self)}
         return json.dumps({**body, "manifest_sha256": _hash(body)}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Parse what :meth:`to_bytes` returned; ValueError, KeyError or TypeError if it is anything else."""
+        """Parse the result of :meth:`to_bytes`; ValueError, KeyError or TypeError for anything else."""
         body = json.loads(data)
         if body.pop("manifest_sha256") != _hash(body):
             raise ValueError("its content does not match its own hash")
@@ -87,7 +87,7 @@ class Manifest:
         counts += [one.nbytes for one in self.files.values()]
         texts = [self.save_id, *self.versions, *self.versions.values(), *(one.sha256 for one in self.files.values())]
         if not all(type(one) is int for one in counts) or not all(type(one) is str for one in texts):
-            raise TypeError("a number or a text is neither")
+            raise TypeError("a field has the wrong type")
         datetime.fromtimestamp(self.saved_unix_s, UTC)
 
 
@@ -100,7 +100,7 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int:
-        """The step that it was saved at."""
+        """The step of the save."""
         return self.manifest.step
 
     @property
@@ -110,23 +110,23 @@ class CheckpointInfo:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all its files, the manifest not counted."""
+        """The bytes of all its files but the manifest."""
         return sum(record.nbytes for record in self.manifest.files.values())
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A directory that is named like a checkpoint and is not a complete one, and why."""
+    """A directory named like a checkpoint but incomplete, and the reason."""
 
     path: Path
     reason: str
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo:
-    """Return the checkpoint in ``path`` if its manifest is whole and every file is there with its size.
+    """Return the checkpoint in ``path`` if its manifest is good and every file has the size in the manifest.
 
-    Reads the manifest only. Raises :class:`~hwrl.errors.CheckpointCorruptError` for anything else, symbolic links
-    and names that leave the directory included.
+    Reads the manifest only. Raises :class:`~hwrl.errors.CheckpointCorruptError` otherwise, also for symbolic links and
+    for names outside the directory.
     """
     try:
         if path.is_symlink():
@@ -138,42 +138,42 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo:
         manifest = Manifest.from_bytes(manifest_path.read_bytes())
         if manifest.step != step_of(path.name):
             raise ValueError(f"its manifest is of step {manifest.step}")
-        for name in (LAYOUT_NAME, EXTRA_NAME):  # what is read must have been verified
+        for name in (LAYOUT_NAME, EXTRA_NAME):  # these files must be verified before they are read
             if name not in manifest.files:
                 raise ValueError(f"its manifest does not name {name}")
         for name, record in manifest.files.items():
             _check_size(path, name, record.nbytes)
     except (OSError, *MALFORMED) as exc:
-        raise corrupt(path, _reason(exc)) from exc
+        raise corrupt_error(path, _reason(exc)) from exc
     return CheckpointInfo(path, manifest)
 
 
 def verify_files(info: CheckpointInfo, names: Iterable[str]) -> None:
-    """Read the files ``names`` of a checkpoint and compare their hashes; CheckpointCorruptError if one differs."""
+    """Read the files ``names`` of a checkpoint and compare hashes; CheckpointCorruptError if one differs."""
     for name in names:
         try:
             with (info.path / name).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as exc:
-            raise corrupt(info.path, _reason(exc)) from exc
+            raise corrupt_error(info.path, _reason(exc)) from exc
         if digest != info.manifest.files[name].sha256:
-            raise corrupt(info.path, f"the content of {name} does not match its hash")
+            raise corrupt_error(info.path, f"the content of {name} does not match its hash")
 
 
 def read_extra(info: CheckpointInfo) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the state beside the tensors, rank 0's and each rank's own; CheckpointCorruptError if it says nonsense."""
+    """Return ``extra``, and the ``rank_extra`` of each rank; CheckpointCorruptError if the file makes no sense."""
     try:
         extra = json.loads((info.path / EXTRA_NAME).read_bytes())
         shared, ranks = dict(extra["all"]), [dict(one) for one in extra["ranks"]]
     except (OSError, *MALFORMED) as exc:
-        raise corrupt(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
+        raise corrupt_error(info.path, f"{EXTRA_NAME} cannot be read: {exc}") from exc
     if len(ranks) != info.manifest.world_size:
-        raise corrupt(info.path, f"{EXTRA_NAME} is of {len(ranks)} ranks, the manifest of others")
+        raise corrupt_error(info.path, f"{EXTRA_NAME} is of {len(ranks)} ranks, the manifest of others")
     return shared, ranks
 
 
 def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[CheckpointInfo], list[Skipped]]:
-    """Return the complete checkpoints in ``directory``, oldest step first, and what only looks like one.
+    """Return the complete checkpoints in ``directory``, oldest step first, and the incomplete ones.
 
     Takes no lock and changes nothing; hashes are not read. Safe beside a running trainer. Raises
     :class:`~hwrl.errors.CheckpointNotFoundError` if ``directory`` cannot be read.
@@ -184,7 +184,7 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[Checkpoint
         raise CheckpointNotFoundError(
             f"no checkpoint can be found in {directory}",
             why=f"{exc.strerror}: {exc.filename}",
-            fix="give the directory that holds global_step_N/, of a run its checkpoints/",
+            fix="give the directory that holds global_step_N/; of a run, its checkpoints/",
         ) from exc
     complete, skipped = [], []
     for path in paths:
@@ -193,29 +193,29 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[Checkpoint
         try:
             complete.append(inspect_checkpoint(path))
         except CheckpointCorruptError as exc:
-            if os.path.lexists(path):  # else a trainer has removed it meanwhile
+            if os.path.lexists(path):  # otherwise a trainer has removed it meanwhile
                 skipped.append(Skipped(path, exc.why))
     return sorted(complete, key=lambda info: info.step), sorted(skipped, key=lambda one: one.path)
 
 
 @contextlib.contextmanager
 def in_use(info: CheckpointInfo) -> Iterator[None]:
-    """Keep a trainer from removing the checkpoint meanwhile; raises CheckpointCorruptError if it is gone.
+    """Keep a trainer from removing the checkpoint during the block. CheckpointCorruptError if it is gone.
 
-    It is a lock on the manifest that ends with this process.
+    It is a shared lock on the manifest. It ends with the process.
     """
     try:
         manifest = (info.path / MANIFEST_NAME).open("rb")
     except OSError as exc:
-        raise corrupt(info.path, _reason(exc)) from exc
+        raise corrupt_error(info.path, _reason(exc)) from exc
     with manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)
         yield
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether some process is in :func:`in_use` of the checkpoint in ``path``."""
-    with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS locks exclusively only what may be written
+    """Return whether a process reads the checkpoint in ``path`` inside of :func:`in_use`."""
+    with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS refuses an exclusive lock on a file opened for reading
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -223,8 +223,8 @@ def is_in_use(path: Path) -> bool:
     return False
 
 
-def corrupt(path: Path, reason: str) -> CheckpointCorruptError:
-    """Return the error for a checkpoint that cannot be trusted."""
+def corrupt_error(path: Path, reason: str) -> CheckpointCorruptError:
+    """Return the error for a damaged checkpoint."""
     return CheckpointCorruptError(
         f"{path.name} is not a complete checkpoint",
         why=reason,

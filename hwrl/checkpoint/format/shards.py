@@ -1,4 +1,4 @@
-"""A tensor of which a rank holds arbitrary rectangles: :class:`LocalShards`."""
+"""Tensors divided into arbitrary rectangles: :class:`LocalShards`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 Offset = tuple[int, ...]
-Part = tuple[str, Offset | None]
-"""A tensor's name, and which of its pieces it is, if it is in pieces."""
+PartKey = tuple[str, Offset | None]
+"""A part of a rank's state: the name of its tensor, and its offset if the tensor is a :class:`LocalShards`."""
 
 
 class LocalShards(torch.Tensor):
-    """This rank's part of a tensor of ``shape``: rectangles by the offset at which they lie in it, none or many.
+    """This rank's part of a tensor of ``shape``: any number of rectangles, by their offset in the tensor.
 
-    Goes into a state for :class:`~hwrl.checkpoint.CheckpointManager` where a tensor is divided in a way that no
-    DTensor describes. The rectangles are the caller's memory, and a load fills them; those of all ranks together must
-    cover the tensor, and a rectangle that several ranks hold must be the same one on each. It is no tensor to compute
-    with.
+    Put it into a state for :class:`~hwrl.checkpoint.CheckpointManager` if no DTensor describes how the tensor is
+    divided. The rectangles are the caller's memory, and a load fills them. All ranks together must cover the tensor.
+    Rectangles of several ranks may be equal, but must not overlap otherwise. It supports no operation of torch.
     """
 
     pieces: dict[Offset, torch.Tensor]
 
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Mapping[Offset, torch.Tensor]) -> LocalShards:
-        """Make it; nothing is copied."""
+        """Create it without a copy."""
         self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         self.pieces = dict(pieces)
-        if 0 in shape:  # a tensor without elements is one rectangle, or no rank would have anything of it
+        if 0 in shape:  # an empty tensor is one empty rectangle; otherwise no rank would save it
             self.pieces = {(0,) * len(shape): torch.empty(shape, dtype=dtype, device="cpu")}
         return self
 
@@ -38,10 +37,10 @@ class LocalShards(torch.Tensor):
     def __torch_dispatch__(cls, operation: Any, *_: Any) -> NoReturn:
         raise TypeError(f"{operation} cannot be applied to LocalShards: they are for checkpoints only")
 
-    def __repr__(self) -> str:  # type: ignore[override] # torch's takes arguments that nobody gives
+    def __repr__(self) -> str:  # type: ignore[override] # torch's has more parameters
         return f"LocalShards({list(self.shape)}, {self.dtype}, {len(self.pieces)} here)"
 
-    # -- what torch's checkpoint planners ask for ---------------------------------------------------------------
+    # -- torch's checkpoint planners call these -----------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -58,14 +57,14 @@ class LocalShards(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(offset), piece.shape) for offset, piece in self.pieces.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None, "every item that this class makes has one"
+        assert index.offset is not None, "every item of this class has one"
         return self.pieces[tuple(index.offset)]
 
 
 @torch.no_grad()
-def local_parts(state: Mapping[str, Any]) -> list[tuple[Part, torch.Tensor]]:
-    """Return what this rank has of each tensor of a flat state, detached: its part of it, or each of its pieces."""
-    parts: list[tuple[Part, torch.Tensor]] = []
+def local_parts(state: Mapping[str, Any]) -> list[tuple[PartKey, torch.Tensor]]:
+    """Return this rank's part of each tensor of a flat state, detached: one part, or each rectangle."""
+    parts: list[tuple[PartKey, torch.Tensor]] = []
     for name, value in state.items():
         if isinstance(value, LocalShards):
             parts += [((name, offset), piece) for offset, piece in value.pieces.items()]

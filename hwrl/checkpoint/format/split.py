@@ -1,4 +1,4 @@
-"""Tensors in pieces of a bounded size: :func:`divide`."""
+"""Large tensors are saved in pieces of a bounded size: :func:`split_item`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from hwrl.checkpoint.format.shards import Offset
 
-PIECE_NBYTES = 32 << 20
-"""The most that is read from the device, or into memory by a load, for one item of a plan."""
+MAX_ITEM_NBYTES = 32 << 20
+"""The most to read from the device, or into memory by a load, for one item of a plan."""
 
 
-def divide(item: WriteItem) -> Iterator[tuple[Offset, WriteItem]]:
-    """Yield items of at most ``PIECE_NBYTES`` that make up ``item``, and where each begins in its part of the tensor.
+def split_item(item: WriteItem, *, max_nbytes: int = MAX_ITEM_NBYTES) -> Iterator[tuple[Offset, WriteItem]]:
+    """Yield the pieces of ``item``, each of at most ``max_nbytes``, and the offset of each in the rank's tensor.
 
-    How a tensor is divided depends on its shape and type only, so that all ranks that hold it divide it alike. Each
-    piece of a contiguous part is contiguous.
+    The division depends on shape and dtype only, so all ranks with the same tensor divide it alike. A piece of a
+    contiguous tensor is contiguous.
     """
     data = item.tensor_data
     if data is None:
         yield (), item
         return
     shape, whole = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
-    if math.prod(shape) * data.properties.dtype.itemsize <= PIECE_NBYTES:
+    if math.prod(shape) * data.properties.dtype.itemsize <= max_nbytes:
         yield (0,) * len(shape), item
         return
-    for begin, sizes in _rectangles(shape, max(1, PIECE_NBYTES // data.properties.dtype.itemsize)):
+    for begin, sizes in _rectangles(shape, max(1, max_nbytes // data.properties.dtype.itemsize)):
         offset = torch.Size(map(sum, zip(whole, begin, strict=True)))
         chunk = ChunkStorageMetadata(offset, torch.Size(sizes))
-        part = TensorWriteData(chunk, data.properties, data.size)
-        yield begin, WriteItem(MetadataIndex(item.index.fqn, offset), WriteItemType.SHARD, tensor_data=part)
+        piece = TensorWriteData(chunk, data.properties, data.size)
+        yield begin, WriteItem(MetadataIndex(item.index.fqn, offset), WriteItemType.SHARD, tensor_data=piece)
 
 
 def _rectangles(shape: Offset, numel: int) -> Iterator[tuple[Offset, Offset]]:
-    """Yield begin and sizes of contiguous rectangles of at most ``numel`` elements that cover ``shape``."""
+    """Yield offset and sizes of contiguous rectangles of at most ``numel`` elements. Together they cover ``shape``."""
     axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= numel)
     rows = numel // math.prod(shape[axis + 1 :])
     inner = (0,) * (len(shape) - axis - 1)

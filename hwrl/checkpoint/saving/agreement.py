@@ -1,4 +1,4 @@
-"""Agreement of several ranks through a key-value store: no collective, so that it may run in the background."""
+"""Agreement of ranks over a key-value store. It uses no collective, so a background save may agree too."""
 
 from __future__ import annotations
 
@@ -8,129 +8,213 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
 from hwrl import errors
-from hwrl.comm import PrefixStore, Store
-from hwrl.comm.store import await_keys, store_failures
+from hwrl.comm import PrefixStore, Store, await_keys, store_failures
 from hwrl.errors import CheckpointError, HwrlError
 
-_PIECE_CHARS = 4 << 20
-"""Of a value under one key: torch's store ends the connection of whoever sends or asks for 8 MiB at once."""
+_CHUNK_CHARS = 4 << 20
+"""Limit for one key. torch's store closes a connection after a request of 8 MiB or more."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of the messages between ranks. They travel as JSON: no rank executes another rank's pickle.
+
+    A message is a frozen dataclass. Its fields are JSON values or other messages.
+    """
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Return the message with these fields. A class with a message among its fields overrides this."""
+        return cls(**fields)
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+@dataclass(frozen=True)
+class _Done(Message):
+    """A rank has done its part and has nothing to report."""
+
+
+class Round:
+    """One exchange of messages: every rank sends one to the leader, and the leader sends one to all.
+
+    This class serves a single rank; :class:`_StoreRound` serves several.
+    """
+
+    def gather(self, message: _M) -> list[_M] | None:
+        """Send ``message`` to the leader. Return all messages there, in the order of the ranks, and None elsewhere.
+
+        The leader blocks until every rank has sent its message. It raises the error of the first failed rank.
+        """
+        return [message]
+
+    def broadcast(self, message: _M | None, kind: type[_M]) -> _M:
+        """Return the leader's ``message``, of class ``kind``, on every rank. The other ranks pass None.
+
+        This ends the round. If a rank failed, all ranks raise its error.
+        """
+        assert message is not None, "a single rank leads"
+        return message
+
+    def finish(self) -> None:
+        """Block until every rank has done its part, unless the leader has broadcast already."""
+
+    def fail(self, error: Exception, *, at_once: bool) -> None:
+        """Tell the other ranks about ``error`` in this rank's part.
+
+        With ``at_once`` this ends the round on all ranks; without it, this rank waits until all have done their part.
+        """
 
 
 class Agreement:
-    """Rounds in which every rank does its part and the first of them decides; all see the same decision or error.
+    """Rounds of messages between ``ranks``. The first of them leads.
 
-    Values are JSON of any size. All of ``ranks`` must make the same calls in the same order, from one thread at a time.
-    While a rank is in a round, a thread of it lets the others hear of it: however long its part takes, they wait. One
-    that has not been heard of for ``timeout_s`` ends the round, on all ranks, with an error that names it; the next
-    round is open to it. A part may be rounds of some of the ranks (:meth:`among`), which are heard of meanwhile. Ranks
-    that left a call at different points, or did not come to its rounds, are together in the next (:meth:`begin`).
+    All ranks hold the same rounds in the same order, each from one thread at a time. An error in one rank's part of a
+    round is raised on all ranks: unchanged on the rank where it happened; elsewhere with its class and text if it is
+    hwrl's, and as :class:`~hwrl.errors.CheckpointError` if it is not.
+
+    A rank in a round sends heartbeats, so the others wait as long as its part takes. A rank without a heartbeat for
+    ``timeout_s`` ends the round on all ranks, with an error about that rank. It may take part in the next round.
+
+    Ranks may leave a call at different points. They are together again in the next call: see :meth:`begin_call`.
     """
 
     def __init__(self, store: Store | None, *, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         self.rank, self.ranks = rank, ranks
         self._store, self._timeout_s = store, timeout_s
         self._call = self._round = 0
-        self._inner: list[Agreement] = []
+        self._subgroups: list[Agreement] = []
 
-    def begin(self, call: int) -> None:
-        """Begin the ``call``-th of the calls that all ranks make, counted from 1; it has rounds of its own."""
+    def begin_call(self, call: int) -> None:
+        """Begin call number ``call``, counted from 1. All ranks make the same calls; each has its own rounds."""
         self._call, self._round = call, 0
-        for inner in self._inner:
-            inner.begin(call)
+        for subgroup in self._subgroups:
+            subgroup.begin_call(call)
 
     @property
-    def decides(self) -> bool:
-        """Whether this rank is the one that decides."""
+    def leads(self) -> bool:
+        """Whether this rank is the leader."""
         return self.rank == self.ranks[0]
 
     def among(self, ranks: Sequence[int], *, name: str) -> Agreement:
-        """Return rounds of some of the ranks, this one included. ``name`` is theirs alone."""
+        """Return the agreement of some of the ranks, this one included. No other group of ranks has this ``name``.
+
+        Its rounds may be held inside of a round of all ranks.
+        """
         store = None if self._store is None or len(ranks) == 1 else PrefixStore(name, self._store)
-        self._inner.append(Agreement(store, rank=self.rank, ranks=ranks, timeout_s=self._timeout_s))
-        return self._inner[-1]
-
-    def decide(self, part: Callable[[], Any], choose: Callable[[list[Any]], Any]) -> Any:
-        """Run ``part`` on every rank, then ``choose`` on the first with the results in order; return what it returned.
-
-        An error of any rank, or of ``choose``, is raised on all when all have done their part: as it is where it
-        happened, elsewhere with its class and text if it is hwrl's, as :class:`~hwrl.errors.CheckpointError` if it is
-        foreign.
-        """
-        return self._hold_round(part, choose, hasty=False)
-
-    def vote(self, part: Callable[[], Any]) -> None:
-        """Run ``part`` on every rank; return when it succeeded on all of them.
-
-        An error is raised on all, as by :meth:`decide`, but the rank that has it waits for nobody.
-        """
-        self._hold_round(part, lambda parts: None, hasty=True)
-
-    def _hold_round(self, part: Callable[[], Any], choose: Callable[[list[Any]], Any], *, hasty: bool) -> Any:
-        if self._store is None:
-            return choose([part()])
-        at = (self._call, self._round)
-        store = PrefixStore("round{}.{}".format(*at), self._store)
-        self._round += 1
-        with self._heard(store), store_failures():
-            mine = _attempt(part)
-            key = f"part{self.rank}"
-            store.set(key, _stow(store, key, mine.to_json(of_rank=self.rank)))
-            if hasty and mine.error is not None:
-                proposed = mine
-            elif self.decides:
-                proposed = _attempt(lambda: choose(self._collect(store, at)))
-            else:
-                proposed = _attempt(lambda: self._await(store, {"chosen": self.ranks[0]}))
-            if self.decides or proposed.error is not None:
-                chosen = self._propose(store, proposed.to_json(of_rank=self.rank if proposed is mine else None))
-            else:
-                chosen = _fetch_decision(store, store.get("chosen").decode())
-        if mine.error is not None:
-            raise mine.error
-        if self.decides and proposed.error is not None:
-            raise proposed.error
-        return _value_of(json.loads(chosen))
-
-    def _propose(self, store: Store, message: str) -> str:
-        """Decide for ``message``, unless somebody has decided; return the decision.
-
-        Who gives up on the deciding rank decides instead, and it may wake up: the first decision is everybody's. Each
-        lays what it proposes beside it, under its own name.
-        """
-        mine = f"{self.rank} {_stow(store, f'chosen{self.rank}', message)}"
-        decided = store.compare_set("chosen", "", mine).decode()
-        return message if decided == mine else _fetch_decision(store, decided)
-
-    def _collect(self, store: Store, at: tuple[int, int]) -> list[Any]:
-        keys = {f"part{rank}": rank for rank in self.ranks}
-        self._await(store, keys)
-        self._forget_before(at)
-        return [_value_of(json.loads(_fetch(store, key, store.get(key).decode()))) for key in keys]
-
-    def _forget_before(self, at: tuple[int, int]) -> None:
-        """Free what nobody will read again: whoever answered this round has left those before it."""
-        assert self._store is not None, "several ranks"
-        for key in self._store.list_keys():
-            if key.startswith("round") and _round_of(key) < at:
-                self._store.delete_key(key)
+        self._subgroups.append(Agreement(store, rank=self.rank, ranks=ranks, timeout_s=self._timeout_s))
+        return self._subgroups[-1]
 
     @contextlib.contextmanager
-    def _heard(self, store: Store) -> Iterator[None]:
-        """Count in the store as long as this process lives, so that others can tell slow from dead."""
+    def round(self) -> Iterator[Round]:
+        """Hold a round. The block is this rank's part; leaving it waits for the other ranks.
+
+        After an error, too, this rank waits until all ranks have done their part.
+        """
+        with self._hold_round(fail_at_once=False) as current:
+            yield current
+
+    @contextlib.contextmanager
+    def vote(self) -> Iterator[None]:
+        """Do the block on every rank. Leaving it waits until the block has succeeded on all ranks.
+
+        An error is a veto: it ends the vote on all ranks, and its own rank waits for nobody.
+        """
+        with self._hold_round(fail_at_once=True):
+            yield
+
+    @contextlib.contextmanager
+    def _hold_round(self, *, fail_at_once: bool) -> Iterator[Round]:
+        if self._store is None:
+            yield Round()
+            return
+        number = self._call, self._round
+        self._round += 1
+        current = _StoreRound(self._store, number, rank=self.rank, ranks=self.ranks, timeout_s=self._timeout_s)
+        with current.heartbeats(), store_failures():
+            try:
+                yield current
+                current.finish()
+            except Exception as exc:
+                current.fail(exc, at_once=fail_at_once)
+                raise
+
+
+class _StoreRound(Round):
+    """One round of several ranks. The first decision in the store is final, whoever wrote it.
+
+    Keys: ``part<rank>`` is a rank's message or error, ``beat<rank>`` counts its heartbeats, and ``chosen`` is the
+    decision: the leader's message, or an error. If the leader falls silent, another rank writes an error there.
+    """
+
+    def __init__(
+        self, store: Store, number: tuple[int, int], *, rank: int, ranks: Sequence[int], timeout_s: float
+    ) -> None:
+        self._all_rounds, self._number = store, number
+        self._store = PrefixStore("round{}.{}".format(*number), store)
+        self._rank, self._ranks, self._timeout_s = rank, ranks, timeout_s
+        self._beat_interval_s = min(1.0, timeout_s / 5)
+        self._sent = self._ended = False
+
+    @property
+    def _leads(self) -> bool:
+        return self._rank == self._ranks[0]
+
+    def gather(self, message: _M) -> list[_M] | None:
+        self._send(_encode(message))
+        return [type(message).from_json(fields) for fields in self._collect()] if self._leads else None
+
+    def broadcast(self, message: _M | None, kind: type[_M]) -> _M:
+        if not self._sent:
+            self.gather(_Done())
+        if self._leads:
+            assert message is not None, "the leader has a message for all"
+            decision = self._decide(_encode(message))
+        else:
+            decision = self._wait_for_decision()
+        return kind.from_json(_decode(decision))
+
+    def finish(self) -> None:
+        if not self._ended:
+            self.broadcast(_Done(), _Done)
+
+    def fail(self, error: Exception, *, at_once: bool) -> None:
+        if self._ended:
+            return
+        if self._sent:  # the error came up while the leader collected or decided
+            self._decide(_encode_error(error))
+            return
+        report = _encode_error(error, rank=self._rank)
+        self._send(report)
+        if at_once:
+            self._decide(report)
+        elif not self._leads:
+            self._wait_for_decision()
+        else:
+            try:
+                self._collect()
+            except HwrlError as first:  # this rank's own error, or a silent rank
+                self._decide(_encode_error(first))
+
+    @contextlib.contextmanager
+    def heartbeats(self) -> Iterator[None]:
+        """Count in the store while this process lives, to show the other ranks a slow rank from a dead one."""
         left = threading.Event()
 
         def beat() -> None:
-            with contextlib.suppress(dist.DistError):  # then this rank's own next question fails, and says why
-                while not left.wait(self._interval_s):
-                    store.add(f"beat{self.rank}", 1)
+            with contextlib.suppress(dist.DistError):  # this rank's next request fails too, and explains why
+                while not left.wait(self._beat_interval_s):
+                    self._store.add(f"beat{self._rank}", 1)
 
-        thread = threading.Thread(target=beat, name="hwrl-checkpoint-heard", daemon=True)
+        thread = threading.Thread(target=beat, name="hwrl-checkpoint-heartbeat", daemon=True)
         thread.start()
         try:
             yield
@@ -138,27 +222,63 @@ class Agreement:
             left.set()
             thread.join()
 
-    @property
-    def _interval_s(self) -> float:
-        return min(1.0, self._timeout_s / 5)
+    def _send(self, text: str) -> None:
+        key = f"part{self._rank}"
+        self._store.set(key, _put_chunks(self._store, key, text))
+        self._sent = True
 
-    def _await(self, store: Store, keys: Mapping[str, int]) -> None:
-        """Block until ``keys`` are there; raise when one of the ranks that they are due from is not heard of."""
+    def _collect(self) -> list[dict[str, Any]]:
+        """Wait for the messages of all ranks; return their fields. Raise the error of the first failed rank."""
+        keys = {f"part{rank}": rank for rank in self._ranks}
+        self._wait_for(keys)
+        self._delete_earlier_rounds()
+        return [_decode(_get_chunks(self._store, key, self._store.get(key).decode())) for key in keys]
+
+    def _delete_earlier_rounds(self) -> None:
+        """Free the keys of earlier rounds. Every rank has answered this round, so it has left those."""
+        for key in self._all_rounds.list_keys():
+            if key.startswith("round") and _round_number(key) < self._number:
+                self._all_rounds.delete_key(key)
+
+    def _decide(self, text: str) -> str:
+        """Make ``text`` the decision, unless there is one; return the decision.
+
+        If the leader falls silent, another rank decides instead. The leader may wake up: the first decision counts.
+        """
+        self._ended = True
+        proposal = f"{self._rank} {_put_chunks(self._store, f'chosen{self._rank}', text)}"
+        decided = self._store.compare_set("chosen", "", proposal).decode()
+        return text if decided == proposal else self._fetch_decision(decided)
+
+    def _wait_for_decision(self) -> str:
+        try:
+            self._wait_for({"chosen": self._ranks[0]})
+        except CheckpointError as silent:
+            return self._decide(_encode_error(silent))
+        self._ended = True
+        return self._fetch_decision(self._store.get("chosen").decode())
+
+    def _fetch_decision(self, decided: str) -> str:
+        rank, _, head = decided.partition(" ")
+        return _get_chunks(self._store, f"chosen{rank}", head)
+
+    def _wait_for(self, keys: Mapping[str, int]) -> None:
+        """Block until ``keys`` are in the store. Each is due from one rank; raise if the rank falls silent."""
         heard_s = dict.fromkeys(keys.values(), time.monotonic())
         beats: dict[int, int] = {}
-        missing = await_keys(store, keys, timeout_s=self._interval_s)
+        missing = await_keys(self._store, keys, timeout_s=self._beat_interval_s)
         while missing:
             for rank in {keys[key] for key in missing}:
-                beat = store.add(f"beat{rank}", 0)
+                beat = self._store.add(f"beat{rank}", 0)
                 if beat != beats.get(rank, 0):
                     beats[rank], heard_s[rank] = beat, time.monotonic()
             silent = [keys[key] for key in missing if time.monotonic() - heard_s[keys[key]] > self._timeout_s]
             if silent:
-                raise _silent(silent, self._timeout_s)
-            missing = await_keys(store, missing, timeout_s=self._interval_s)
+                raise _silent_error(silent, self._timeout_s)
+            missing = await_keys(self._store, missing, timeout_s=self._beat_interval_s)
 
 
-def _silent(ranks: list[int], timeout_s: float) -> CheckpointError:
+def _silent_error(ranks: list[int], timeout_s: float) -> CheckpointError:
     return CheckpointError(
         f"no answer from rank {', '.join(map(str, ranks))}",
         why=f"not heard of for {timeout_s:g} s",
@@ -166,61 +286,54 @@ def _silent(ranks: list[int], timeout_s: float) -> CheckpointError:
     )
 
 
-def _round_of(key: str) -> tuple[int, int]:
+def _round_number(key: str) -> tuple[int, int]:
     call, number = key.partition("/")[0].removeprefix("round").split(".")
     return int(call), int(number)
 
 
-def _stow(store: Store, name: str, message: str) -> str:
-    """Put ``message`` into the store, under names that begin with ``name``, but for what is returned: its beginning."""
-    text = base64.b64encode(zlib.compress(message.encode(), 1)).decode()
-    pieces = [text[start : start + _PIECE_CHARS] for start in range(0, len(text), _PIECE_CHARS)]
-    for number, piece in enumerate(pieces[1:], 1):
-        store.set(f"{name}.{number}", piece)
-    return f"{len(pieces)} {pieces[0]}"
+# -- texts of any size in the store ---------------------------------------------------------------------------------
 
 
-def _fetch(store: Store, name: str, beginning: str) -> str:
-    """Return what was given to :func:`_stow`, which returned ``beginning``."""
-    count, _, first = beginning.partition(" ")
-    pieces = [first, *(store.get(f"{name}.{number}").decode() for number in range(1, int(count)))]
-    return zlib.decompress(base64.b64decode("".join(pieces))).decode()
+def _put_chunks(store: Store, name: str, text: str) -> str:
+    """Put all but the head of ``text`` into the store, under names beginning with ``name``; return the head."""
+    packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+    chunks = [packed[start : start + _CHUNK_CHARS] for start in range(0, len(packed), _CHUNK_CHARS)]
+    for number, chunk in enumerate(chunks[1:], 1):
+        store.set(f"{name}.{number}", chunk)
+    return f"{len(chunks)} {chunks[0]}"
 
 
-def _fetch_decision(store: Store, decided: str) -> str:
-    rank, _, beginning = decided.partition(" ")
-    return _fetch(store, f"chosen{rank}", beginning)
+def _get_chunks(store: Store, name: str, head: str) -> str:
+    """Return the text from :func:`_put_chunks`, by its head."""
+    count, _, first = head.partition(" ")
+    chunks = [first, *(store.get(f"{name}.{number}").decode() for number in range(1, int(count)))]
+    return zlib.decompress(base64.b64decode("".join(chunks))).decode()
 
 
-class _Attempt:
-    """A value as JSON, or the error that there is instead."""
-
-    def __init__(self, message: str = "", error: Exception | None = None) -> None:
-        self._message, self.error = message, error
-
-    def to_json(self, *, of_rank: int | None) -> str:
-        """Return it; an error that is rank ``of_rank``'s says so."""
-        if self.error is None:
-            return self._message
-        if isinstance(self.error, HwrlError):
-            name, what, why, fix = type(self.error).__name__, self.error.what, self.error.why, self.error.fix
-        else:
-            name, what, why, fix = "CheckpointError", f"{type(self.error).__name__}: {self.error}", "", ""
-        if of_rank is not None and not what.startswith("rank "):  # else it came through a round of some of the ranks
-            what = f"rank {of_rank}: {what}"
-        return json.dumps({"error": [name, what, why, fix]})
+# -- messages and errors as JSON ------------------------------------------------------------------------------------
 
 
-def _attempt(action: Callable[[], Any]) -> _Attempt:
-    try:
-        return _Attempt(json.dumps({"value": action()}))
-    except Exception as exc:  # noqa: BLE001 - the other ranks must hear of every error; it is raised again here
-        return _Attempt(error=exc)
+def _encode(message: Message) -> str:
+    return json.dumps({"value": message}, default=vars)
 
 
-def _value_of(message: dict[str, Any]) -> Any:
-    if "error" not in message:
-        return message["value"]
-    name, what, why, fix = message["error"]
+def _encode_error(error: Exception, *, rank: int | None = None) -> str:
+    """Return ``error`` as JSON. With ``rank``, the text names the rank where it happened."""
+    if isinstance(error, HwrlError):
+        name, what, why, fix = type(error).__name__, error.what, error.why, error.fix
+    else:
+        name, what, why, fix = "CheckpointError", f"{type(error).__name__}: {error}", "", ""
+    if rank is not None and not what.startswith("rank "):  # an error from a round of some ranks names its rank already
+        what = f"rank {rank}: {what}"
+    return json.dumps({"error": [name, what, why, fix]})
+
+
+def _decode(text: str) -> dict[str, Any]:
+    """Return the fields of a message; raise the error if one arrived instead."""
+    content = json.loads(text)
+    if "error" not in content:
+        fields: dict[str, Any] = content["value"]
+        return fields
+    name, what, why, fix = content["error"]
     kind: type[HwrlError] = getattr(errors, name, CheckpointError)
     raise kind(what, why=why, fix=fix)

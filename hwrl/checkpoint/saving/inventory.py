@@ -1,4 +1,4 @@
-"""What the disks hold, of one node or of all: which checkpoints are complete, and what only looks like one."""
+"""Which checkpoints the disks hold: of one node (:class:`NodeInventory`), and of all nodes (:class:`Inventory`)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,63 @@ import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory
 from hwrl.checkpoint.format.manifest import find_checkpoints, step_of
+from hwrl.checkpoint.saving.agreement import Agreement, Message
 
 
 @dataclass(frozen=True)
-class Survey:
-    """The steps that are complete on every node, oldest first, and why other directories, by name, are not.
+class NodeInventory(Message):
+    """The checkpoints on one node's disk.
 
-    ``lost`` says whether one of those others may have been complete: it is false where some nodes committed a first
-    step and none announced it, so that nobody was ever told of it.
+    ``complete`` maps directory names to save ids, ``skipped`` maps the other names to the reason, and ``announced`` is
+    the step in the tracker (-1 if there is none).
+    """
+
+    host: str
+    complete: dict[str, str]
+    skipped: dict[str, str]
+    announced: int
+
+    @classmethod
+    def read(cls, directory: CheckpointDirectory, *, without: Collection[Path] = ()) -> NodeInventory:
+        """Read the inventory from the disk. The checkpoints in ``without`` are damaged, and left out."""
+        complete, skipped = find_checkpoints(directory.path)
+        return cls(
+            host=socket.gethostname(),
+            complete={info.path.name: info.manifest.save_id for info in complete if info.path not in without},
+            skipped={one.path.name: one.reason for one in skipped},
+            announced=directory.announced,
+        )
+
+
+@dataclass(frozen=True)
+class RankInventory(Message):
+    """What one rank adds to the inventory: its node's, from the first rank of each node, and None from the others."""
+
+    node: NodeInventory | None
+
+    @classmethod
+    def read(cls, directory: CheckpointDirectory | None, *, without: Collection[Path] = ()) -> RankInventory:
+        """Read it from the disk. Only the first rank of a node has a ``directory``."""
+        return cls(None if directory is None else NodeInventory.read(directory, without=without))
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Return the message with these fields."""
+        node = fields["node"]
+        return cls(None if node is None else NodeInventory.from_json(node))
+
+
+@dataclass(frozen=True)
+class Inventory(Message):
+    """The checkpoints of all nodes.
+
+    ``complete`` has the steps held by all nodes from the same save, oldest first; ``skipped`` maps the other
+    directories to the reason. ``lost`` says whether one of those may have been complete. It is False if only some nodes
+    committed a first step: no tracker named it, so no reader relied on it.
     """
 
     complete: list[int]
@@ -29,45 +74,41 @@ class Survey:
         """The newest complete step, -1 if there is none."""
         return max(self.complete, default=-1)
 
-    def uncommitted(self, home: CheckpointDirectory) -> list[Path]:
-        """Return what ``home`` has complete, and newer than what all nodes have."""
-        return [info.path for info in home.complete() if info.step > self.newest]
+    def uncommitted(self, directory: CheckpointDirectory) -> list[Path]:
+        """Return the checkpoints in ``directory`` newer than the newest step of all nodes."""
+        return [info.path for info in directory.complete() if info.step > self.newest]
 
 
-def look(home: CheckpointDirectory, *, without: Collection[Path] = ()) -> dict[str, Any]:
-    """Return what one node has, as JSON; ``without`` are checkpoints that are not to be trusted."""
-    complete, skipped = find_checkpoints(home.directory)
-    return {
-        "host": socket.gethostname(),
-        "complete": {info.path.name: info.manifest.save_id for info in complete if info.path not in without},
-        "skipped": {one.path.name: one.reason for one in skipped},
-        "announced": home.announced,
+def take_inventory(agreement: Agreement, directory: CheckpointDirectory | None) -> Inventory:
+    """Return the inventory of all nodes. A round of all ranks; the first rank of each node has a ``directory``."""
+    with agreement.round() as ranks:
+        answers = ranks.gather(RankInventory.read(directory))
+        return ranks.broadcast(None if answers is None else merge_inventories(answers), Inventory)
+
+
+def merge_inventories(answers: Sequence[RankInventory]) -> Inventory:
+    """Merge the inventories of all nodes. A step is complete if every node has it, from the same save."""
+    nodes = [answer.node for answer in answers if answer.node is not None]
+    holders = {
+        name: [number for number, node in enumerate(nodes) if name in node.complete]
+        for name in {name for node in nodes for name in node.complete}
     }
-
-
-def merge(views: Sequence[dict[str, Any]]) -> Survey:
-    """Return what all nodes have, from what each :func:`look` returned: complete is what is of the same save on all."""
-    holders = {name: [node for node, view in enumerate(views) if name in view["complete"]] for name in _names(views)}
-    same = {name for name in holders if len({view["complete"].get(name) for view in views}) == 1}
-    newest = max(map(_step, same), default=-1)
-    # One that is older was complete, and is being removed by each node in its turn.
-    partial = {name: nodes for name, nodes in holders.items() if name not in same and _step(name) > newest}
-    skipped = {name: _why_partial(views, nodes) for name, nodes in partial.items()}
-    damaged = {name: reason for view in views for name, reason in view["skipped"].items()}
-    announced = max(view["announced"] for view in views)
+    on_all = {name for name in holders if len({node.complete.get(name) for node in nodes}) == 1}
+    newest = max(map(_step, on_all), default=-1)
+    # An older partial step was complete once: the nodes remove old steps one after the other.
+    partial = {name: having for name, having in holders.items() if name not in on_all and _step(name) > newest}
+    skipped = {name: _why_partial(nodes, having) for name, having in partial.items()}
+    damaged = {name: reason for node in nodes for name, reason in node.skipped.items()}
+    announced = max(node.announced for node in nodes)
     lost = bool(damaged) or any(_step(name) <= announced for name in partial)
-    return Survey(sorted(map(_step, same)), dict(sorted((skipped | damaged).items())), lost)
+    return Inventory(sorted(map(_step, on_all)), dict(sorted((skipped | damaged).items())), lost)
 
 
-def _names(views: Sequence[dict[str, Any]]) -> set[str]:
-    return {name for view in views for name in view["complete"]}
-
-
-def _why_partial(views: Sequence[dict[str, Any]], nodes: Sequence[int]) -> str:
-    if len(nodes) == len(views):
+def _why_partial(nodes: Sequence[NodeInventory], having: Sequence[int]) -> str:
+    if len(having) == len(nodes):
         return "the nodes have it of different saves"
-    having = ", ".join(f"{node} ({views[node]['host']})" for node in nodes)
-    return f"of {len(views)} nodes only {having} have it"
+    named = ", ".join(f"{number} ({nodes[number].host})" for number in having)
+    return f"of {len(nodes)} nodes only {named} have it"
 
 
 def _step(name: str) -> int:

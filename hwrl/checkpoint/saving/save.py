@@ -1,205 +1,202 @@
-"""One save, from the plan to the commit: the steps that all ranks take together."""
+"""The protocol of a save, from the captured state to the commit: :class:`SaveProtocol`."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # what its planner calls first
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans  # the first step of torch's planner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 import hwrl
 from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, draft_path
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.format.layout import Json, decode_plan, encode_plan, require_readable, write_torch_metadata
-from hwrl.checkpoint.format.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
+from hwrl.checkpoint.format.layout import decode_plan, encode_items
+from hwrl.checkpoint.format.manifest import Manifest
+from hwrl.checkpoint.format.seal import seal
 from hwrl.checkpoint.saving.agreement import Agreement
-from hwrl.checkpoint.saving.inventory import Survey, look, merge
+from hwrl.checkpoint.saving.inventory import RankInventory, merge_inventories
 from hwrl.checkpoint.saving.nodes import Node
-from hwrl.checkpoint.saving.state import SaveSource
-from hwrl.checkpoint.saving.tensor_files import write_items
+from hwrl.checkpoint.saving.stages import (
+    AgreedSave,
+    Assignment,
+    CapturedSave,
+    CommittedSave,
+    ExtraState,
+    PlannedSave,
+    RankFiles,
+    RankPlan,
+    SaveOrder,
+    SaveRequest,
+    WrittenSave,
+)
+from hwrl.checkpoint.saving.state import StateReader, plan_items
+from hwrl.checkpoint.saving.tensor_files import write_tensor_files
+from hwrl.checkpoint.saving.tuning import SaveTuning
 from hwrl.errors import CheckpointError, CheckpointSaveError, HwrlError
 
 EXPORT_NAME = "hf"
 
 
 @dataclass(frozen=True)
-class SaveJob:
-    """What one rank brings to a save, which is the ``call``-th call. The saver closes ``source``."""
+class SaveProtocol:
+    """Saves one step at a time, on all ranks of ``agreement`` together.
 
-    call: int
-    step: int
-    weight_version: int
-    source: SaveSource
-    extra: Mapping[str, Any]
-    rank_extra: Mapping[str, Any]
-    export: Callable[[Path], object] | None
-    goes_on: bool = True
-    """Whether this rank's program goes on, and does not hear from the same call that the save before failed."""
+    ``path`` holds the checkpoints. ``directory`` is there on the first rank of each node: this rank creates, renames
+    and removes the entries of ``path``. ``damaged`` are checkpoints with wrong content; the next save puts them aside.
+    """
 
-
-@dataclass
-class Saver:
-    """Runs jobs, one at a time, on all ranks of ``agreement`` together."""
-
-    directory: Path
+    path: Path
     agreement: Agreement
     node: Node
+    directory: CheckpointDirectory | None
     fs: DurableFS
     keep: int | None
-    broken: list[Path] = field(default_factory=list)
-    """Checkpoints whose content was found to be wrong, to be put aside by the next save."""
-    _draft: Path | None = field(default=None, init=False)
-    _extra: Json = field(default_factory=dict, init=False)
-    """What goes into the file of that name, on the ranks that seal: of many ranks it is too much to send to each."""
+    tuning: SaveTuning
+    damaged: list[Path]
+
+    def save(self, captured: CapturedSave) -> None:
+        """Write and commit ``captured``, and release its state.
+
+        When this returns, the checkpoint is durable, the tracker names it, and older ones are removed. Raises
+        CheckpointSaveError on all ranks if any rank fails.
+        """
+        self.agreement.begin_call(captured.call)
+        try:
+            agreed = self._agree(captured)
+            if agreed is not None:
+                self._save_agreed(agreed)
+        except CheckpointSaveError:
+            raise
+        except Exception as exc:  # from the disk, from another rank, or from the caller's export
+            raise _not_saved(captured.step, _reason(exc)) from exc
+        finally:
+            captured.state.close()
 
     def refuse(self, call: int, step: int, error: Exception) -> NoReturn:
-        """Take the place of :meth:`run` where this rank has no job: all ranks raise, and this one does not wait."""
-        told: Exception = error
-        if not isinstance(error, HwrlError):
-            told = _failed(step, _reason(error))
-            told.__cause__ = error
+        """Replace :meth:`save` on a rank that could not capture its state: raise ``error`` on all ranks."""
+        self.agreement.begin_call(call)
+        with self.agreement.vote():
+            if isinstance(error, HwrlError):
+                raise error
+            raise _not_saved(step, _reason(error)) from error
+        raise AssertionError("the vote has failed")
 
-        def fail() -> NoReturn:
-            raise told
-
-        self.agreement.begin(call)
-        self.agreement.vote(fail)
-        raise told
-
-    def run(self, job: SaveJob) -> None:
-        """Write and commit ``job``; return when the checkpoint, its tracker and what is kept are on the disks."""
-        sealed, self._extra = False, {}
-        self.agreement.begin(job.call)
+    def _save_agreed(self, agreed: AgreedSave) -> None:
+        """Write, commit and announce: three votes, so no rank commits before all have written."""
+        step = agreed.captured.step
         try:
-            opened = self.agreement.decide(lambda: self._offer(job), lambda offers: self._open(job, offers))
-            if opened is None:
-                return
-            self.agreement.vote(lambda: self._prepare(job, opened))
-            sealed = True
-            self.agreement.vote(lambda: self._commit(job.step))
-            self.agreement.vote(lambda: self._announce(job.step))
-        except CheckpointSaveError:
-            self._clean_up()
+            with self.agreement.vote():
+                planned = self._plan(agreed)
+                written = self._write(planned)
+        except Exception:
+            self._remove_draft(agreed.draft)
             raise
-        except Exception as exc:  # the disk, a peer, the caller's export
-            may_be_complete = sealed and self._draft is None  # rank 0 is silent, or was, and committed
-            self._clean_up()
-            raise (_in_doubt if may_be_complete else _failed)(job.step, _reason(exc)) from exc
-        finally:
-            job.source.close()
+        try:
+            with self.agreement.vote():
+                committed = self._commit(written)
+            with self.agreement.vote():
+                self._announce(committed)
+        except CheckpointSaveError:
+            self._remove_draft(agreed.draft)
+            raise
+        except Exception as exc:  # a rank is silent, or was; the step may be complete unless this rank has its draft
+            is_saved = not self._remove_draft(agreed.draft)
+            raise (_in_doubt if is_saved else _not_saved)(step, _reason(exc)) from exc
 
-    def _offer(self, job: SaveJob) -> dict[str, Any]:
-        home = self.node.home
-        return {
-            "step": job.step,
-            "goes_on": job.goes_on,
-            "extra": job.extra,
-            "rank_extra": job.rank_extra,
-            "holds": None if home is None else look(home, without=self.broken),
-        }
+    # -- captured -> agreed -------------------------------------------------------------------------------------
 
-    def _open(self, job: SaveJob, offers: list[dict[str, Any]]) -> dict[str, Any] | None:
-        if not any(offer["goes_on"] for offer in offers):
+    def _agree(self, captured: CapturedSave) -> AgreedSave | None:
+        """Have all ranks begin the same save; None if none of them continues after a failure of the previous one."""
+        with self.agreement.round() as ranks:
+            own = RankInventory.read(self.directory, without=self.damaged)
+            request = SaveRequest(
+                captured.step, captured.continues, captured.extra, captured.rank_extra, inventory=own.node
+            )
+            requests = ranks.gather(request)
+            order = ranks.broadcast(None if requests is None else self._order(captured.step, requests), SaveOrder)
+        if order.save_id is None:
             return None
-        if len({offer["step"] for offer in offers}) > 1:
-            raise _failed(job.step, f"the ranks are at steps {[offer['step'] for offer in offers]}")
-        survey = merge([offer["holds"] for offer in offers if offer["holds"] is not None])
-        if job.step <= survey.newest:
+        extra = None
+        if requests is not None:
+            extra = ExtraState(requests[0].extra, [one.rank_extra for one in requests])
+        draft = draft_path(self.path, captured.step, order.save_id)
+        return AgreedSave(captured, order.save_id, draft, order.inventory, extra)
+
+    def _order(self, step: int, requests: Sequence[SaveRequest]) -> SaveOrder:
+        """Check the requests of the ranks; return the save of all ranks."""
+        inventory = merge_inventories([RankInventory(request.inventory) for request in requests])
+        if not any(request.continues for request in requests):
+            return SaveOrder(None, inventory)
+        if len({request.step for request in requests}) > 1:
+            raise _not_saved(step, f"the ranks are at steps {[request.step for request in requests]}")
+        if step <= inventory.newest:
             raise CheckpointSaveError(
-                f"step {job.step} cannot be saved",
-                why=f"{self.directory} already holds step {survey.newest}, complete",
+                f"step {step} cannot be saved",
+                why=f"{self.path} already holds step {inventory.newest}, complete",
                 fix="save later steps only; to go back, move the newer checkpoints away first",
             )
-        self._extra = {"all": offers[0]["extra"], "ranks": [offer["rank_extra"] for offer in offers]}
-        return {"save_id": os.urandom(8).hex(), "survey": asdict(survey)}
+        return SaveOrder(os.urandom(8).hex(), inventory)
 
-    def _prepare(self, job: SaveJob, opened: dict[str, Any]) -> None:
-        """Have all files of this node on its disk, under a draft's name."""
-        node = self.node.agreement
-        chosen = node.decide(lambda: self._plan(job), lambda plans: self._begin(job, opened, plans))
-        draft = draft_path(self.directory, job.step, opened["save_id"])
-        items = [job.source.plan.items[position] for position in chosen[self.node.rank]]
-        node.decide(lambda: self._write(job, draft, items), lambda parts: self._seal(job, opened, draft, parts))
+    # -- agreed -> planned --------------------------------------------------------------------------------------
 
-    def _plan(self, job: SaveJob) -> list[Json]:
-        if self.node.firsts is not None:
-            self._extra = self.node.firsts.decide(lambda: self._extra, lambda extras: extras[0])
-        return encode_plan(job.source.make_plan())
+    def _plan(self, agreed: AgreedSave) -> PlannedSave:
+        """Create the draft, and assign the items to the ranks of the node."""
+        with self.node.agreement.round() as ranks:
+            extra = self._share_extra(agreed.extra)
+            plan = plan_items(agreed.captured.state, max_item_nbytes=self.tuning.item_nbytes)
+            plans = ranks.gather(RankPlan(encode_items(plan.items)))
+            assignment = None
+            if plans is not None:
+                self._begin_draft(agreed)
+                assignment = _assign(plans)
+            assignment = ranks.broadcast(assignment, Assignment)
+        items = [plan.items[position] for position in assignment.positions[self.node.rank]]
+        return PlannedSave(agreed, plan, items, extra)
 
-    def _begin(self, job: SaveJob, opened: dict[str, Any], offers: list[list[Json]]) -> list[list[int]]:
-        """Make the draft; return which items each rank of the node writes: what several hold is written by one.
+    def _share_extra(self, extra: ExtraState | None) -> ExtraState | None:
+        """Send the extra state from the first rank to the first rank of each node, for its ``extra.json``."""
+        if self.node.leaders is None:
+            return None
+        with self.node.leaders.round() as leaders:
+            return leaders.broadcast(extra, ExtraState)
 
-        Of a tensor that is the one with the least to write, of anything else the lowest: ranks may have it differently.
-        """
-        home, survey = self._home, Survey(**opened["survey"])
-        if survey.complete:
-            home.set_tracker(survey.newest)
-        home.put_aside(sorted({*self.broken, *survey.uncommitted(home)}))
-        self.broken.clear()  # these names are free, and what is saved under them again is good
-        plans = [decode_plan(offer) for offer in offers]
-        self._draft = home.begin(job.step, opened["save_id"])
-        return [_positions(*pair) for pair in zip(plans, dedup_save_plans(_with_values_once(plans)), strict=True)]
+    def _begin_draft(self, agreed: AgreedSave) -> None:
+        """Correct the tracker, put bad checkpoints aside, and create the draft's directory."""
+        directory = self._own_directory
+        if agreed.inventory.complete:
+            directory.set_tracker(agreed.inventory.newest)
+        directory.put_aside(sorted({*self.damaged, *agreed.inventory.uncommitted(directory)}))
+        self.damaged.clear()  # their names are free again, for good checkpoints
+        directory.begin(agreed.captured.step, agreed.save_id)
 
-    def _write(self, job: SaveJob, draft: Path, items: list[WriteItem]) -> dict[str, Any]:
-        entries = write_items(self.fs, draft, self.agreement.rank, items, job.source)
-        job.source.close()  # before the other ranks are waited for
-        if self.agreement.decides and job.export is not None:
-            self._export(job.export, draft / EXPORT_NAME)
-        return {
-            "entries": entries,
-            "files": {name: [one.nbytes, one.sha256] for name, one in self.fs.take_records(draft).items()},
-        }
+    # -- planned -> written -------------------------------------------------------------------------------------
 
-    def _seal(self, job: SaveJob, opened: dict[str, Any], draft: Path, parts: list[dict[str, Any]]) -> None:
-        entries = [entry for part in parts for entry in part["entries"]]
-        files = self.fs.take_records(draft)
-        for part in parts:
-            files |= {name: FileRecord(nbytes, sha256) for name, (nbytes, sha256) in part["files"].items()}
-        seal(self.fs, draft, entries, self._extra, self._manifest(job, opened["save_id"], files))
-
-    def _manifest(self, job: SaveJob, save_id: str, files: Mapping[str, FileRecord]) -> Manifest:
-        return Manifest(
-            step=job.step,
-            save_id=save_id,
-            world_size=len(self.agreement.ranks),
-            weight_version=job.weight_version,
-            saved_unix_s=time.time(),
-            versions={"hwrl": hwrl.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
-            files=files,
-            node=self.node.number,
-            nodes=self.node.count,
-        )
-
-    def _commit(self, step: int) -> None:
-        """Rename this node's draft; the checkpoint is complete when all nodes have."""
-        if self._draft is None:  # another rank of the node has it
-            return
-        try:
-            self._home.commit(self._draft, step)
-        except OSError as exc:
-            if self._draft.exists():
-                raise _failed(step, _reason(exc)) from exc
-            self._draft = None
-            raise _not_all_done(step, exc) from exc
-        self._draft = None
-
-    def _announce(self, step: int) -> None:
-        if self.node.home is None:
-            return
-        try:
-            self.node.home.set_tracker(step)
-            self.node.home.retain(self.keep)
-        except (OSError, CheckpointError) as exc:
-            raise _not_all_done(step, exc) from exc
+    def _write(self, planned: PlannedSave) -> WrittenSave:
+        """Write all files of this node. The state is released before the other ranks are waited for."""
+        captured, draft = planned.agreed.captured, planned.agreed.draft
+        with self.node.agreement.round() as ranks:
+            reader = StateReader(captured.state, planned.plan, planned.items)
+            try:
+                entries = write_tensor_files(
+                    self.fs, draft, self.agreement.rank, planned.items, planned.plan, reader, self.tuning
+                )
+            finally:
+                reader.close()
+            captured.state.close()
+            if self.agreement.leads and captured.export is not None:
+                self._export(captured.export, draft / EXPORT_NAME)
+            files = ranks.gather(RankFiles(entries, self.fs.take_records(draft)))
+            if files is not None:
+                self._seal(planned, files)
+        return WrittenSave(captured.step, draft)
 
     def _export(self, export: Callable[[Path], object], directory: Path) -> None:
         self.fs.mkdir(directory)
@@ -214,41 +211,84 @@ class Saver:
             if path.is_file():
                 self.fs.adopt_file(path)
 
+    def _seal(self, planned: PlannedSave, ranks: Sequence[RankFiles]) -> None:
+        """Add layout, extra state and manifest, about the files of all ranks of the node."""
+        agreed, extra = planned.agreed, planned.extra
+        assert extra is not None, "the first rank of a node has it"
+        files = {name: record for one in ranks for name, record in one.files.items()}
+        entries = [entry for one in ranks for entry in one.entries]
+        seal(self.fs, agreed.draft, entries, {"all": extra.all, "ranks": extra.ranks}, self._manifest(agreed, files))
+
+    def _manifest(self, agreed: AgreedSave, files: Mapping[str, FileRecord]) -> Manifest:
+        return Manifest(
+            step=agreed.captured.step,
+            save_id=agreed.save_id,
+            world_size=len(self.agreement.ranks),
+            weight_version=agreed.captured.weight_version,
+            saved_unix_s=time.time(),
+            versions={"hwrl": hwrl.__version__, "python": platform.python_version(), "torch": str(torch.__version__)},
+            files=files,
+            node=self.node.number,
+            nodes=self.node.count,
+        )
+
+    # -- written -> committed, announced ------------------------------------------------------------------------
+
+    def _commit(self, written: WrittenSave) -> CommittedSave:
+        """Rename this node's draft. The checkpoint is complete when all nodes have."""
+        if self.directory is not None:
+            try:
+                self.directory.commit(written.draft, written.step)
+            except OSError as exc:
+                if written.draft.exists():
+                    raise _not_saved(written.step, _reason(exc)) from exc
+                raise _not_finished(written.step, exc) from exc
+        return CommittedSave(written.step)
+
+    def _announce(self, committed: CommittedSave) -> None:
+        """Have the tracker name the step, and remove checkpoints beyond the newest ``keep``."""
+        if self.directory is not None:
+            try:
+                self.directory.set_tracker(committed.step)
+                self.directory.retain(self.keep)
+            except (OSError, CheckpointError) as exc:
+                raise _not_finished(committed.step, exc) from exc
+
+    def _remove_draft(self, draft: Path) -> bool:
+        """Remove this node's draft if it is still one; return whether it was."""
+        if self.directory is None or not draft.exists():
+            return False
+        self.directory.abandon(draft)
+        return True
+
     @property
-    def _home(self) -> CheckpointDirectory:
-        assert self.node.home is not None, "the first rank of a node decides for it"
-        return self.node.home
-
-    def _clean_up(self) -> None:
-        if self._draft is not None:
-            self._home.abandon(self._draft)
-        self._draft = None
+    def _own_directory(self) -> CheckpointDirectory:
+        assert self.directory is not None, "the first rank of a node has one"
+        return self.directory
 
 
-def seal(fs: DurableFS, draft: Path, entries: list[Json], extra: Json, manifest: Manifest) -> None:
-    """Add layout, extra state and manifest to a draft, whose other files the manifest names, and make it durable."""
-    if manifest.nodes == 1:  # else torch's tools would take a node's part for the whole
-        write_torch_metadata(fs, draft, entries)
-    else:
-        require_readable(entries)
-    for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
-        fs.write_file(draft / name, json.dumps(content).encode())
-    whole = replace(manifest, files={**manifest.files, **fs.take_records(draft)}).to_bytes()
-    Manifest.from_bytes(whole)  # raises for what could not be resumed
-    fs.write_file(draft / MANIFEST_NAME, whole)
-    fs.take_records(draft)
-    for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
-        fs.sync_directory(directory)
+# -- items and ranks ------------------------------------------------------------------------------------------------
+
+
+def _assign(plans: Sequence[RankPlan]) -> Assignment:
+    """Assign each item to one rank.
+
+    A tensor goes to the rank with the least to write, any other value to the lowest rank: ranks may have different
+    values of one name.
+    """
+    decoded = [decode_plan(plan.items) for plan in plans]
+    kept = dedup_save_plans(_with_values_once(decoded))
+    return Assignment([_positions(*pair) for pair in zip(decoded, kept, strict=True)])
 
 
 def _with_values_once(plans: list[SavePlan]) -> list[SavePlan]:
-    """Leave to the lowest rank that has it what is no tensor."""
+    """Keep each value that is no tensor on the lowest rank only."""
     taken: set[str] = set()
     once = []
     for plan in plans:
         values = {item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO}
-        mine = values - taken
-        items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO or item.index.fqn in mine]
+        new = values - taken
+        items = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO or item.index.fqn in new]
         taken |= values
         once.append(replace(plan, items=items))
     return once
@@ -259,21 +299,24 @@ def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:
     return [position[item.index] for item in kept.items]
 
 
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
 def _reason(exc: Exception) -> str:
     return f"{exc.what}; {exc.why}" if isinstance(exc, HwrlError) else f"{type(exc).__name__}: {exc}"
 
 
-def _failed(step: int, why: str) -> CheckpointSaveError:
+def _not_saved(step: int, why: str) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"step {step} was not saved", why=why, fix="mend the cause and save again; the previous checkpoint is intact"
+        f"step {step} was not saved", why=why, fix="fix the cause and save again; the previous checkpoint is intact"
     )
 
 
-def _not_all_done(step: int, exc: OSError | CheckpointError) -> CheckpointSaveError:
+def _not_finished(step: int, exc: OSError | CheckpointError) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"step {step} is complete, but its name may not be durable, or not all that follows was done",
+        f"step {step} is complete, but its name may not be durable, or the steps after that were not all done",
         why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
-        fix="mend the cause; the next save sets the tracker right and removes old checkpoints",
+        fix="fix the cause; the next save sets the tracker and removes old checkpoints",
     )
 
 
@@ -281,5 +324,5 @@ def _in_doubt(step: int, why: str) -> CheckpointSaveError:
     return CheckpointSaveError(
         f"step {step} may or may not be complete",
         why=why,
-        fix="save a later step; resume finds the newest that is complete",
+        fix="save a later step; resume finds the newest complete one",
     )

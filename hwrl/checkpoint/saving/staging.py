@@ -1,4 +1,4 @@
-"""Where a state is copied, so that it may change while it is written: :class:`Staging`."""
+"""Memory for copies of a state, which may then change while it is written: :class:`StagingMemory`."""
 
 from __future__ import annotations
 
@@ -8,128 +8,112 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from hwrl.checkpoint.format import split
-from hwrl.checkpoint.format.shards import Part
-from hwrl.checkpoint.saving.ring import Ring
+from hwrl.checkpoint.format.shards import PartKey
+from hwrl.checkpoint.saving.read_buffers import ReadBuffers
+from hwrl.checkpoint.saving.tuning import SaveTuning
 from hwrl.errors import DeviceMemoryError
 from hwrl.interfaces import Backend, Capability, StreamLike
 from hwrl.memory import PinnedPool
 from hwrl.memory.slabs import batches, place_of
 
 _ALIGNMENT_NBYTES = 64
-_CLONES_NBYTES = 512 << 20  # allocated at once, since the device takes milliseconds for each; and so freed
 
 _log = logging.getLogger(__name__)
 
-Tensors = Mapping[Part, torch.Tensor]
+Tensors = Mapping[PartKey, torch.Tensor]
 
 
-class Staging:
-    """Host memory for copies of a state, kept from save to save; with ``on_device`` the device's own memory instead.
+class StagingMemory:
+    """Page-locked host memory for copies of a state, kept from save to save; with ``on_device``, device memory.
 
-    On the host it is one page-locked slab, as large as what is copied. On the device it is memory that the process
-    did not need for anything else so far, and freed with the last reference to a copy; what has no room there goes to
-    the host.
+    On the host it is one slab, exactly as large as the copies. On the device it is memory that the process has not
+    needed for anything else so far, freed with the last reference to a copy. Tensors that do not fit there are copied
+    to the host.
 
-    ``ring`` is how ``readers`` threads read what is on the device. Timeline: ``copying``, and when no copy is left,
-    ``freed``, from any thread; then the same again.
+    ``buffers`` are for reading tensors of the device.
+
+    Timeline: ``copying``; when no copy is left, ``copies_freed`` from any thread; then the same again.
     """
 
-    def __init__(self, backend: Backend, *, on_device: bool, readers: int) -> None:
+    def __init__(self, backend: Backend, tuning: SaveTuning, *, on_device: bool) -> None:
         if on_device:
             backend.require(Capability.MEMORY_STATS, needed_for="stage a save on the device")
-        self._backend, self._on_device = backend, on_device
+        self._backend, self._tuning, self._on_device = backend, tuning, on_device
         self._pool = PinnedPool(backend)
-        self._places: dict[Part, torch.Tensor] = {}
-        self._side: StreamLike | None = None
-        self._needed_nbytes = self._peak_nbytes = self._beside_nbytes = 0
-        self._readers = readers
-        self.ring = Ring(backend, self._pool)
+        self._room = _DeviceRoom(backend)
+        self._host_places: dict[PartKey, torch.Tensor] = {}
+        self.buffers = ReadBuffers(backend, self._pool)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of host memory that are held."""
+        """The bytes of host memory in use."""
         return self._pool.nbytes
 
-    def open_ring(self, tensors: Tensors) -> None:
-        """Prepare ``ring`` for ``tensors``."""
+    def open_buffers(self, tensors: Tensors) -> None:
+        """Prepare ``buffers`` for reading ``tensors``."""
         sizes = [tensor.nbytes for tensor in tensors.values()]
         if sizes:
-            nbytes = _padded(max(1, min(max(sizes), split.PIECE_NBYTES)))
-            self.ring.open(nbytes=nbytes, places=max(1, min(self._readers, -(-sum(sizes) // nbytes))))
+            nbytes = _padded(max(1, min(max(sizes), self._tuning.item_nbytes)))
+            self.buffers.open(nbytes=nbytes, count=max(1, min(self._tuning.max_files, -(-sum(sizes) // nbytes))))
 
-    def settle(self) -> None:
-        """Wait for what is queued on the device, so that other threads may read what it changes."""
+    def synchronize(self) -> None:
+        """Wait for the operations queued on the device. Other threads may read their results then."""
         self._backend.synchronize()
 
     @contextlib.contextmanager
     def copying(self, tensors: Tensors) -> Iterator[tuple[Tensors, Tensors]]:
-        """Copy ``tensors`` while the block runs; yields the copies on the host and on the device, complete after it."""
-        here = self._cloned(tensors) if self._on_device else {}
-        away = {part: tensor for part, tensor in tensors.items() if part not in here}
-        if not self._fits(away):
-            self._lay_out(away)
-        self._side = stream = self._backend.stream()
+        """Copy ``tensors`` while the block runs; yield the copies on the host and those on the device.
+
+        The copies are complete when the block ends.
+        """
+        on_device = self._clone(tensors) if self._on_device else {}
+        to_host = {key: tensor for key, tensor in tensors.items() if key not in on_device}
+        if not self._fits(to_host):
+            self._lay_out(to_host)
+        stream = self._backend.stream()
+        self._room.stream = stream
         stream.wait_stream(self._backend.current_stream())
         try:
             with stream:
-                for part, tensor in away.items():
-                    self._places[part].copy_(tensor, non_blocking=True)
-            yield self._places, here
+                for key, tensor in to_host.items():
+                    self._host_places[key].copy_(tensor, non_blocking=True)
+            yield self._host_places, on_device
         finally:
             stream.synchronize()
 
-    def freed(self) -> None:
-        """Take note that no copy is on the device any more: what others took beside them shows in the peak."""
-        beside_nbytes, self._beside_nbytes = self._beside_nbytes, 0
-        if beside_nbytes and self._side is not None:
-            with self._side:  # makes its device this thread's
-                self._note_need(beside_nbytes=beside_nbytes)
+    def copies_freed(self) -> None:
+        """Note: all copies on the device are freed. May be called again."""
+        self._room.copies_freed()
 
     def close(self) -> None:
         """Free the host memory."""
-        self._places = {}
-        self.ring.close()
+        self._host_places = {}
+        self.buffers.close()
         self._pool.close()
 
     # -- on the device ------------------------------------------------------------------------------------------
 
-    def _cloned(self, tensors: Tensors) -> dict[Part, torch.Tensor]:
-        """Return copies of ``tensors`` on the device, of as many as have room."""
-        there = [pair for pair in tensors.items() if pair[1].device.type == self._backend.info.device_type]
-        clones: dict[Part, torch.Tensor] = {}
-        left = self._room()  # before the first is allocated
-        for batch in batches(there, lambda pair: _padded(pair[1].nbytes), nbytes=_CLONES_NBYTES):
-            slab = self._allocate(sum(_padded(tensor.nbytes) for _, tensor in batch), left)
+    def _clone(self, tensors: Tensors) -> dict[PartKey, torch.Tensor]:
+        """Return copies on the device, of as many tensors as fit."""
+        device_type = self._backend.info.device_type
+        candidates = [(key, tensor) for key, tensor in tensors.items() if tensor.device.type == device_type]
+        clones: dict[PartKey, torch.Tensor] = {}
+        room_nbytes = self._room.measure()  # before the first allocation
+        for batch in batches(candidates, _padded_nbytes, nbytes=self._tuning.clone_batch_nbytes):
+            slab = self._allocate(sum(map(_padded_nbytes, batch)), room_nbytes)
             if slab is not None:
-                left -= slab.nbytes
+                room_nbytes -= slab.nbytes
                 clones |= _lay(slab, dict(batch))
-        self._beside_nbytes = sum(tensor.nbytes for tensor in clones.values())
+        self._room.copies_nbytes = sum(tensor.nbytes for tensor in clones.values())
         if clones:
-            torch._foreach_copy_(list(clones.values()), [tensors[part] for part in clones])  # a kernel for many
-        missing = sum(tensor.nbytes for part, tensor in there if part not in clones)
+            torch._foreach_copy_(list(clones.values()), [tensors[key] for key in clones])  # one kernel for many
+        missing = sum(tensor.nbytes for key, tensor in candidates if key not in clones)
         if missing:
             _log.warning("%d bytes of the state have no room on the device; they are staged on the host", missing)
         return clones
 
-    def _room(self) -> int:
-        """Return the bytes that were free even when this process took most for other things than these copies.
-
-        An estimate: of what was taken beside copies, those that were freed by then are not known.
-        """
-        self._note_need(beside_nbytes=0)
-        info = self._backend.memory_info()
-        return info.free_nbytes + info.reserved_nbytes - self._needed_nbytes
-
-    def _note_need(self, *, beside_nbytes: int) -> None:
-        """If the process took more than ever before, all but ``beside_nbytes`` of it was for others."""
-        peak_nbytes = self._backend.memory_info().peak_nbytes
-        if peak_nbytes > self._peak_nbytes:
-            self._peak_nbytes = peak_nbytes
-            self._needed_nbytes = max(self._needed_nbytes, peak_nbytes - beside_nbytes)
-
-    def _allocate(self, nbytes: int, room: int) -> torch.Tensor | None:
-        if nbytes > room:
+    def _allocate(self, nbytes: int, room_nbytes: int) -> torch.Tensor | None:
+        if nbytes > room_nbytes:
             return None
         with contextlib.suppress(DeviceMemoryError), self._backend.allocating("a copy of the state"):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._backend.device())
@@ -138,24 +122,64 @@ class Staging:
     # -- on the host --------------------------------------------------------------------------------------------
 
     def _fits(self, tensors: Tensors) -> bool:
-        return self._places.keys() == tensors.keys() and all(
+        """Return whether the slab of the last save has a place for each of ``tensors``, and for nothing else."""
+        return self._host_places.keys() == tensors.keys() and all(
             place.shape == tensor.shape and place.dtype == tensor.dtype
-            for place, tensor in ((self._places[part], tensor) for part, tensor in tensors.items())
+            for place, tensor in ((self._host_places[key], tensor) for key, tensor in tensors.items())
         )
 
     def _lay_out(self, tensors: Tensors) -> None:
-        self._places = {}  # before the slab: one that is too small is freed only when nothing lies in it
+        self._host_places = {}  # the pool frees a small slab only when no tensor lies in it
         slab = self._pool.slab("staging", nbytes=sum(_padded(tensor.nbytes) for tensor in tensors.values()))
-        self._places = _lay(slab, tensors)
+        self._host_places = _lay(slab, tensors)
 
 
-def _lay(slab: torch.Tensor, tensors: Tensors) -> dict[Part, torch.Tensor]:
+class _DeviceRoom:
+    """How much device memory the process has never needed for anything but copies of a state.
+
+    It is an estimate: the peak of a step beside a save includes copies, and some of them may have been freed by then.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._peak_nbytes = self._needed_nbytes = 0
+        self.copies_nbytes = 0
+        """The bytes of the copies on the device now."""
+        self.stream: StreamLike | None = None
+        """A stream of the device, once there was a copy: entering it makes the device a thread's current one."""
+
+    def measure(self) -> int:
+        """Return the bytes still free at the process's peak. No copy is on the device now."""
+        self._note_peak(copies_nbytes=0)
+        info = self._backend.memory_info()
+        return info.free_nbytes + info.reserved_nbytes - self._needed_nbytes
+
+    def copies_freed(self) -> None:
+        """Note: no copy is on the device now. May be called from any thread, and again."""
+        copies_nbytes, self.copies_nbytes = self.copies_nbytes, 0
+        if copies_nbytes and self.stream is not None:
+            with self.stream:
+                self._note_peak(copies_nbytes=copies_nbytes)
+
+    def _note_peak(self, *, copies_nbytes: int) -> None:
+        """If there is a new peak, everything in it but ``copies_nbytes`` was needed for something else."""
+        peak_nbytes = self._backend.memory_info().peak_nbytes
+        if peak_nbytes > self._peak_nbytes:
+            self._peak_nbytes = peak_nbytes
+            self._needed_nbytes = max(self._needed_nbytes, peak_nbytes - copies_nbytes)
+
+
+def _lay(slab: torch.Tensor, tensors: Tensors) -> dict[PartKey, torch.Tensor]:
     """Return a place in ``slab`` for each of ``tensors``, one behind the other."""
     places, start = {}, 0
-    for part, tensor in tensors.items():
-        places[part] = place_of(slab, start, tensor)
+    for key, tensor in tensors.items():
+        places[key] = place_of(slab, start, tensor)
         start += _padded(tensor.nbytes)
     return places
+
+
+def _padded_nbytes(keyed: tuple[PartKey, torch.Tensor]) -> int:
+    return _padded(keyed[1].nbytes)
 
 
 def _padded(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What one rank saves, and where it is read while training goes on: :class:`SaveSource`."""
+"""One rank's state in a save: :class:`CapturedState`, the plan of its items, and their :class:`StateReader`."""
 
 from __future__ import annotations
 
@@ -6,170 +6,234 @@ import contextlib
 import io
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from hwrl.checkpoint.format.layout import Keys, SafeSavePlanner, distinct_names
-from hwrl.checkpoint.format.shards import LocalShards, Offset, Part, local_parts
-from hwrl.checkpoint.format.split import divide
-from hwrl.checkpoint.saving.staging import Staging
+from hwrl.checkpoint.format.layout import Keys
+from hwrl.checkpoint.format.planners import SafeSavePlanner, distinct_names
+from hwrl.checkpoint.format.shards import LocalShards, Offset, PartKey, local_parts
+from hwrl.checkpoint.format.split import split_item
+from hwrl.checkpoint.saving.staging import StagingMemory
 from hwrl.errors import CheckpointSaveError, MemoryStateError
 from hwrl.interfaces import LentState, LentTensor, OffloadedState
 from hwrl.memory import HostCopies
 from hwrl.memory.slabs import alone
 
 
-class SaveSource:
-    """What there is to save of ``state``, and the plan for it, in which no item is large.
+@dataclass(frozen=True)
+class CapturedState:
+    """One rank's state, held for threads to write it while training goes on.
 
-    A tensor that ``offloader`` holds on the host is read there. It is lent until it is written, so that an offload
-    waits for what is not written yet, and for no more. What is lent stands first in the plan. What lies on the device
-    is read through the staging's ring, one item at a time, and let go of when it is written.
+    Each tensor of the rank is in one of three places. ``on_host`` are the staged copies. ``buffered`` are read through
+    the staging's buffers: copies on the device, or in a foreground save the state's own tensors. ``offloaded`` have no
+    memory; ``copies``, lent by the offloader, hold their content. ``values`` are all other values, as bytes.
 
-    Timeline: ``hold``; then a thread plans, and says with ``choose`` what will be read; then any threads read;
-    ``close`` gives back what is still lent.
+    A tensor leaves ``buffered`` when it is written, and its memory is freed. ``close`` gives back the rest.
     """
 
-    plan: SavePlan
-    """What :meth:`make_plan` returned."""
+    planner: SafeSavePlanner
+    values: Mapping[str, torch.Tensor | io.BytesIO]
+    on_host: Mapping[PartKey, torch.Tensor]
+    buffered: dict[PartKey, torch.Tensor]
+    offloaded: Mapping[PartKey, torch.Tensor]
+    copies: LentState
+    staging: StagingMemory
+    staged_nbytes: int
+    cloned_nbytes: int
 
-    def __init__(self, state: Mapping[str, Any], *, offloader: OffloadedState | None = None) -> None:
-        self._planner = SafeSavePlanner()
-        with distinct_names(CheckpointSaveError):
-            self._planner.set_up_planner(dict(state))
-        self._offloader = offloader
-        self._in_pieces = {name for name, value in self._planner.state_dict.items() if isinstance(value, LocalShards)}
-        self._here: dict[Part, torch.Tensor] = {}
-        self._away: dict[Part, torch.Tensor] = {}
-        for part, tensor in local_parts(self._planner.state_dict):
-            _check_dense(part[0], tensor)
-            (self._away if _is_away(tensor) else self._here)[part] = tensor
-        self._copies: LentState = HostCopies([])
-        self._lent: dict[Part, LentTensor] = {}
-        self._on_host: dict[Part, torch.Tensor] = {}
-        self._values: dict[str, torch.Tensor | io.BytesIO] = {}
-        self._begins: dict[tuple[str, Offset], tuple[Part, Offset]] = {}
-        self._keys: dict[str, Keys] = {}
-        self._unread: Counter[Part] = Counter()
-        self._lock = threading.Lock()
-        self._staging: Staging | None = None
-        self.staged_nbytes = self.cloned_nbytes = 0
-        self.lent_nbytes = _nbytes(self._away)
+    @property
+    def lent_nbytes(self) -> int:
+        """The bytes to read from the offloader's copies."""
+        return _nbytes(self.offloaded)
 
-    def hold(self, staging: Staging, *, copy: bool) -> None:
-        """Borrow what is offloaded, make bytes of what is no tensor, and with ``copy`` stage all else.
+    def close(self) -> None:
+        """Release the tensors and the offloader's copies. May be called again."""
+        self.copies.give_back()
+        self.buffered.clear()
+        self.staging.copies_freed()
 
-        Nothing but shapes and dtypes is asked of the state after this, if it was staged.
-        """
-        self._staging = staging
+
+def capture_state(
+    state: Mapping[str, Any], staging: StagingMemory, *, copy: bool, offloader: OffloadedState | None
+) -> CapturedState:
+    """Hold ``state``; with ``copy``, the caller may change it as soon as this returns.
+
+    Raises CheckpointSaveError for two values of one name, sparse tensors, and values that only a pickle could hold, and
+    MemoryStateError for an offloaded tensor without a copy in ``offloader``.
+    """
+    planner = SafeSavePlanner()
+    with distinct_names(CheckpointSaveError):
+        planner.set_up_planner(dict(state))
+    parts = local_parts(planner.state_dict)
+    for (name, _), tensor in parts:
+        _require_dense(name, tensor)
+    offloaded = {key: tensor for key, tensor in parts if _is_offloaded(tensor)}
+    resident = {key: tensor for key, tensor in parts if key not in offloaded}
+    with contextlib.ExitStack() as undo:
+        undo.callback(staging.copies_freed)
         if copy:
-            with staging.copying(self._here) as (on_host, on_device):
-                self._hold_values()
-            self._on_host, self._here = dict(on_host), dict(on_device)
-            self.staged_nbytes, self.cloned_nbytes = _nbytes(self._on_host), _nbytes(self._here)
+            with staging.copying(resident) as (on_host, on_device):
+                copies = _borrow(offloader, offloaded, undo)
+                values = _plain_values(planner)  # while the copies are made
+            buffered = dict(on_device)
         else:
-            self._hold_values()
-            staging.settle()
-        staging.open_ring(self._here)
+            copies = _borrow(offloader, offloaded, undo)
+            values = _plain_values(planner)
+            staging.synchronize()
+            on_host, buffered = {}, resident
+        staging.open_buffers(buffered)
+        undo.pop_all()
+    return CapturedState(
+        planner=planner,
+        values=values,
+        on_host=dict(on_host),
+        buffered=buffered,
+        offloaded=offloaded,
+        copies=copies,
+        staging=staging,
+        staged_nbytes=_nbytes(on_host),
+        cloned_nbytes=_nbytes(buffered) if copy else 0,
+    )
 
-    def _hold_values(self) -> None:
-        if self._offloader is not None:
-            self._copies = self._offloader.lend_all()
-        for part, tensor in self._away.items():
-            if not self._copies.holds(tensor):
-                raise no_memory(part[0])
-        for name, value in self._planner.state_dict.items():
-            if not isinstance(value, torch.Tensor):
-                item = WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-                self._values[name] = self._planner.resolve_data(item)
 
-    def make_plan(self) -> SavePlan:
-        """Return this rank's plan; lend for itself each tensor that is read from the offloader's copies."""
-        for part, tensor in self._away.items():
-            lent = self._copies.lend(tensor)
-            assert lent is not None, "it is among them"
-            self._lent[part] = lent
-        self._copies.give_back()
-        plan = self._planner.create_local_plan()
-        self._keys = plan.planner_data
-        items = [item for whole in plan.items for item in self._divide(whole)]
-        self.plan = replace(plan, items=sorted(items, key=lambda item: self._place(item)[0] not in self._lent))
-        return self.plan
+def _borrow(
+    offloader: OffloadedState | None, offloaded: Mapping[PartKey, torch.Tensor], undo: contextlib.ExitStack
+) -> LentState:
+    """Borrow all of the offloader's copies; raise if a tensor has none."""
+    copies: LentState = HostCopies([]) if offloader is None else offloader.lend_all()
+    undo.callback(copies.give_back)
+    for (name, _), tensor in offloaded.items():
+        if not copies.holds(tensor):
+            raise _offloaded_error(name)
+    return copies
 
-    def _divide(self, whole: WriteItem) -> Iterator[WriteItem]:
-        name, offset = whole.index.fqn, tuple(whole.index.offset or ())
-        part = (name, offset if name in self._in_pieces else None)
-        for begin, item in divide(whole):
-            self._begins[name, tuple(item.index.offset or ())] = (part, begin)
-            yield item
 
-    def choose(self, items: Iterable[WriteItem]) -> None:
-        """Say which items of the plan are read, each once; let go of everything else."""
-        self._unread = Counter(self._place(item)[0] for item in items)
-        for part in (self._lent.keys() | self._here.keys()) - self._unread.keys():
-            self._let_go(part)
+def _plain_values(planner: SafeSavePlanner) -> dict[str, torch.Tensor | io.BytesIO]:
+    """Return the values that are no tensors, as bytes."""
+    return {
+        name: planner.resolve_data(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        for name, value in planner.state_dict.items()
+        if not isinstance(value, torch.Tensor)
+    }
 
-    def keys(self, item: WriteItem) -> Keys:
-        """Return where the nested state has what ``item`` is of."""
-        return self._keys[item.index.fqn]
+
+# -- the plan -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ItemPlan:
+    """The items of one rank, none of them large, offloaded tensors first.
+
+    ``keys`` maps each name to its place in the nested state. ``origins`` maps each item to its part of the
+    state, and to its offset there.
+    """
+
+    items: list[WriteItem]
+    keys: Mapping[str, Keys]
+    origins: Mapping[tuple[str, Offset], tuple[PartKey, Offset]]
+
+    def origin_of(self, item: WriteItem) -> tuple[PartKey, Offset]:
+        """Return the part of the state with ``item``, and the offset of ``item`` in it."""
+        return self.origins[_item_key(item)]
+
+
+def plan_items(captured: CapturedState, *, max_item_nbytes: int) -> ItemPlan:
+    """Return the plan of a captured state. Tensors of more than ``max_item_nbytes`` are split."""
+    planner = captured.planner
+    plan = planner.create_local_plan()
+    items: list[WriteItem] = []
+    origins: dict[tuple[str, Offset], tuple[PartKey, Offset]] = {}
+    for whole in plan.items:
+        name = whole.index.fqn
+        is_sharded = isinstance(planner.state_dict[name], LocalShards)
+        part = (name, tuple(whole.index.offset or ()) if is_sharded else None)
+        for begin, item in split_item(whole, max_nbytes=max_item_nbytes):
+            items.append(item)
+            origins[_item_key(item)] = part, begin
+    items.sort(key=lambda item: origins[_item_key(item)][0] not in captured.offloaded)
+    return ItemPlan(items, plan.planner_data, origins)
+
+
+def _item_key(item: WriteItem) -> tuple[str, Offset]:
+    return item.index.fqn, tuple(item.index.offset or ())
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+class StateReader:
+    """Reads ``items`` of a plan, each once, from any threads.
+
+    An offloaded tensor is lent by itself until its last item is read: an offload waits for it and for nothing else. A
+    tensor on the device is dropped when its last item is read. Parts of the state without an item are released
+    at once: another rank writes them.
+    """
+
+    def __init__(self, captured: CapturedState, plan: ItemPlan, items: Sequence[WriteItem]) -> None:
+        self._captured, self._plan = captured, plan
+        self._unread = Counter(plan.origin_of(item)[0] for item in items)
+        self._lock = threading.Lock()
+        self._lent: dict[PartKey, LentTensor] = {}
+        for part in captured.offloaded.keys() & self._unread.keys():
+            copy = captured.copies.lend(captured.offloaded[part])
+            assert copy is not None, "it was there when the state was captured"
+            self._lent[part] = copy
+        captured.copies.give_back()
+        for part in captured.buffered.keys() - self._unread.keys():
+            del captured.buffered[part]
 
     @contextlib.contextmanager
     def reading(self, item: WriteItem) -> Iterator[torch.Tensor | io.BytesIO]:
-        """Yield the bytes of ``item``, or a tensor on the host; what was lent for it is given back after the block."""
+        """Yield the content of ``item``: a tensor on the host, or bytes."""
         if item.type is WriteItemType.BYTE_IO:
-            yield self._values[item.index.fqn]
+            yield self._captured.values[item.index.fqn]
             return
-        part, begin = self._place(item)
-        assert item.tensor_data is not None, "not bytes"
-        with self._reading(part, begin, item.tensor_data.chunk.sizes) as tensor:
+        part, begin = self._plan.origin_of(item)
+        assert item.tensor_data is not None, "it is a tensor"
+        cut = tuple(slice(at, at + size) for at, size in zip(begin, item.tensor_data.chunk.sizes, strict=True))
+        with self._on_host(part, cut) as tensor:
             yield tensor
         with self._lock:
             self._unread[part] -= 1
             if not self._unread[part]:
-                self._let_go(part)
+                self._release(part)
 
     @contextlib.contextmanager
-    def _reading(self, part: Part, begin: Offset, sizes: torch.Size) -> Iterator[torch.Tensor]:
-        cut = tuple(slice(start, start + size) for start, size in zip(begin, sizes, strict=True))
-        if part in self._here:
-            assert self._staging is not None, "held"
-            with self._staging.ring.reading(self._here[part][cut]) as tensor:
+    def _on_host(self, part: PartKey, cut: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        if part in self._captured.buffered:
+            with self._captured.staging.buffers.reading(self._captured.buffered[part][cut]) as tensor:
                 yield tensor
             return
-        whole = self._lent[part].tensor if part in self._lent else self._on_host[part]
+        whole = self._lent[part].tensor if part in self._lent else self._captured.on_host[part]
         yield alone(whole[cut].contiguous())
 
-    def _let_go(self, part: Part) -> None:
-        self._here.pop(part, None)
+    def _release(self, part: PartKey) -> None:
+        self._captured.buffered.pop(part, None)
         if part in self._lent:
             self._lent[part].give_back()
 
     def close(self) -> None:
-        """Let go of all that is left. May be called again."""
-        self._copies.give_back()
-        for part in [*self._lent, *self._here]:
-            self._let_go(part)
-        if self._staging is not None:
-            self._staging.freed()
+        """Give back all copies still lent. May be called again."""
+        for copy in self._lent.values():
+            copy.give_back()
 
-    def _place(self, item: WriteItem) -> tuple[Part, Offset]:
-        return self._begins[item.index.fqn, tuple(item.index.offset or ())]
+
+# -- tensors without memory -----------------------------------------------------------------------------------------
 
 
 def require_memory(state: Mapping[str, Any]) -> None:
     """Raise MemoryStateError if a tensor of a flat state is offloaded."""
     for (name, _), tensor in local_parts(state):
-        if _is_away(tensor):
-            raise no_memory(name)
+        if _is_offloaded(tensor):
+            raise _offloaded_error(name)
 
 
-def no_memory(name: str) -> MemoryStateError:
-    """Return the error about a tensor of the state that is offloaded."""
+def _offloaded_error(name: str) -> MemoryStateError:
     return MemoryStateError(
         f"{name!r} has no memory",
         why="it is offloaded",
@@ -177,7 +241,7 @@ def no_memory(name: str) -> MemoryStateError:
     )
 
 
-def _check_dense(name: str, tensor: torch.Tensor) -> None:
+def _require_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise CheckpointSaveError(
             f"state {name!r} cannot be saved",
@@ -186,9 +250,9 @@ def _check_dense(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _is_away(tensor: torch.Tensor) -> bool:
+def _is_offloaded(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
 
 
-def _nbytes(tensors: Mapping[Part, torch.Tensor]) -> int:
+def _nbytes(tensors: Mapping[PartKey, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,1 +1,1 @@
-"""What every backend promises, as pytest classes; :mod:`hwrl.testing.conformance` is where to import them from."""
+"""The contracts of every backend, as pytest classes; import them from :mod:`hwrl.testing`."""

@@ -1,4 +1,4 @@
-"""What a backend promises about process groups, in two real processes."""
+"""The contract of process groups, in two real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hwrl.comm import Comm, Group, await_keys, connect_store
 from hwrl.errors import CommAbortedError, CommTimeoutError, PeerLostError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
-from hwrl.testing.contracts.pair import StoreAddress, place
+from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.processes import Processes, run_processes
 
 _DTYPES = (
@@ -37,7 +37,7 @@ _SUM = 3.0
 
 
 class CommContract:
-    """Groups of two processes that share nothing but a store: right results, named absentees, an honest abort."""
+    """Groups of two processes with only a store in common: right results, named missing ranks, a working abort."""
 
     @pytest.fixture(autouse=True)
     def _only_where_two_ranks_fit(self, backend: Backend) -> None:
@@ -45,7 +45,7 @@ class CommContract:
 
     @pytest.fixture
     def address(self) -> StoreAddress:
-        """Where the two processes meet."""
+        """The address of the two processes' store."""
         return StoreAddress()
 
     def test_collectives_are_right(self, backend: Backend, address: StoreAddress) -> None:
@@ -53,24 +53,24 @@ class CommContract:
         assert run_processes(_collect, 2, backend.info.name, str(address)) == [[], []]
 
     def test_the_default_group_is_torchs(self, backend: Backend, address: StoreAddress) -> None:
-        """What torch itself builds on the default group, DeviceMesh and FSDP2, takes the step of one process."""
+        """DeviceMesh and FSDP2, torch's users of the default group, take the same step as one process."""
         assert run_processes(_shard_over_default_group, 2, backend.info.name, str(address)) == [[], []]
 
     def test_an_absent_peer_is_named(self, backend: Backend, address: StoreAddress) -> None:
-        """A group that cannot be complete fails in time, and says who is missing."""
+        """An incomplete group fails in time, and its error names the missing ranks."""
         store = connect_store(str(address))
         with pytest.raises(CommTimeoutError, match=r"did not come within 0\.2 s: 1"):
             Comm(backend).standalone_group(store, rank=0, size=2, name="lonely", timeout_s=0.2)
 
     def test_abort_ends_what_is_blocked_or_is_refused(self, backend: Backend, address: StoreAddress) -> None:
-        """A receive whose sender never sends ends at once; a backend that cannot do it says so instead."""
+        """Abort ends a receive without a sender at once; a backend without abort refuses it."""
         able = backend.supports(Capability.COMM_ABORT).usable
         wanted = [CommAbortedError.__name__ if able else UnsupportedError.__name__, ""]
         assert run_processes(_abort_blocked_receive, 2, backend.info.name, str(address)) == wanted
 
     def test_a_killed_peer_is_noticed_and_replaced(self, backend: Backend, address: StoreAddress) -> None:
-        """A rank that is killed in mid-broadcast gives the other an error in time; that one goes on in new groups."""
-        need(backend, Capability.COMM_ABORT)  # without it a device that waits for a dead peer cannot be freed
+        """If one rank is killed during a broadcast, the other gets an error in time, and continues in new groups."""
+        need(backend, Capability.COMM_ABORT)  # without it, nothing frees a device from waiting for a dead peer
         store = connect_store(str(address))
         with Processes(_survive_or_be_killed, 2, backend.info.name, str(address), timeout_s=120.0) as pair:
             assert not await_keys(store, ["moving"], timeout_s=60.0), "the two never moved anything"
@@ -84,11 +84,11 @@ class CommContract:
 
 def _group(rank: int, name: str, address: str) -> Group:
     store = connect_store(address)
-    return Comm(place(rank, name)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
+    return Comm(backend_of_rank(rank, name)).standalone_group(store, rank=rank, size=2, name="pair", timeout_s=30.0)
 
 
 def _collect(rank: int, name: str, address: str) -> list[str]:
-    """Return what went wrong, one line each."""
+    """Return the errors, one line each."""
     with _group(rank, name, address) as group:
         wrong = [line for shape in ((), (1,), (4097,)) for dtype in _DTYPES for line in _moved(group, shape, dtype)]
         return wrong + _reduced(group)
@@ -138,8 +138,8 @@ def _reduced(group: Group) -> list[str]:
 
 
 def _shard_over_default_group(rank: int, name: str, address: str) -> list[str]:
-    """Return the parameters that a sharded step leaves otherwise than a step of one process on the whole batch."""
-    backend = place(rank, name)
+    """Return the parameters with different values after a sharded step and a step of one process on the whole batch."""
+    backend = backend_of_rank(rank, name)
     with Comm(backend).init_default(store=connect_store(address), rank=rank, size=2, timeout_s=30.0):
         mesh = init_device_mesh(backend.info.device_type, (1, 2), mesh_dim_names=("replicate", "shard"))
         total = torch.tensor(float(rank + 1), device=backend.device())
@@ -159,7 +159,7 @@ def _shard_over_default_group(rank: int, name: str, address: str) -> list[str]:
 def _small_model() -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))  # odd sizes, which shard unevenly
+        return nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3))  # odd sizes: uneven shards
 
 
 def _take_step(model: nn.Module, batch: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ def _take_step(model: nn.Module, batch: torch.Tensor) -> None:
 
 
 def _abort_blocked_receive(rank: int, name: str, address: str) -> str:
-    """Return the name of the error that ends the receive, or that refuses the abort; rank 1 only stays until then."""
+    """Return the name of the receive's error, or of the refused abort's error; rank 1 only waits for the end."""
     group, store = _group(rank, name, address), connect_store(address)
     first = torch.zeros(4, device=group.backend.device())
     if rank == 1:
@@ -192,7 +192,8 @@ def _end_of_receive(group: Group) -> str:
         except hwrl.HwrlError as error:
             ended.append(type(error).__name__)
 
-    blocked = threading.Thread(target=receive, daemon=True)  # a receive that cannot be ended must not keep the process
+    # A daemon, because a receive without an end must not keep the process alive.
+    blocked = threading.Thread(target=receive, daemon=True)
     blocked.start()
     blocked.join(0.5)
     try:
@@ -205,8 +206,8 @@ def _end_of_receive(group: Group) -> str:
 
 def _survive_or_be_killed(rank: int, name: str, address: str) -> float:
     """Broadcast from rank 0 until rank 1 is killed; return the sum in a group with its replacement."""
-    backend, store = place(rank, name), connect_store(address)
-    store.set(f"started/{rank}", "")  # processes start slowly, and the group is to be impatient
+    backend, store = backend_of_rank(rank, name), connect_store(address)
+    store.set(f"started/{rank}", "")  # both have started: the group's timeout is shorter than a start
     assert not await_keys(store, ["started/0", "started/1"], timeout_s=60.0)
     group = Comm(backend).standalone_group(store, rank=rank, size=2, name="doomed", timeout_s=_NOTICE_S)
     group.warm_up()
@@ -226,7 +227,7 @@ def _survive_or_be_killed(rank: int, name: str, address: str) -> float:
 
 
 def _replace(_: int, name: str, address: str) -> float:
-    return _sum_in_new_pair(place(1, name), address, rank=1)
+    return _sum_in_new_pair(backend_of_rank(1, name), address, rank=1)
 
 
 def _sum_in_new_pair(backend: Backend, address: str, *, rank: int) -> float:

@@ -1,4 +1,4 @@
-"""What a backend promises about what its device computes: the numbers of the host, to rounding."""
+"""The contract of the device's arithmetic: the host's numbers, up to rounding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hwrl.testing.compute import ATTENTIONS, TOLERANCES, why_refused, wrong_atte
 
 
 class ComputeContract:
-    """A small model's numbers are those of the host in double precision, with room for rounding alone.
+    """A small model computes the host's double-precision numbers, up to rounding.
 
-    Every device computes in float32. A device that lacks another dtype refuses it with an error.
+    Every device computes in float32. It refuses unsupported dtypes with an error.
     """
 
     @pytest.fixture(params=TOLERANCES, ids=str)
     def dtype(self, request: pytest.FixtureRequest, backend: Backend) -> torch.dtype:
-        """A dtype that the device has."""
+        """A dtype supported by the device."""
         dtype: torch.dtype = request.param
         refused = why_refused(backend, dtype)
         if refused and dtype is not torch.float32:
@@ -26,12 +26,12 @@ class ComputeContract:
 
     @pytest.mark.parametrize("shape", ATTENTIONS)
     def test_attention_is_right(self, backend: Backend, shape: str, dtype: torch.dtype) -> None:
-        """Forwards and backwards, for the shapes that training and generation use."""
+        """Forward and backward, for the shapes of training and generation."""
         assert wrong_attention(backend, ATTENTIONS[shape], dtype) == []
 
     def test_a_step_of_training_is_right(self, backend: Backend, dtype: torch.dtype) -> None:
-        """A tiny transformer's logits, all its gradients and, in float32, what a step of AdamW makes of its parameters.
+        """A tiny transformer's logits, its gradients and, in float32, its parameters after a step of AdamW.
 
-        AdamW keeps its moments in the parameters' dtype, and in the smaller ones rounding hides the step.
+        AdamW keeps its moments in the parameters' dtype. In smaller dtypes rounding hides the step.
         """
         assert wrong_training(backend, dtype, step=dtype is torch.float32) == []

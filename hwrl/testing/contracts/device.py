@@ -1,4 +1,4 @@
-"""What a backend promises about its device, streams, events, random numbers, capabilities and device numbers."""
+"""The contracts of the device, its streams, events and random numbers, of capabilities, and of device numbers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MANY = 1 << 20
 
 
 class DeviceContract:
-    """Work on the device is done, in order, and can be waited for and repeated."""
+    """Work on the device runs in order, can be waited for, and gives the same results again."""
 
     def test_it_sees_a_device(self, backend: Backend) -> None:
-        """The kit needs one; ``device`` and ``set_device`` agree about which."""
+        """There is at least one; ``device`` and ``set_device`` agree on its number."""
         assert backend.device_count() >= 1
         for index in range(backend.device_count()):
             backend.set_device(index)
@@ -28,12 +28,12 @@ class DeviceContract:
         backend.set_device(0)
 
     def test_its_device_is_of_the_type_that_it_names(self, backend: Backend) -> None:
-        """``info.device_type`` is torch's word for the device."""
+        """``info.device_type`` is torch's name of the device."""
         assert backend.device().type == backend.info.device_type
         assert torch.ones(1, device=backend.device()).device.type == backend.info.device_type
 
     def test_work_is_done_after_synchronize(self, backend: Backend) -> None:
-        """A host copy that was queued holds the result."""
+        """A queued copy to the host has the result."""
         ones = torch.ones(_MANY, device=backend.device())
         there = torch.empty(_MANY)
         there.copy_(ones * 3, non_blocking=True)
@@ -56,7 +56,7 @@ class DeviceContract:
         assert bool((value == 2047).all())  # x -> 2x + 1, ten times, from 1
 
     def test_events_mark_time(self, backend: Backend) -> None:
-        """A recorded event is reached after ``synchronize``, and later events are not earlier."""
+        """``synchronize`` waits for a recorded event, and time does not run backwards between events."""
         begin, end = backend.event(timing=True), backend.event(timing=True)
         begin.record()
         torch.ones(_MANY, device=backend.device()).mul_(2)
@@ -67,7 +67,7 @@ class DeviceContract:
         assert begin.elapsed_time(end) >= 0.0
 
     def test_random_numbers_repeat(self, backend: Backend) -> None:
-        """A restored state gives the same numbers; a state that was read does not change afterwards."""
+        """A restored state gives the same numbers; a returned state does not change later."""
         state = backend.rng_state()
         place = (state.dtype, state.device.type)
         assert place == (torch.uint8, "cpu"), f"rng_state returned {place}, and must return bytes on the host"
@@ -92,18 +92,18 @@ class DeviceContract:
 
 
 class CapabilityContract:
-    """A backend says what it can do, and refuses what it cannot."""
+    """``supports`` tells the truth, and unsupported calls raise."""
 
     @pytest.mark.parametrize("capability", Capability)
     def test_each_has_an_answer_with_a_reason(self, backend: Backend, capability: Capability) -> None:
-        """Also for a capability that is newer than the backend."""
+        """This includes capabilities newer than the backend."""
         support = backend.supports(capability)
         assert support.state in ("supported", "unsupported", "unverified")
         assert support.reason
 
     @pytest.mark.parametrize("capability", Capability)
     def test_require_agrees(self, backend: Backend, capability: Capability) -> None:
-        """``require`` raises exactly for what is unsupported."""
+        """``require`` raises exactly for unsupported capabilities."""
         if backend.supports(capability).usable:
             backend.require(capability, needed_for="test it")
         else:
@@ -121,7 +121,7 @@ class CapabilityContract:
         ],
     )
     def test_what_is_unsupported_raises(self, backend: Backend, capability: Capability) -> None:
-        """A call that needs it is refused; it never does nothing instead."""
+        """A call without the needed capability raises; it never does nothing instead."""
         calls: dict[Capability, Callable[[], Any]] = {
             Capability.PINNED_MEMORY: lambda: backend.pinned_empty(16),
             Capability.REGISTERED_MEMORY: lambda: backend.register_host_memory(torch.empty(16, dtype=torch.uint8)),
@@ -140,11 +140,11 @@ class _NoGroup:
 
 
 class DeviceMapContract:
-    """Which devices a process sees is read from an environment, and written to one."""
+    """A process's visible devices are read from an environment, and written to one."""
 
     @pytest.mark.parametrize("ids", [(0,), (0, 1), (1, 3, 6)])
     def test_what_is_rendered_is_visible(self, backend: Backend, ids: tuple[int, ...]) -> None:
-        """``render`` and ``visible`` are each other's inverse for ascending numbers."""
+        """For ascending numbers, ``visible`` reads the output of ``render``."""
         env = backend.devices.render(ids)
         if backend.devices.visible_variable is None:
             assert env == {}
@@ -154,20 +154,20 @@ class DeviceMapContract:
             assert [backend.devices.to_physical(index, env) for index in range(len(ids))] == list(ids)
 
     def test_without_the_variable_nothing_is_narrowed(self, backend: Backend) -> None:
-        """Numbers are then the machine's."""
+        """Then a process uses the machine's numbers."""
         assert backend.devices.visible({}) is None
         assert backend.devices.to_physical(2, {}) == 2
 
     @pytest.mark.parametrize("text", ["0,0", "first", "0,,1"])
     def test_an_unreadable_list_is_an_error(self, backend: Backend, text: str) -> None:
-        """A runtime that drops what it cannot read shows fewer devices without a word."""
+        """It must raise: some runtimes silently drop an unreadable entry and show fewer devices."""
         variable = backend.devices.visible_variable
         if variable is not None:
             with pytest.raises(ConfigError, match=variable):
                 backend.devices.visible({variable: text})
 
     def test_devices_can_be_reserved(self, backend: Backend) -> None:
-        """A scheduler is told how many devices an actor takes."""
+        """The options for Ray contain the number of devices."""
         assert 2 in [
             *backend.devices.ray_options(2).values(),
             *backend.devices.ray_options(2).get("resources", {}).values(),

@@ -1,4 +1,4 @@
-"""What a backend promises about device memory that another process opens."""
+"""The contract of device memory, opened by another process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hwrl.comm import await_keys, connect_store
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need
-from hwrl.testing.contracts.pair import StoreAddress, place
+from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.processes import run_processes
 
 _WAIT_S = 60.0
@@ -23,7 +23,7 @@ _FIRST, _END, _LENGTH = 100, 612, 1000
 
 
 class DeviceIpcContract:
-    """Memory that one process exports is opened by another: the same bytes, on the same device, under any number."""
+    """One process exports memory, another opens it: the same bytes, on the same device, under any device number."""
 
     @pytest.fixture(autouse=True)
     def _only_where_memory_can_be_opened(self, backend: Backend) -> None:
@@ -31,21 +31,21 @@ class DeviceIpcContract:
 
     @pytest.mark.parametrize("reader", [_HERE, _ELSEWHERE, _RENUMBERED])
     def test_both_processes_see_the_same_bytes(self, backend: Backend, reader: str) -> None:
-        """A part of a larger storage: its values, what the exporter writes later, and what the reader writes."""
+        """For a part of a larger storage: its values, later writes of the exporter, and writes of the reader."""
         if reader != _HERE and backend.device_count() < 2:
             pytest.skip("needs two devices")
         address = StoreAddress()
         assert run_processes(_export_or_open, 2, backend.info.name, str(address), reader) == [[], []]
 
     def test_the_exporter_itself_is_refused(self, backend: Backend) -> None:
-        """Drivers map memory into other processes only; an own handle must not crash or give other memory."""
+        """Drivers map memory only into other processes; the process's own handle must raise, not crash."""
         memory = torch.ones(8, device=backend.device())
         with pytest.raises(UnsupportedError):
             backend.open_memory(backend.export_memory(memory))
 
     @pytest.mark.parametrize("damage", ["nothing left", "a field lost", "numbers for text", "text for numbers"])
     def test_a_damaged_handle_is_refused(self, backend: Backend, damage: str) -> None:
-        """Whatever came over the wire, it is an error and never a crash."""
+        """Any damage on the way raises an error and never crashes."""
         memory = torch.ones(8, device=backend.device())
         handle: dict[str, Any] = dict(backend.export_memory(memory))
         damaged = {
@@ -66,9 +66,9 @@ class DeviceIpcContract:
 
 
 def _export_or_open(rank: int, name: str, address: str, reader: str) -> list[str]:
-    """Return what went wrong, one line each."""
+    """Return the errors, one line each."""
     if rank == 0:
-        return _export(place(int(reader == _RENUMBERED), name), address)
+        return _export(backend_of_rank(int(reader == _RENUMBERED), name), address)
     return _open(name, address, reader)
 
 
@@ -79,14 +79,14 @@ def _export(backend: Backend, address: str) -> list[str]:
     backend.synchronize()
     store.set("handle", json.dumps(handle))
     store.set("again", json.dumps(backend.export_memory(whole[_FIRST:_END])))
-    _await(store, "read")
+    _wait_for(store, "read")
     whole.add_(1)
     backend.synchronize()
     store.set("changed", "")
-    _await(store, "written")
+    _wait_for(store, "written")
     wanted = torch.arange(1, _LENGTH + 1, dtype=torch.int32)
     wanted[_FIRST:_END] = 0
-    return [] if torch.equal(whole.cpu(), wanted) else ["what the reader wrote is not what the exporter sees"]
+    return [] if torch.equal(whole.cpu(), wanted) else ["the exporter does not see the reader's writes"]
 
 
 def _open(name: str, address: str, reader: str) -> list[str]:
@@ -94,34 +94,34 @@ def _open(name: str, address: str, reader: str) -> list[str]:
     backend, store = hwrl.get_backend(), connect_store(address)
     if reader == _RENUMBERED:
         second = backend.devices.to_physical(1, os.environ)
-        os.environ.update(backend.devices.render([second]))  # not read before the first use of the device
+        os.environ.update(backend.devices.render([second]))  # read at the first use of the device, which is later
     backend.set_device(int(reader == _ELSEWHERE))
     theirs = backend.device(0)
-    _await(store, "again")
+    _wait_for(store, "again")
     opened, again = (backend.open_memory(json.loads(store.get(key))) for key in ("handle", "again"))
     wrong = _differences(opened, again, device=theirs, plus=0) + _wrongly_opened(
         backend, json.loads(store.get("handle"))
     )
     store.set("read", "")
-    _await(store, "changed")
+    _wait_for(store, "changed")
     wrong += _differences(opened, again, device=theirs, plus=1)
     del again  # the other mapping stays
     opened.zero_()
-    opened.cpu()  # waits for the tensor's device, which need not be the current one
+    opened.cpu()  # waits for the tensor's device; it may not be the current one
     store.set("written", "")
     return wrong
 
 
 def _wrongly_opened(backend: Backend, handle: dict[str, Any]) -> list[str]:
-    """Return the numbers of ``handle`` that may lead out of the exported memory and are believed all the same."""
-    believed = []
+    """Change each number of ``handle`` to point outside the exported memory; return those accepted without an error."""
+    accepted = []
     for name in [name for name, value in handle.items() if isinstance(value, int)]:
         try:
             backend.open_memory({**handle, name: handle[name] + (1 << 40)})
         except CommError:
             continue
-        believed.append(f"a handle with another {name} was opened")
-    return believed
+        accepted.append(f"a handle with another {name} was opened")
+    return accepted
 
 
 def _differences(*opened: torch.Tensor, device: torch.device, plus: int) -> list[str]:
@@ -133,5 +133,5 @@ def _differences(*opened: torch.Tensor, device: torch.device, plus: int) -> list
     ]
 
 
-def _await(store: Any, key: str) -> None:
+def _wait_for(store: Any, key: str) -> None:
     assert not await_keys(store, [key], timeout_s=_WAIT_S), f"the other process did not come to {key!r}"

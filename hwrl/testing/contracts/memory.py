@@ -1,4 +1,4 @@
-"""What a backend promises about device memory, pinned host memory, and moving a model between them."""
+"""The contracts of device memory, of pinned host memory, and of models that move between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLACK_NBYTES = 2 * MIB
 
 
 class PinnedMemoryContract:
-    """Page-locked host memory is host memory of its own, and copies through it are exact."""
+    """Page-locked host memory is separate host memory, and copies through it are exact."""
 
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
@@ -26,29 +26,29 @@ class PinnedMemoryContract:
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4097, 3 * MIB])
     def test_it_is_bytes_on_the_host(self, backend: Backend, nbytes: int) -> None:
-        """A 1-d uint8 tensor of the size that was asked for, which the host can write and read."""
+        """A 1-d uint8 tensor of the requested size; the host can write and read it."""
         pinned = backend.pinned_empty(nbytes)
         assert (pinned.device.type, pinned.dtype, tuple(pinned.shape)) == ("cpu", torch.uint8, (nbytes,))
         pinned.fill_(7)
         assert int(pinned.sum()) == 7 * nbytes
 
     def test_it_is_page_locked(self, backend: Backend) -> None:
-        """Where the device is not the host itself, torch knows the memory as pinned."""
+        """torch reports the memory as pinned, unless the device is the host itself."""
         assert backend.device().type == "cpu" or backend.pinned_empty(MIB).is_pinned()
 
     def test_two_pieces_do_not_overlap(self, backend: Backend) -> None:
-        """Each call returns memory of its own."""
+        """Each call returns new memory."""
         first, second = backend.pinned_empty(MIB), backend.pinned_empty(MIB)
         first.fill_(1)
         second.fill_(2)
         assert int(first.max()) == 1
 
     def test_it_is_aligned_for_every_dtype(self, backend: Backend) -> None:
-        """A slab is cut into tensors of any dtype, so it begins at a multiple of 64 bytes."""
+        """It begins at a multiple of 64 bytes, because a slab holds tensors of any dtype."""
         assert backend.pinned_empty(MIB).data_ptr() % 64 == 0
 
     def test_it_is_no_device_memory(self, backend: Backend) -> None:
-        """What is offloaded to it must not count on the device; else nothing was freed."""
+        """It must not count as device memory; otherwise an offload frees nothing."""
         need(backend, Capability.MEMORY_STATS)
         before = backend.memory_info().allocated_nbytes
         pinned = backend.pinned_empty(64 * MIB)
@@ -57,7 +57,7 @@ class PinnedMemoryContract:
 
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
     def test_copies_there_and_back_are_exact(self, backend: Backend, dtype: torch.dtype) -> None:
-        """Asynchronous in both directions; ready when the stream is."""
+        """Asynchronous in both directions, and complete after the stream's synchronisation."""
         source = torch.randint(0, 100, (100_003,)).to(dtype)
         pinned = backend.pinned_empty(source.nbytes).view(dtype)
         pinned.copy_(source.to(backend.device()), non_blocking=True)
@@ -67,14 +67,14 @@ class PinnedMemoryContract:
 
 
 class RegisteredMemoryContract:
-    """Host memory that exists already can be page-locked where it lies, if the backend says so."""
+    """Existing host memory can be page-locked in place, if the backend supports it."""
 
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
         need(backend, Capability.REGISTERED_MEMORY)
 
     def test_shared_memory_is_page_locked_until_it_is_unregistered(self, backend: Backend) -> None:
-        """It keeps its bytes, copies through it are exact in both directions, and it can be done again."""
+        """It keeps its bytes, copies through it are exact in both directions, and locking works again."""
         memory = torch.frombuffer(mmap.mmap(-1, 3 * MIB), dtype=torch.uint8)
         for value in (7, 8):
             memory.fill_(value)
@@ -88,7 +88,7 @@ class RegisteredMemoryContract:
 
 
 class DeviceMemoryContract:
-    """Device memory is counted truly, and what is freed is really free."""
+    """The statistics are true, and freed memory is really free."""
 
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
@@ -103,7 +103,7 @@ class DeviceMemoryContract:
         assert info.peak_nbytes >= held.nbytes
 
     def test_what_tensors_hold_is_counted(self, backend: Backend) -> None:
-        """The count grows by a new tensor's size, and shrinks again when it goes."""
+        """The count grows by a new tensor's size, and shrinks after its deletion."""
         before = backend.memory_info().allocated_nbytes
         held = torch.ones(64 * MIB, dtype=torch.uint8, device=backend.device())
         assert abs(backend.memory_info().allocated_nbytes - before - held.nbytes) <= _SLACK_NBYTES
@@ -111,7 +111,7 @@ class DeviceMemoryContract:
         assert abs(backend.memory_info().allocated_nbytes - before) <= _SLACK_NBYTES
 
     def test_freed_memory_is_given_back(self, backend: Backend) -> None:
-        """After ``empty_cache`` another process can have what no tensor holds."""
+        """After ``empty_cache`` unused memory is available to other processes."""
         backend.empty_cache()
         before = backend.memory_info().reserved_nbytes
         held = torch.ones(256 * MIB, dtype=torch.uint8, device=backend.device())
@@ -121,23 +121,23 @@ class DeviceMemoryContract:
         assert backend.memory_info().reserved_nbytes - before <= 16 * MIB
 
     def test_no_memory_leaks(self, backend: Backend) -> None:
-        """Pinned and device memory go as they came, twenty times."""
-        self._come_and_go(backend)
+        """Pinned and device memory are freed after use, twenty times."""
+        self._allocate_and_free(backend)
         before = backend.memory_info().allocated_nbytes
         for _ in range(20):
-            self._come_and_go(backend)
+            self._allocate_and_free(backend)
         assert backend.memory_info().allocated_nbytes - before <= _SLACK_NBYTES
 
-    def _come_and_go(self, backend: Backend) -> None:
+    def _allocate_and_free(self, backend: Backend) -> None:
         pinned = backend.pinned_empty(4 * MIB)
         pinned.copy_(torch.ones(4 * MIB, dtype=torch.uint8, device=backend.device()))
 
 
 class OffloadContract:
-    """A model that went to the host and came back is the same, and its device memory was free meanwhile."""
+    """A model is unchanged after its way to the host and back, and its device memory is free meanwhile."""
 
     def test_a_model_survives_the_way(self, backend: Backend) -> None:
-        """Bit for bit, parameters and optimizer state, and training goes on as if nothing had been."""
+        """Parameters and optimizer state are equal bit for bit, and training continues with the same results."""
         moved, stayed = _trained(backend), _trained(backend)
         with Offloader(*moved, backend=backend) as offloader:
             offloader.offload()
@@ -148,18 +148,18 @@ class OffloadContract:
             assert all(torch.equal(a, b) for a, b in pairs)
 
     def test_its_device_memory_is_free(self, backend: Backend) -> None:
-        """The count of device memory falls by what the parameters and the optimizer's state held."""
+        """The count of device memory falls by the size of the parameters and the optimizer's state."""
         need(backend, Capability.MEMORY_STATS)
         model, optimizer = _trained(backend)
         optimizer.zero_grad()
-        held = 3 * sum(parameter.nbytes for parameter in model.parameters())  # with the two moments of Adam
+        held = 3 * sum(parameter.nbytes for parameter in model.parameters())  # with Adam's two moments
         with Offloader(model, optimizer, backend=backend) as offloader:
             before = backend.memory_info().allocated_nbytes
             offloader.offload()
             assert before - backend.memory_info().allocated_nbytes >= 0.9 * held
 
     def test_offloaded_memory_cannot_be_used(self, backend: Backend) -> None:
-        """A forward pass is refused, and ``loaded`` restores the state that it found, also after an error."""
+        """A forward pass raises, and ``loaded`` restores the earlier state, after an error too."""
         model, _ = _trained(backend)
         with Offloader(model, backend=backend) as offloader:
             offloader.offload()

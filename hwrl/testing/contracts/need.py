@@ -1,4 +1,4 @@
-"""What a contract needs, and the skip, with the reason, where the backend lacks it."""
+"""Skip a contract's test, with the reason, if the backend lacks a capability."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hwrl.interfaces import Backend, Capability
 
 
 def need(backend: Backend, capability: Capability) -> None:
-    """Skip the test where the backend says that it lacks ``capability``."""
+    """Skip the test if the backend does not support ``capability``."""
     support = backend.supports(capability)
     if not support.usable:
         pytest.skip(f"{backend.info.name} lacks {capability.value}: {support.reason}")
 
 
 def need_two_ranks(backend: Backend) -> None:
-    """Skip the test where two processes cannot be in one group."""
+    """Skip the test if two processes cannot join one group."""
     need(backend, Capability.COLLECTIVES)
     support = backend.supports(Capability.SHARED_DEVICE_GROUPS)
     if not support.usable and backend.device_count() < 2:

@@ -1,4 +1,4 @@
-"""Two processes that share nothing but a store, each on a device of its own where there are two."""
+"""Two processes with only a store in common, each on its own device if there are two."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hwrl.interfaces import Backend
 
 
 class StoreAddress:
-    """The address of a store that is served as long as this object lives."""
+    """The address of a store; the object serves the store while it lives."""
 
     def __init__(self) -> None:
         self._store = serve_store()
@@ -17,7 +17,7 @@ class StoreAddress:
         return store_address(self._store)
 
 
-def place(rank: int, name: str) -> Backend:
+def backend_of_rank(rank: int, name: str) -> Backend:
     """Return backend ``name`` in this child process, with the rank's device as the current one."""
     hwrl.set_backend(name)
     backend = hwrl.get_backend()

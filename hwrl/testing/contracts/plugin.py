@@ -1,4 +1,4 @@
-"""What a backend's plugin promises before torch is imported."""
+"""The contract of a backend's plugin, before torch is imported."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ print(json.dumps({"torch": "torch" in sys.modules, "env": before == dict(os.envi
 
 
 class PluginContract:
-    """The plugin is found, is who it says, and its probe is quick, pure and never raises."""
+    """The plugin is found, its identity is right, and its probe is quick, pure and never raises."""
 
     def test_it_is_found_by_its_name(self, backend: Backend) -> None:
-        """An installed entry point has the backend's name, and its info is the backend's."""
+        """An installed entry point has the backend's name and info."""
         assert _plugin(backend).info == backend.info
 
     def test_its_info_is_complete(self, backend: Backend) -> None:
-        """The name can stand in an environment variable, and a person is told what it is."""
+        """The name is valid in an environment variable, and there is a description for users."""
         assert backend.info.name == backend.info.name.strip().lower() != ""
         assert backend.info.description
         assert backend.info.device_type
 
     def test_it_is_probed_without_torch(self, backend: Backend) -> None:
-        """Importing the plugin and probing imports no torch and leaves the environment alone."""
+        """Importing the plugin and probing imports no torch and does not change the environment."""
         found = _run_alone(_PROBE_ALONE, backend.info.name)
         assert not found["torch"], "the plugin's module or its probe imports torch"
         assert found["env"], "the plugin's module or its probe changes the environment"
 
     def test_its_probe_says_yes_where_it_runs(self, backend: Backend) -> None:
-        """This test runs on the backend, so the probe must not deny it here; and it gives a reason."""
+        """This test runs on the backend, so its probe must not answer "no" here; it gives a reason."""
         probed = _probe(backend)
         assert not probed.faulty, probed.result.reason
         assert probed.result.answer != "no"
         assert probed.result.reason
 
     def test_its_probe_is_quick(self, backend: Backend) -> None:
-        """Detection asks every probe in every process."""
+        """Detection runs every probe in every process."""
         assert min(_probe(backend).duration_ms for _ in range(3)) < MAX_PROBE_MS
 
     def test_its_probe_denies_an_empty_machine(self, backend: Backend, tmp_path: Path) -> None:
-        """Without device files, variables and modules, not even torch, nothing can run; the probe does not raise."""
+        """Without device files, variables and modules, even torch, the answer is "no"; the probe does not raise."""
         bare = ProbeContext(env={}, find_spec=lambda name: None, root=tmp_path)
         result = _plugin(backend).manager.hook.hwrl_probe(context=bare)
         assert result.answer == "no"
@@ -74,7 +74,7 @@ def _plugin(backend: Backend) -> Plugin:
 
 
 def _run_alone(code: str, *args: str) -> Any:
-    """Run ``code`` in a fresh interpreter that finds the same packages; return the JSON that it prints."""
+    """Run ``code`` in a new interpreter with the same packages; return its JSON output."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-c", code, *args]
     ended = subprocess.run(command, env=env, text=True, capture_output=True, check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""What a backend promises about weights on their way from a trainer to a rollout, in two real processes."""
+"""The contract of weight transfers from a trainer to a rollout, in two real processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hwrl.comm import PrefixStore, Store, connect_store, raw_bytes
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
-from hwrl.testing.contracts.pair import StoreAddress, place
+from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
 from hwrl.testing.processes import run_processes
 from hwrl.weights import TransportName, WeightReceiver, WeightSender
 
@@ -18,13 +18,13 @@ _SLAB_NBYTES = 1 << 16
 
 
 class WeightsContract:
-    """Every version arrives whole and bit for bit, over each transport."""
+    """Every version arrives complete and bit for bit, over each transport."""
 
     @pytest.mark.parametrize("transport", ["device", "ipc", "host"])
     def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: TransportName) -> None:
         """Scalars, odd sizes, mixed dtypes, every NaN, strided and tied tensors, and one larger than a slab.
 
-        They arrive in memory of the receiver's making, and in tensors that it was given.
+        They arrive in new memory of the receiver, and in given tensors.
         """
         if transport == "device":
             need_two_ranks(backend)
@@ -37,7 +37,7 @@ class WeightsContract:
 
 
 def _send_or_receive(rank: int, name: str, address: str, transport: TransportName) -> object:
-    backend, store = place(rank, name), connect_store(address)
+    backend, store = backend_of_rank(rank, name), connect_store(address)
     if rank == 0:
         return {link: _send(backend, PrefixStore(link, store), transport) for link in _PLACES}
     return {link: _receive(backend, PrefixStore(link, store), link) for link in _PLACES}
@@ -54,7 +54,7 @@ def _send(backend: Backend, store: Store, transport: TransportName) -> list[int]
 
 
 def _receive(backend: Backend, store: Store, link: str) -> dict[int, list[str]]:
-    """Return for each version the names of the tensors that are not what was sent."""
+    """Return for each version the names of tensors with wrong values."""
     wrong = {}
     given = {key: torch.zeros_like(tensor).contiguous() for key, tensor in _weights(backend, 0).items()}
     into = given if link == "in place" else None

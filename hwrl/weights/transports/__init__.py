@@ -1,1 +1,13 @@
-"""The ways in which weights travel: over the device network, by shared device memory, through the host's memory."""
+"""The transports of weights. A new one is a file here and a line in ``TRANSPORTS``."""
+
+from typing import Literal
+
+from hwrl.weights.transport import Transport
+from hwrl.weights.transports.device import DEVICE
+from hwrl.weights.transports.host import HOST
+from hwrl.weights.transports.ipc import IPC
+
+TransportName = Literal["device", "ipc", "host"]
+"""The transports for ``hwrl train``."""
+
+TRANSPORTS: dict[str, Transport] = {"device": DEVICE, "ipc": IPC, "host": HOST}

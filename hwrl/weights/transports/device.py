@@ -1,183 +1,217 @@
-"""The device transport: slab by slab, from the trainer's device to each receiver's, with no copy on the host."""
+"""The device transport: broadcasts slabs from the sender's device to the receivers', without a copy on the host."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from hwrl.comm import Comm, Group, Pending, Store
+from hwrl.comm import Comm, Group, Pending, Store, forget_group, store_failures
 from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
-from hwrl.weights.board import Board, Offer
-from hwrl.weights.buffer import Lease, Place
-from hwrl.weights.checksum import Checksums
-from hwrl.weights.layout import TensorFeed, WeightLayout
+from hwrl.weights.control import Limits, Payload, Proposal
+from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
-from hwrl.weights.roster import Roster
-from hwrl.weights.rounds import Rounds, wire_timeout_s
+from hwrl.weights.slabs import BroadcastBuffer, Checksums, SlabLease, TensorReader
+from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
+
+
+@dataclass(frozen=True)
+class DevicePayload(Payload):
+    """``lanes`` process groups, named ``group``/0, ``group``/1, …"""
+
+    group: str
+    lanes: int
 
 
 class Lanes:
-    """The groups over which slabs travel in turn.
+    """The process groups of one set of receivers; slabs use them in turn.
 
-    On a device with streams there are two: collectives of one group run one behind the other, and the start of each
-    leaves the wire idle for about 10 µs, which the other group's slab fills (docs/benchmarks.md). Elsewhere, one.
+    On a device with streams there are two. Collectives of one group run one after the other, and the start of each
+    leaves the wire idle for about 10 µs; the other group's slab fills this gap (docs/benchmarks.md). Elsewhere one.
     """
 
-    def __init__(self, store: Store, offer: Offer, *, rank: int, backend: Backend) -> None:
-        """Connect with the other ranks of ``offer``; blocks until all came, raises CommError if not."""
-        self.name, self.to = offer.group, offer.to
+    def __init__(self, store: Store, proposal: Proposal, *, rank: int, backend: Backend) -> None:
+        """Connect with the other ranks of ``proposal``; blocks until all came, raises CommError if not."""
+        payload = _payload(proposal)
+        self.name, self.to = payload.group, proposal.to
         self._groups: list[Group] = []
-        self._turn = 0
-        comm, size, wire_s = Comm(backend), 1 + len(offer.to), wire_timeout_s(offer.timeout_s)
+        self._broadcasts = 0
+        options: dict[str, Any] = {"rank": rank, "size": 1 + len(proposal.to)}
+        options["timeout_s"] = Limits(proposal.timeout_s).wire_s
         try:
-            for lane in range(offer.lanes):
-                self._groups.append(
-                    comm.standalone_group(store, rank=rank, size=size, name=f"{offer.group}/{lane}", timeout_s=wire_s)
-                )
+            for lane in range(payload.lanes):
+                self._groups.append(Comm(backend).standalone_group(store, name=f"{payload.group}/{lane}", **options))
         except CommError:
             self.close()
             raise
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of lanes."""
         return len(self._groups)
 
     def broadcast(self, memory: torch.Tensor) -> Pending:
         """Begin to broadcast rank 0's ``memory`` on the next lane; every rank calls this in the same order."""
-        group = self._groups[self._turn % len(self._groups)]
-        self._turn += 1
+        group = self._groups[self._broadcasts % len(self._groups)]
+        self._broadcasts += 1
         return group.broadcast(memory, src=0, async_op=True)
 
     def close(self) -> None:
-        """End what is under way, here and at the peers, and close the groups. Does not wait for the peers.
+        """Abort the operations under way, here and at the peers, and close the groups. Does not wait for the peers.
 
-        A library's own end may: it is a collective, too, for which a peer that is idle or dead does not come.
+        Closing a group without an abort may wait: it is a collective, and an idle or dead peer does not join it.
         """
 
         def abort(group: Group) -> None:
-            with contextlib.suppress(CommError, UnsupportedError):  # it cannot, and closing waits for what is under way
+            with contextlib.suppress(CommError, UnsupportedError):  # without abort, closing waits for the operations
                 group.abort("the transfer is over")
 
-        with ThreadPoolExecutor(max(1, self.count)) as threads:  # at once: one's end may wait for the other's work
+        with ThreadPoolExecutor(max(1, self.count)) as threads:  # at once: ending one may wait for the other
             list(threads.map(abort, self._groups))
         for group in self._groups:
             group.close()
 
 
-def lanes_on(backend: Backend) -> int:
-    """Return how many lanes serve ``backend`` best."""
-    return 2 if backend.supports(Capability.STREAMS).usable else 1
+class DeviceSender:
+    """Rank 0 of process groups with the receivers; the groups stay until the receivers change.
 
-
-class DeviceSender(Rounds):
-    """Rank 0 of standalone groups with the receivers, which are made anew only when the receivers change.
-
-    ``slabs`` broadcasts are under way at most; only so much of ``named`` is read ahead and held.
+    At most ``slabs`` broadcasts are under way, and only so many slabs of tensors are read ahead.
     """
 
-    def __init__(
-        self, board: Board, roster: Roster, layout: WeightLayout, *, backend: Backend, slabs: int, timeout_s: float
-    ) -> None:
-        super().__init__(board, roster, layout, backend=backend, slabs=slabs, timeout_s=timeout_s)
-        self._slabs = slabs
+    def __init__(self, context: SenderContext) -> None:
+        self._context = context
+        self._buffer = BroadcastBuffer(context.layout, backend=context.backend, slabs=context.slabs)
+        self._sums = Checksums(context.layout, device=context.backend.device())
         self._lanes: Lanes | None = None
 
-    def _begin(self, offer: Offer) -> Offer:
-        if self._lanes is not None and self._lanes.to != offer.to:
-            self._break_off()
-        name = f"{offer.epoch}.{offer.number}" if self._lanes is None else self._lanes.name
-        return replace(offer, group=name, lanes=lanes_on(self._backend))
+    def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
+        """Name the groups: those of the last round if the receivers are the same."""
+        if self._lanes is not None and self._lanes.to != to:
+            self.abort()
+        name = f"{self._context.epoch}.{number}" if self._lanes is None else self._lanes.name
+        streams = self._context.backend.supports(Capability.STREAMS).usable
+        return DevicePayload(name, 2 if streams else 1)
 
-    def _move(self, offer: Offer, feed: TensorFeed, clock: StageClock) -> None:
+    def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
+        """Broadcast the slabs in the layout's order, then the checksums."""
         if self._lanes is None:
-            self._lanes = Lanes(self._board.store, offer, rank=0, backend=self._backend)
-        under_way = collections.deque[tuple[Pending, Lease, list[torch.Tensor]]]()
-        for index, slab in enumerate(self._layout.slabs):
+            self._lanes = Lanes(self._context.store, sending.proposal, rank=0, backend=self._context.backend)
+        under_way = collections.deque[tuple[Pending, SlabLease, list[torch.Tensor]]]()
+        for index, slab in enumerate(self._context.layout.slabs):
             with clock("gather"):
-                tensors = feed.of(slab)
+                tensors = reader.tensors_of(slab)
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
             pending = self._lanes.broadcast(lease.memory)
             lease.in_use_until(pending)
             under_way.append((pending, lease, tensors))
             self._sums.add(index, lease.memory)
-            if len(under_way) >= self._slabs:
+            if len(under_way) >= self._context.slabs:
                 under_way.popleft()[0].wait()
-        feed.finish()
+        reader.finish()
         for pending, *_ in under_way:
             pending.wait()
         self._lanes.broadcast(self._sums.values).wait()
 
-    def _break_off(self) -> None:
+    def abort(self) -> None:
+        """Close the groups."""
         lanes, self._lanes = self._lanes, None
-        self._buffer.free_all()
+        self._buffer.forget_pending()
         if lanes is not None:
             lanes.close()
 
+    def end_round(self, sending: SenderRound) -> None:
+        """Do nothing: the groups stay for the next round."""
 
-class DeviceReceiver:
-    """A receiver's end of the groups."""
+    def forget(self, payloads: Sequence[Payload], *, kept: Sequence[Payload]) -> None:
+        """Delete the keys of groups that no proposal names any longer."""
+        groups = {payload.group for payload in payloads if isinstance(payload, DevicePayload)}
+        for name in groups - {payload.group for payload in kept if isinstance(payload, DevicePayload)}:
+            with store_failures():
+                forget_group(self._context.store, name=name)
 
-    def __init__(self, board: Board, *, backend: Backend, slabs: int) -> None:
-        self._board, self._backend, self._slabs = board, backend, slabs
-        self._lanes: Lanes | None = None
-
-    def receive(self, offer: Offer, member: int, place: Place, sums: Checksums, clock: StageClock) -> torch.Tensor:
-        """Receive ``offer`` into ``place`` and its sums into ``sums``; return the sender's sums, for comparison.
-
-        Blocks until the collectives are done. Raises CommError if one was lost.
-        """
-        try:
-            lanes = self._lanes_for(offer, member)
-            with clock.span(self._backend):
-                theirs, newest = self._receive_slabs(lanes, place, sums)
-            for pending in newest:
-                pending.complete()  # before anything waits for the device, which a lost sender would leave hanging
-            return theirs
-        except BaseException:  # the groups are out of step, whatever ended the receiving
-            self.close()
-            raise
+    def release(self) -> None:
+        """Free the ring."""
+        self._buffer.release()
 
     def close(self) -> None:
+        """Do nothing: the groups are closed by abort."""
+
+
+class DeviceReceiver:
+    """A receiver's rank of the groups."""
+
+    def __init__(self, context: ReceiverContext) -> None:
+        self._context = context
+        self._lanes: Lanes | None = None
+
+    def receive(
+        self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
+    ) -> torch.Tensor:
+        """Receive the slabs, then the sender's sums. Blocks until the collectives are done."""
+        try:
+            lanes = self._lanes_for(receiving)
+            with clock.span(self._context.backend):
+                theirs, newest = self._receive_slabs(lanes, destination, sums)
+            for pending in newest:
+                pending.complete()  # before a wait for the device: that one would hang if the sender is lost
+            return theirs
+        except BaseException:  # the groups are out of step
+            self.abort()
+            raise
+
+    def abort(self) -> None:
         """Close the groups."""
         lanes, self._lanes = self._lanes, None
         if lanes is not None:
             lanes.close()
 
-    def _lanes_for(self, offer: Offer, member: int) -> Lanes:
-        if self._lanes is None or self._lanes.name != offer.group:
-            self.close()
-            rank = 1 + offer.to.index(member)
-            self._lanes = Lanes(self._board.store, offer, rank=rank, backend=self._backend)
+    def close(self) -> None:
+        """Close the groups."""
+        self.abort()
+
+    def _lanes_for(self, receiving: ReceiverRound) -> Lanes:
+        proposal = receiving.proposal
+        if self._lanes is None or self._lanes.name != _payload(proposal).group:
+            self.abort()
+            self._lanes = Lanes(self._context.store, proposal, rank=receiving.rank, backend=self._context.backend)
         return self._lanes
 
     def _receive_slabs(
-        self, lanes: Lanes, place: Place, sums: Checksums
+        self, lanes: Lanes, destination: Destination, sums: Checksums
     ) -> tuple[torch.Tensor, collections.deque[Pending]]:
         """Queue the whole transfer; return the sender's sums and the last operation of each lane."""
-        under_way: collections.deque[tuple[Pending, Lease]] = collections.deque()
+        under_way: collections.deque[tuple[Pending, SlabLease]] = collections.deque()
         newest: collections.deque[Pending] = collections.deque(maxlen=lanes.count)
         for index in range(sums.slabs):
-            if len(under_way) >= self._slabs:
-                _land(*under_way.popleft(), place, sums)
-            lease = place.room(index)
+            if len(under_way) >= self._context.slabs:
+                _store(*under_way.popleft(), destination, sums)
+            lease = destination.memory_for(index)
             newest.append(lanes.broadcast(lease.memory))
             under_way.append((newest[-1], lease))
         while under_way:
-            _land(*under_way.popleft(), place, sums)
+            _store(*under_way.popleft(), destination, sums)
         theirs = torch.empty_like(sums.values)
         newest.append(lanes.broadcast(theirs))
         newest[-1].wait()
         return theirs, newest
 
 
-def _land(pending: Pending, lease: Lease, place: Place, sums: Checksums) -> None:
+def _store(pending: Pending, lease: SlabLease, destination: Destination, sums: Checksums) -> None:
     pending.wait()
     sums.add(lease.index, lease.memory)
-    place.land(lease)
+    destination.store(lease)
+
+
+def _payload(proposal: Proposal) -> DevicePayload:
+    assert isinstance(proposal.payload, DevicePayload), "proposals are read with their transport's payload"
+    return proposal.payload
+
+
+DEVICE = Transport(DevicePayload, DeviceSender, DeviceReceiver)

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.cli import main
-from hwrl.run.config import Config
-from hwrl.run.report import PlainView
-from hwrl.run.summary import Summary
+from hwrl.run import Config, PlainView, Summary
 from hwrl_bench.async_training import SMOOTHED_STEPS, compare, table
 from hwrl_bench.training_runs import History
 

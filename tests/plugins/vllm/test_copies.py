@@ -124,7 +124,7 @@ def transposes(model: Any, weights: Weights) -> None:
         (leaves_a_gap, r"a parameter of shape \(6, 3\) is not written once and whole"),
         (writes_twice, "is not written once and whole"),
         (writes_something_else_over_it, "something else is copied over"),
-        (keeps_a_copy, "is kept beside the parameters"),
+        (keeps_a_copy, "are kept outside the parameters"),
         (transposes, "not contiguous"),
     ],
 )

@@ -16,7 +16,7 @@ import hwrl_npu
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutSettings
 from hwrl_vllm.lora import lora_arguments
-from hwrl_vllm.options import engine_arguments, places_of
+from hwrl_vllm.options import engine_arguments, keys_in
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
@@ -63,13 +63,13 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
         ("logprobs_mode", "right only with 'processed_logprobs'"),
         ("stream_interval", "right only with 1"),
         ("lora_target_modules", r"set model\.target_modules"),
-        ("scheduler_cls", "no token is scheduled before an update and comes out after it"),
-        ("logits_processors", r"nothing but rollout\.temperature may shape"),
+        ("scheduler_cls", "no token is scheduled before an update and appears after it"),
+        ("logits_processors", r"only rollout\.temperature may shape"),
         ("speculative_config", "a draft model would get no weights"),
-        ("trust_remote_code", "hwrl runs no code that comes with a model"),
+        ("trust_remote_code", "hwrl runs no code from a model directory"),
         ("hf_overrides", "another model than the trainer"),
-        ("kv_transfer_config", "outside the engine may come from other weights"),
-        ("offload_group_size", "an update would miss some"),
+        ("kv_transfer_config", "outside the engine may hold results of other weights"),
+        ("offload_group_size", "an update would miss them"),
         ("no_such_thing_at_all", "has no such engine argument"),
     ],
 )
@@ -87,7 +87,7 @@ def test_an_option_that_is_not_the_users_is_refused_with_the_remedy(name: str, r
     ],
 )
 def test_what_vllm_refuses_is_answered_with_the_keys_that_say_it(message: str, places: str) -> None:
-    assert places_of(message, ["block_size", "enforce_eager"]) == places
+    assert keys_in(message, ["block_size", "enforce_eager"]) == places
 
 
 @needs_vllm

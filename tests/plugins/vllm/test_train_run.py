@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_lora_run import LORA, adapter_nbytes, base_nbytes, sent
-from tests.run.test_train_run import assert_whole, demo, start  # noqa: F401 - fixtures
-from tests.support.train_run import Run
+from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, base_nbytes, sent
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
@@ -20,33 +18,33 @@ WORKER = "VLLM::Worker"
 VLLM = ("rollout.engine=vllm", "rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}")
 
 
-def test_a_run_on_vllm_goes_on_when_a_replica_is_killed(start: Callable[..., Run]) -> None:  # noqa: F811 - the fixture
+def test_a_run_on_vllm_goes_on_when_a_replica_is_killed(start: Callable[..., Run]) -> None:
     run = start("rollout.replicas=2", *VLLM)
-    run.await_step(3, timeout_s=500.0)
+    run.wait_for_step(3, timeout_s=500.0)
     assert run.kill("ray::RolloutActor", at_most=1) == 1
-    run.await_output("a new replica starts")
+    run.wait_for_output("a new replica starts")
     assert run.wait(timeout_s=500.0) == 0, run.output()
     assert_whole(run)
 
 
-def test_a_replica_of_two_workers_that_is_killed_leaves_none_of_them(start: Callable[..., Run]) -> None:  # noqa: F811 - the fixture
+def test_a_replica_of_two_workers_that_is_killed_leaves_none_of_them(start: Callable[..., Run]) -> None:
     run = start("rollout.tensor_parallel=2", *VLLM)
-    run.await_step(3, timeout_s=500.0)
+    run.wait_for_step(3, timeout_s=500.0)
     workers = run.processes(WORKER)
     assert len(workers) == 2 and run.kill("ray::RolloutActor") == 1
-    run.await_output("a new replica starts")
-    run.await_step(int(run.metrics()[-1]["step"]) + 2, timeout_s=500.0)
+    run.wait_for_output("a new replica starts")
+    run.wait_for_step(int(run.metrics()[-1]["step"]) + 2, timeout_s=500.0)
     assert not set(workers) & set(run.processes(WORKER))
     assert run.wait(timeout_s=500.0) == 0, run.output()
     assert not run.processes(WORKER)
     assert_whole(run)
 
 
-def test_a_killed_replica_of_an_adapters_run_gets_the_base_again(start: Callable[..., Run], demo: Path) -> None:  # noqa: F811 - the fixture
+def test_a_killed_replica_of_an_adapters_run_gets_the_base_again(start: Callable[..., Run], demo: Path) -> None:
     run = start(*LORA, *VLLM)
-    run.await_step(3, timeout_s=500.0)
+    run.wait_for_step(3, timeout_s=500.0)
     assert run.kill("ray::RolloutActor") == 1
-    run.await_output("a new replica starts")
+    run.wait_for_output("a new replica starts")
     assert run.wait(timeout_s=500.0) == 0, run.output()
     assert_whole(run)
     assert sent(run, "base_nbytes")[1:3] == [0, 0] and sum(sent(run, "base_nbytes")) == 2 * base_nbytes(demo)

@@ -1,0 +1,31 @@
+"""The last files of a checkpoint: layout, extra state and manifest. See :func:`seal`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hwrl.checkpoint.directory.durable import DurableFS
+from hwrl.checkpoint.format.layout import Json, require_readable, write_torch_metadata
+from hwrl.checkpoint.format.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
+
+
+def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manifest: Manifest) -> None:
+    """Add layout, extra state and manifest to a draft, and make all of it durable.
+
+    ``manifest`` names the draft's other files. Raises ValueError or TypeError if the checkpoint could not be read.
+    """
+    if manifest.nodes == 1:
+        write_torch_metadata(fs, draft, entries)
+    else:  # torch's tools would take one node's part for the whole checkpoint
+        require_readable(entries)
+    for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
+        fs.write_file(draft / name, json.dumps(content).encode())
+    manifest_content = replace(manifest, files={**manifest.files, **fs.take_records(draft)}).to_bytes()
+    Manifest.from_bytes(manifest_content)  # raises if it could not be resumed
+    fs.write_file(draft / MANIFEST_NAME, manifest_content)
+    fs.take_records(draft)
+    for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
+        fs.sync_directory(directory)

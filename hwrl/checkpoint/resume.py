@@ -1,0 +1,147 @@
+"""Finding and loading the newest good checkpoint: :class:`ResumeProtocol`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # the planner uses the same names
+
+from hwrl.checkpoint.format.loading import LayoutReader, plan_load, require_all_wanted
+from hwrl.checkpoint.format.manifest import (
+    CheckpointInfo,
+    Skipped,
+    corrupt_error,
+    inspect_checkpoint,
+    read_extra,
+    step_name,
+    verify_files,
+)
+from hwrl.checkpoint.format.planners import distinct_names
+from hwrl.checkpoint.saving.agreement import Agreement, Message
+from hwrl.checkpoint.saving.inventory import Inventory
+from hwrl.checkpoint.saving.nodes import Node
+from hwrl.checkpoint.saving.state import require_memory
+from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A loaded checkpoint, its ``extra``, and its ``rank_extras``, one for each saving rank.
+
+    ``skipped`` are the bad checkpoints among the newer ones.
+    """
+
+    info: CheckpointInfo
+    extra: dict[str, Any]
+    rank_extras: list[dict[str, Any]]
+    skipped: list[Skipped]
+
+    @property
+    def step(self) -> int:
+        """The loaded step."""
+        return self.info.step
+
+
+@dataclass(frozen=True)
+class _Damage(Message):
+    """Why a rank's files cannot be trusted; None if they can."""
+
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class _UnwantedNames(Message):
+    """Names in the checkpoint of ``node``, but not in one rank's state."""
+
+    node: int
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class ResumeProtocol:
+    """Loads checkpoints in ``path``, on all ranks of ``agreement`` together.
+
+    Checkpoints with wrong content are added to ``damaged``: the next save puts them aside.
+    """
+
+    path: Path
+    agreement: Agreement
+    node: Node
+    damaged: list[Path]
+
+    def resume(self, state: dict[str, Any], inventory: Inventory, *, step: int | None) -> Resumed | None:
+        """Load the newest good checkpoint, or exactly ``step``, into ``state``."""
+        skipped = [Skipped(self.path / name, reason) for name, reason in inventory.skipped.items()]
+        for one in skipped:
+            _log.warning("skipping %s: %s", one.path, one.reason)
+        candidates = inventory.complete[::-1]
+        if step is not None:
+            candidates, skipped = [self._require(step, inventory)], []
+        for candidate in candidates:
+            path = self.path / step_name(candidate)
+            reason = self._find_damage(path)
+            if reason is None:
+                return self._load(inspect_checkpoint(path), state, skipped)
+            _log.warning("skipping %s: %s", path, reason)
+            skipped.append(Skipped(path, reason))
+            self.damaged.append(path)
+        if not candidates and not inventory.lost:
+            return None
+        if step is not None:
+            raise corrupt_error(skipped[0].path, skipped[0].reason)
+        raise CheckpointNotFoundError(
+            f"no checkpoint in {self.path} is whole",
+            why="; ".join(f"{one.path.name}: {one.reason}" for one in skipped),
+            fix="restore one of them from a copy, or start in an empty directory",
+        )
+
+    def _require(self, step: int, inventory: Inventory) -> int:
+        if step in inventory.complete:
+            return step
+        if (name := step_name(step)) in inventory.skipped:
+            raise corrupt_error(self.path / name, inventory.skipped[name])
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint of step {step} in {self.path}",
+            why=f"it holds steps {inventory.complete}",
+            fix="choose one of these, or give no step for the newest",
+        )
+
+    def _find_damage(self, path: Path) -> str | None:
+        """Return why the checkpoint in ``path`` cannot be trusted, None if it can. The ranks share the reading."""
+        with self.agreement.round() as ranks:
+            answers = ranks.gather(_Damage(self._damage_in_share(path)))
+            first = None
+            if answers is not None:
+                first = next((answer for answer in answers if answer.reason is not None), _Damage(None))
+            return ranks.broadcast(first, _Damage).reason
+
+    def _damage_in_share(self, path: Path) -> str | None:
+        """Verify this rank's share of the files on its node."""
+        try:
+            info = inspect_checkpoint(path)
+            names = sorted(info.manifest.files)
+            verify_files(info, names[self.node.rank :: len(self.node.agreement.ranks)])
+        except CheckpointCorruptError as exc:
+            return exc.why
+        return None
+
+    def _load(self, info: CheckpointInfo, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
+        """Load ``info`` into ``state``. No rank begins before the state of every rank is known to fit."""
+        reader = LayoutReader(info)
+        with torch.device("cpu"):  # torch's reader must not allocate on the caller's default device
+            with self.agreement.round() as ranks:
+                with distinct_names(CheckpointError):
+                    require_memory(flatten_state_dict(state)[0])
+                load = plan_load(info, reader, reader.read_metadata(), state)
+                answers = ranks.gather(_UnwantedNames(self.node.number, load.unwanted))
+                if answers is not None:
+                    require_all_wanted([(answer.node, answer.names) for answer in answers])
+            with self.agreement.vote():
+                load.run()
+        return Resumed(info, *read_extra(info), skipped)

@@ -1,0 +1,140 @@
+"""One part of an offloader, the parameters or the optimizer's state: :class:`OffloadablePart`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hwrl.interfaces import Backend
+from hwrl.memory.fingerprint import bytes_of, fingerprints
+from hwrl.memory.guards import Guards
+from hwrl.memory.lending import Loans
+from hwrl.memory.pool import PinnedPool
+from hwrl.memory.slabs import batches
+from hwrl.memory.storages import NamedTensors, SharedStorage, device_storages, require_resizing, stored_tensors
+
+_ALIGNMENT_NBYTES = 512
+
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Pairs of target and source."""
+
+
+@dataclass(frozen=True)
+class StorageCopy:
+    """A storage's copy in the slab: its range, and the storage's version counters and fingerprint at that time."""
+
+    start: int
+    nbytes: int
+    versions: tuple[int, ...]
+    fingerprint: int
+
+
+class OffloadablePart:
+    """The storages of one part, and their copies in one slab.
+
+    To the host: ``find_storages``, ``copies_to_host``, ``forbid_use``, ``free_device``. To the device:
+    ``copies_to_device``, ``allow_use``, ``drop_storages``. After an error on the way to the host: ``copies_to_device``
+    if it was freed, then ``allow_use``. After an error on the way to the device: ``forbid_use``, ``free_device``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        find: Callable[[], NamedTensors],
+        guards: Guards,
+        *,
+        batch_nbytes: int,
+        excluding: Callable[[], NamedTensors] = tuple,
+    ) -> None:
+        self.name, self._backend = name, backend
+        self._find, self._excluding, self._guards, self._batch_nbytes = find, excluding, guards, batch_nbytes
+        self._slab: torch.Tensor | None = None
+        self._slab_content: dict[int, StorageCopy] = {}  # by start
+        self._storages: list[SharedStorage] = []
+        self._copies: list[tuple[torch.UntypedStorage, StorageCopy]] = []  # in the order of the slab
+        self._starts: dict[int, int] = {}  # by storage, while offloaded
+        self._loans = Loans()
+        self.offloaded = False
+
+    def find_storages(self) -> None:
+        """Find the storages. Raises, with the tensor's name, if one cannot be moved. Changes nothing."""
+        excluded = {tensor.storage_key for tensor in stored_tensors(self._excluding())}
+        tensors = [tensor for tensor in stored_tensors(self._find()) if tensor.storage_key not in excluded]
+        self._storages = device_storages(tensors, self.name, device_type=self._backend.info.device_type)
+        if self._storages:
+            require_resizing(self._storages[0].storage.device)
+
+    def copies_to_host(self, pool: PinnedPool) -> Iterator[Copies]:
+        """Yield batches of copies to the host, for storages with new content; changes nothing on the device.
+
+        It compares a batch with the host's content when the caller takes it, while the previous batch is copied.
+        """
+        starts = list(itertools.accumulate(map(_aligned_nbytes, self._storages), initial=0))
+        slab = pool.slab(self.name, nbytes=starts[-1])
+        if slab is not self._slab:
+            self._slab, self._slab_content = slab, {}
+        # The slab's content is unknown until all copies are complete; free_device records it again.
+        known, self._slab_content, self._copies = self._slab_content, {}, []
+        placed = zip(self._storages, starts, strict=False)
+        for batch in batches(placed, lambda pair: pair[0].storage.nbytes(), nbytes=self._batch_nbytes):
+            to_copy = []
+            prints = fingerprints([shared.storage for shared, _ in batch])
+            for (shared, start), fingerprint in zip(batch, prints, strict=True):
+                copy = StorageCopy(start, shared.storage.nbytes(), shared.versions, fingerprint)
+                self._copies.append((shared.storage, copy))
+                if known.get(start) != copy:
+                    self._loans.wait(start)
+                    to_copy.append((slab[start : start + copy.nbytes], bytes_of(shared.storage)))
+            yield to_copy
+
+    def forbid_use(self) -> None:
+        """Make every use of the part raise."""
+        classes = (tensor.wrapper_class for shared in self._storages for tensor in shared.tensors)
+        self._guards.install(wrapper_class=next(filter(None, classes), None))
+
+    def free_device(self) -> None:
+        """Free the device memory. The slab holds all of its content, and uses are forbidden."""
+        self._slab_content = {copy.start: copy for _, copy in self._copies}
+        self._starts = {storage._cdata: copy.start for storage, copy in self._copies}
+        self.offloaded = True
+        for storage, _ in self._copies:
+            storage.resize_(0)
+
+    def copies_to_device(self) -> Iterator[Copies]:
+        """Allocate the device memory again, batch by batch, and yield the copies to fill it.
+
+        It allocates a batch while the previous one is copied. After an error it also fills memory that was not freed,
+        because its content is unknown.
+        """
+        assert self._slab is not None, "copied to the host before"
+        for batch in batches(self._copies, lambda pair: pair[1].nbytes, nbytes=self._batch_nbytes):
+            for storage, copy in batch:
+                if storage.nbytes() != copy.nbytes:
+                    storage.resize_(copy.nbytes)
+            yield [(bytes_of(storage), self._slab[copy.start : copy.start + copy.nbytes]) for storage, copy in batch]
+
+    def allow_use(self) -> None:
+        """Allow every use again. The device has all of the part."""
+        self.offloaded = False
+        self._guards.remove()
+
+    def drop_storages(self) -> None:
+        """Drop the references to the storages of a part on the device, so tensors replaced later are freed."""
+        self._storages, self._copies, self._starts = [], [], {}
+
+    def drop_slab(self) -> None:
+        """Drop the host's copies of a part on the device."""
+        self._slab, self._slab_content = None, {}
+
+    @property
+    def lendable(self) -> tuple[torch.Tensor, Mapping[int, int], Loans] | None:
+        """The slab, the start of each storage's copy in it, and its loans; None unless the part is offloaded."""
+        return None if self._slab is None or not self.offloaded else (self._slab, self._starts, self._loans)
+
+
+def _aligned_nbytes(shared: SharedStorage) -> int:
+    return -(-shared.storage.nbytes() // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES

@@ -1,0 +1,161 @@
+"""The devices of a run on Ray: reserve them, tell each process its own, and check the processes' reports."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hwrl.discovery import process_env
+from hwrl.errors import ConfigError
+from hwrl.interfaces import Backend
+from hwrl.run.cluster.placement import (
+    DeviceReports,
+    HeldDevices,
+    ProcessDevices,
+    Reservation,
+    has_devices,
+    machine_devices,
+    number_by_machine,
+    plan_placement,
+)
+from hwrl.run.cluster.ray_session import local_devices
+from hwrl.run.config import Config
+from hwrl.run.inputs import is_local
+
+RESERVE_TIMEOUT_S = 60.0
+
+
+class RunDevices:
+    """Reserves the devices of a run, and knows which process uses which.
+
+    :attr:`ranks` and :attr:`replicas` map the names of the processes to their reservations. The constructor may reserve
+    devices in Ray; :meth:`close` returns them. It raises ConfigError if there are too few devices, or if weights
+    cannot reach every process.
+    """
+
+    def __init__(self, config: Config, backend: Backend) -> None:
+        self._backend, devices = backend, backend.devices
+        resource, divided = devices.ray_resource or "CPU", has_devices(backend)
+        if divided and devices.ray_resource is None and not is_local():
+            raise _not_countable(backend.info.name)
+        self.plan = plan_placement(
+            config,
+            backend,
+            devices=local_devices(config) if is_local() else int(ray.available_resources().get(resource, 0)),
+            one_machine=is_local() or sum(node["Alive"] for node in ray.nodes()) == 1,
+        )
+        assignment = self.plan.assignment
+        self.ranks = {f"trainer rank {rank}": one for rank, one in enumerate(assignment.ranks)}
+        self.replicas = {f"replica-{index}": one for index, one in enumerate(assignment.replicas)}
+        self._reports = DeviceReports([*self.ranks, *self.replicas])
+        self._driver_env = {name: value for name, value in os.environ.items() if name == devices.visible_variable}
+        self._opens: tuple[int, ...] = ()
+        if self.plan.transport == "ipc":
+            self._opens = machine_devices(os.environ, devices, count=backend.device_count())
+        self._reserve(resource, divided=divided, wide=config.rollout.tensor_parallel > 1)
+
+    def devices_of(self, process: str) -> ProcessDevices:
+        """Return the devices for ``process``."""
+        devices = self._reservation(process).devices
+        return ProcessDevices(
+            count=len(devices),
+            indices=tuple(self._numbers[device] for device in devices) if self._numbers else (),
+            env=self._driver_env if is_local() else None,
+            opens=self._opens if process in self.replicas else (),
+        )
+
+    def ray_options(self, process: str) -> dict[str, Any]:
+        """Return Ray's options for the actor of ``process``: its devices, and its backend's environment variables."""
+        reservation, assignment = self._reservation(process), self.plan.assignment
+        options = self._backend.devices.ray_options(reservation.share * len(reservation.devices))
+        if self._group is not None:
+            bundle = assignment.bundles.index(reservation.devices)
+            strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
+            options = {"num_cpus": 0, **options, "scheduling_strategy": strategy}
+        variables = process_env(
+            "trainer" if process in self.ranks else "rollout",
+            exports_memory=process in self.ranks and self.plan.transport == "ipc",
+            shares_device=assignment.shared,
+            devices=self.devices_of(process).indices,
+        )
+        return options | ({"runtime_env": {"env_vars": variables}} if variables else {})
+
+    def check_report(self, process: str, held: HeldDevices | None) -> None:
+        """Record the reported devices of ``process``; None if its backend has none.
+
+        Raises PlacementError if another process uses one of them and the plan does not let them share.
+        """
+        if held is not None:
+            self._reports.add(process, self._reservation(process), held)
+
+    def forget(self, process: str) -> None:
+        """Drop the report of a dead process."""
+        self._reports.remove(process)
+
+    def describe(self) -> str:
+        """Return the reported devices of all processes, in words."""
+        if not has_devices(self._backend):
+            return "all share the hosts' processors"
+        return f"{self._reports}; {self.plan.assignment}"
+
+    def close(self) -> None:
+        """Return the reserved devices to Ray."""
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+
+    def _reservation(self, process: str) -> Reservation:
+        return self.ranks[process] if process in self.ranks else self.replicas[process]
+
+    def _reserve(self, resource: str, *, divided: bool, wide: bool) -> None:
+        """Reserve a placement group where Ray alone would place processes wrongly; number the devices.
+
+        Without a group, Ray might put replicas on the device of a rank, or leave no machine with enough devices for a
+        ``wide`` replica. If Ray does not number the devices of this resource, the bundles of the group number them.
+        """
+        assignment, local = self.plan.assignment, is_local()
+        ray_numbers = not local and resource in ray.get(ray.remote(num_cpus=0)(_numbered_resources).remote())
+        self._group: Any = None
+        if assignment.shared or wide or (divided and not local and not ray_numbers):
+            self._group = reserve_together(assignment.bundles, resource)
+        self._numbers: dict[int, int] = {}
+        if divided and local:
+            self._numbers = {device: device for device in range(assignment.devices)}
+        elif divided and not ray_numbers:
+            self._numbers = number_by_machine(assignment.bundles, _machines(self._group))
+
+
+def reserve_together(bundles: list[tuple[int, ...]], resource: str, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Any:
+    """Return a placement group of ``bundles``. Raises ConfigError if Ray cannot reserve it within ``timeout_s``."""
+    group = ray.util.placement_group([{resource: len(devices)} for devices in bundles])
+    if not group.wait(timeout_s):
+        ray.util.remove_placement_group(group)
+        widest = max(len(devices) for devices in bundles)
+        raise ConfigError(
+            "the run's processes cannot be placed",
+            why=f"Ray could not reserve devices for all {len(bundles)} in {timeout_s:g} s; the widest needs {widest} "
+            "on one machine",
+            fix="lower rollout.tensor_parallel to the free devices of one machine, or add machines",
+        )
+    return group
+
+
+def _numbered_resources() -> list[str]:
+    """Return the resources whose devices Ray numbers for each worker."""
+    return list(ray.get_runtime_context().get_accelerator_ids())
+
+
+def _machines(group: Any) -> list[str]:
+    """Return the machine of each bundle of a placement group."""
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[index] for index in range(len(nodes))]
+
+
+def _not_countable(backend: str) -> ConfigError:
+    return ConfigError(
+        f"the devices of backend {backend!r} cannot be counted on a cluster",
+        why="RAY_ADDRESS names a cluster, and the backend's DeviceMap has no ray_resource",
+        fix="set ray_resource and start the cluster's nodes with that resource, or unset RAY_ADDRESS",
+    )

@@ -1,0 +1,249 @@
+"""Ray for the duration of a run: join a cluster, or start a private Ray on this machine and end it again."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hwrl.discovery import get_backend
+from hwrl.errors import ConfigError, EngineError, attempt_all
+from hwrl.run.cluster.placement import has_devices, plan_placement
+from hwrl.run.cluster.ray_security import admits_without_token, has_token, private_ray
+from hwrl.run.config import Config
+from hwrl.run.inputs import is_local
+
+_TOKEN_ADVICE_LOGGER = "ray._private.authentication.authentication_token_setup"
+"""Ray advises here how to turn token authentication off. The run has chosen it, so we hide the advice."""
+_CLIENT_SCHEME = "ray://"
+_CLIENT_PORT = 10001
+_SHUTDOWN_LOG_S = 10.0
+_SHUTDOWN_LOGS_BEFORE_KILL = 3
+
+_starting = False
+"""Whether this process is starting Ray at the moment."""
+
+
+@contextmanager
+def ray_cluster(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
+    """Join the cluster in RAY_ADDRESS, or start a Ray on this machine with room for the run's actors.
+
+    A started Ray has its own process groups: a signal to the group of this process, from timeout(1) or a job manager,
+    does not reach Ray, and the run can still save a checkpoint. Ray ends when this process ends, for any reason; two of
+    its agents may need another minute.
+    """
+    with _start(config, log=log) if is_local() else _join(config, log=log):
+        try:
+            yield
+        except BaseException as error:
+            attempt_all(partial(_end_ray, log), after=error)
+            raise
+        _end_ray(log)
+
+
+# -- the end --------------------------------------------------------------------------------------------------------
+
+
+def _end_ray(log: Callable[[str], None]) -> None:
+    """Disconnect from Ray, and end a Ray that this process started. Blocks; logs if it takes long.
+
+    Ray waits for its own processes. After a while we kill the children of this process among them: they may be frozen.
+    """
+    ended = threading.Event()
+    threading.Thread(target=_watch_shutdown, args=[ended, log], name="end of Ray", daemon=True).start()
+    try:
+        ray.shutdown()
+    except OSError as exc:
+        raise EngineError(
+            "Ray did not end cleanly",
+            why=str(exc),
+            fix="end the remaining processes called raylet and gcs_server; check the limits (ulimit -a)",
+        ) from exc
+    finally:
+        ended.set()
+
+
+def _watch_shutdown(ended: threading.Event, log: Callable[[str], None]) -> None:
+    for count in itertools.count(1):
+        if ended.wait(_SHUTDOWN_LOG_S):
+            return
+        log(f"waiting for Ray to end its processes for {count * _SHUTDOWN_LOG_S:g} s")
+        if count == _SHUTDOWN_LOGS_BEFORE_KILL:
+            for pid in _children_of_ray():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _children_of_ray() -> list[int]:
+    """Return the children of this process that belong to Ray: raylet, GCS and their helpers."""
+    children = [
+        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+    return [pid for pid in children if b"/ray/" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+# -- a private Ray on this machine ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _start(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
+    plan_placement(config, get_backend(), devices=local_devices(config), one_machine=True)  # raises before Ray starts
+    log("starting Ray on this machine")
+    with private_ray() as directory:
+        try:
+            with _own_process_groups(), _without_token_advice():
+                _connect(
+                    config, address="local", include_dashboard=False, _temp_dir=str(directory), **_resources(config)
+                )
+        except Exception as exc:
+            ray.shutdown()  # ends the started parts
+            raise not_started(exc, file_limit=resource.getrlimit(resource.RLIMIT_FSIZE)[0]) from exc
+        if not ray.nodes()[0]["NodeManagerAddress"].startswith("127."):
+            log("warning: this version of Ray listens on all interfaces; its token keeps others out")
+        yield
+
+
+def not_started(exc: Exception, *, file_limit: int) -> EngineError:
+    """Return the error for a failed start of Ray. ``file_limit`` is the limit on a file's size, in bytes."""
+    limited = file_limit != resource.RLIM_INFINITY
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    limit = f"; files may have {file_limit:,} bytes here (ulimit -f), and Ray's object store is one file"
+    return EngineError(
+        "Ray did not start on this machine",
+        why=f"{type(exc).__name__}: {lines[0] if lines else 'no reason given'}{limit if limited else ''}",
+        fix="run `ulimit -f unlimited` first"
+        if limited
+        else "check the limits of this shell (ulimit -a), memory, /dev/shm and the disk of RAY_TMPDIR or TMPDIR",
+    )
+
+
+def local_devices(config: Config) -> int:
+    """Return the number of devices on this machine; without devices, the number of processes to place on it."""
+    if has_devices(get_backend()):
+        return get_backend().device_count()
+    return max(config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel, os.cpu_count() or 1)
+
+
+def _resources(config: Config) -> dict[str, Any]:
+    """Return this machine's resources for Ray. Ray itself finds only the devices of some vendors."""
+    devices, count = get_backend().devices, local_devices(config)
+    resources = {} if devices.ray_resource is None else devices.ray_options(count)
+    return resources | {"num_cpus": max(count, os.cpu_count() or 1)}
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Give each process forked in this block its own process group.
+
+    Ray forks its processes itself, by Popen with preexec_fn. Python then calls the fork hooks, and one of them sets the
+    group. Remove this when ray.init has an option for it.
+    """
+    global _starting
+    _starting = True
+    try:
+        yield
+    finally:
+        _starting = False
+
+
+def _leave_group() -> None:
+    if _starting:
+        os.setpgid(0, 0)
+
+
+os.register_at_fork(after_in_child=_leave_group)
+
+
+# -- a cluster ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _join(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
+    address = os.environ["RAY_ADDRESS"]
+    log(f"joining the Ray cluster {address}")
+    reachable = _check_port(address)
+    try:
+        is_open = reachable and _CLIENT_SCHEME not in address and admits_without_token(address)
+        with _without_token_advice():
+            _connect(config)
+    except Exception as exc:
+        raise _no_cluster(address, exc) from exc
+    if is_open or not has_token():
+        log(
+            f"warning: the Ray cluster {address} has no authentication: anyone with access to its ports can run code "
+            "as its user, read this run's data and end it; start its nodes with RAY_AUTH_MODE=token"
+        )
+    yield
+
+
+def _check_port(address: str) -> bool:
+    """Return whether ``address`` is an open port of a host. Ray itself would try to connect for minutes.
+
+    Returns False for another kind of address. Raises ConfigError if nothing accepts the connection.
+    """
+    host, colon, port = address.removeprefix(_CLIENT_SCHEME).rpartition(":")
+    if address.startswith(_CLIENT_SCHEME) and not colon:
+        host, port = port, str(_CLIENT_PORT)
+    if "://" in host or not port.isdecimal():
+        return False
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
+    except (OSError, OverflowError) as exc:
+        raise _no_cluster(address, exc) from exc
+    return True
+
+
+def _no_cluster(address: str, exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"there is no Ray cluster at {address}",
+        why=f"RAY_ADDRESS names it, and a connection failed: {exc or type(exc).__name__}",
+        fix="start that cluster, and give this machine its token (RAY_AUTH_TOKEN_PATH) if it has one; or unset "
+        "RAY_ADDRESS: the run then starts its own Ray",
+    )
+
+
+# -- ray.init -------------------------------------------------------------------------------------------------------
+
+
+def _connect(config: Config, **options: Any) -> None:
+    with _kept_signal_handlers():
+        ray.init(log_to_driver=False, configure_logging=False, namespace=f"hwrl-{config.dir.name}", **options)
+
+
+@contextmanager
+def _kept_signal_handlers() -> Iterator[None]:
+    """Keep this process's signal handlers. ray.init would set one for SIGTERM that exits at any point of the program.
+
+    Remove this when ray.init has an option for it.
+    """
+
+    def keep(signalnum: int, handler: Any) -> Any:
+        return signal.getsignal(signalnum)
+
+    real, signal.signal = signal.signal, keep
+    try:
+        yield
+    finally:
+        signal.signal = real
+
+
+@contextmanager
+def _without_token_advice() -> Iterator[None]:
+    logger = logging.getLogger(_TOKEN_ADVICE_LOGGER)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,24 @@
+"""The configuration of a run: its keys, how it is read and checked, and how it is written."""
+
+from hwrl.run.config.loading import (
+    RUN_CONFIG,
+    RUN_HEADER,
+    dump_config,
+    dump_run_config,
+    load_config,
+    parse_config,
+)
+from hwrl.run.config.schema import EMBEDDED, FSDP, Config, Section
+
+__all__ = [
+    "EMBEDDED",
+    "FSDP",
+    "RUN_CONFIG",
+    "RUN_HEADER",
+    "Config",
+    "Section",
+    "dump_config",
+    "dump_run_config",
+    "load_config",
+    "parse_config",
+]

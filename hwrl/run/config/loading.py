@@ -1,0 +1,100 @@
+"""Read a configuration from YAML and ``key=value`` words, and write it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from hwrl.errors import ConfigError, manual
+from hwrl.run.config.explain import describe, keys_in
+from hwrl.run.config.schema import Config
+from hwrl.run.config.yaml_reader import parse_yaml, read_file
+
+RUN_CONFIG = "config.yaml"
+"""The file in a run directory with the run's configuration. It begins with RUN_HEADER."""
+RUN_HEADER = b"# The configuration of the run in this directory; hwrl train writes it anew.\n"
+"""The first line of RUN_CONFIG. A file without it is not from hwrl."""
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read the YAML file ``path``, apply the ``key.subkey=value`` words in order, and validate the result.
+
+    Values in the words are YAML. Relative paths, in the file and in the words, are relative to the working directory.
+    The ``config.yaml`` of a run directory has no ``dir``; it means its own directory. Raises ConfigError.
+    """
+    try:
+        content = read_file(path)
+        tree = parse_yaml(content.decode("utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}", why=str(exc), fix="name a YAML file") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not text in UTF-8", why=str(exc), fix="save it as UTF-8") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path} is not usable YAML", why=str(exc), fix="correct the file") from exc
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path} holds no sections",
+            why=f"it is a {type(tree).__name__}",
+            fix="write 'dir: …', 'model: {path: …}', …",
+        )
+    if path.name == RUN_CONFIG and content.startswith(RUN_HEADER):
+        tree.setdefault("dir", str(path.parent))
+    for word in overrides:
+        _override(tree, word)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Validate ``tree``. Raises ConfigError with all mistakes, and with a suggestion for each unknown key."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as exc:
+        mistakes = [describe(error, root=Config) for error in exc.errors(include_url=False)]
+        raise ConfigError(
+            f"the configuration has {len(mistakes)} mistake{'s' if len(mistakes) > 1 else ''}",
+            why="\n       ".join(mistakes),
+            fix=f"correct each; {manual('configuration.md')} lists every key with its default",
+        ) from exc
+
+
+def dump_config(config: Config) -> str:
+    """Return ``config`` as YAML with every key. :func:`load_config` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def dump_run_config(config: Config) -> bytes:
+    """Return the content of a run directory's ``config.yaml``.
+
+    It has no ``dir``, so that the directory may be moved, and no ``resume``.
+    """
+    return (
+        RUN_HEADER + yaml.safe_dump(config.model_dump(mode="json", exclude={"dir", "resume"}), sort_keys=False).encode()
+    )
+
+
+def _override(tree: dict[str, Any], word: str) -> None:
+    key, separator, text = word.partition("=")
+    parts = key.split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"{word!r} is not an override", why="it must be key=value", fix="for example train.steps=100")
+    try:
+        value = parse_yaml(text)
+    except ValueError as exc:
+        raise ConfigError(f"the value of {word!r} cannot be read", why=str(exc), fix="quote it") from exc
+    for depth, part in enumerate(parts[:-1], start=1):
+        child = tree.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise _not_a_section(word, key=".".join(parts[:depth]), value=child)
+        tree = child
+    tree[parts[-1]] = value
+
+
+def _not_a_section(word: str, *, key: str, value: object) -> ConfigError:
+    keys = keys_in(key, root=Config)
+    fix = f"make {key} a section in the file, with keys like {keys[0]}" if keys else f"set {key}=… itself"
+    return ConfigError(f"{word!r} does not fit", why=f"{key} is the value {value!r}, not a section", fix=fix)

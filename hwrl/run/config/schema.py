@@ -1,0 +1,366 @@
+"""The keys of a run's configuration, with their types, bounds and defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from hwrl.interfaces import LoraSettings
+from hwrl.run.config.values import (
+    AbsolutePath,
+    Decay,
+    Finite,
+    Layers,
+    Mebibytes,
+    Name,
+    NotNegative,
+    NotNegativeReal,
+    Options,
+    Positive,
+    PositiveReal,
+    Processes,
+    Seconds,
+    Seed,
+    Share,
+    Temperature,
+    Threads,
+)
+from hwrl.train import AdvantageName, LossName
+
+FSDP = "fsdp"
+"""The train engine that needs no plugin."""
+EMBEDDED = "embedded"
+"""The rollout engine that needs no plugin."""
+
+
+class Section(BaseModel):
+    """A part of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: AbsolutePath
+    """A directory for ``AutoModelForCausalLM`` and ``AutoTokenizer``."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """For computing, rollout and export. The optimizer always updates float32 parameters."""
+    lora_rank: NotNegative = 0
+    """Rank of a LoRA adapter to train, with the model frozen; 0: train the whole model."""
+    lora_alpha: PositiveReal = 16.0
+    """The adapter's output in a layer is multiplied by ``lora_alpha / lora_rank``."""
+    target_modules: Layers = "all-linear"
+    """Layers with an adapter, in PEFT's syntax: ``all-linear``, ends of names, or a regular expression."""
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapter to train; None if the whole model is trained."""
+        if not self.lora_rank:
+            return None
+        return LoraSettings(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
+
+
+class DataConfig(Section):
+    """Prompts: rows with ``prompt`` (a text or messages) and ``answer`` (anything), as .jsonl or .parquet."""
+
+    train: AbsolutePath
+    """Prompts to train on."""
+    eval: AbsolutePath | None = None
+    """Held-out prompts for evaluations; without them there are none."""
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt is an error."""
+
+
+class RewardConfig(Section):
+    """The reward of a response."""
+
+    function: Name
+    """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
+    attempts: Positive = 3
+    """Calls for one prompt, if the function raises, before the prompt has failed."""
+    timeout_s: Seconds = 300.0
+    """Time limit of one call; a longer call counts as a failed attempt."""
+    threads: Threads = 4
+    """Calls at the same time in each replica, in threads of its process; 1 for a function without thread safety."""
+
+    @field_validator("function")
+    @classmethod
+    def _a_file_is_absolute(cls, function: str) -> str:
+        place, colon, name = function.rpartition(":")
+        return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else function
+
+
+class RolloutConfig(Section):
+    """Generation."""
+
+    engine: Name = EMBEDDED
+    """``embedded``: a transformers model in the replica's process; or the name of a plugin's engine."""
+    engine_options: Options = {}
+    """The plugin's own settings, checked by the plugin."""
+    replicas: Processes = 1
+    """Rollout processes, each with its own model."""
+    n: Positive = 8
+    """Responses per prompt."""
+    max_new_tokens: Positive = 256
+    """A longer response is cut off and counts as truncated."""
+    temperature: Temperature = 1.0
+    """Temperature of sampling, and of the trained policy."""
+    max_running: Positive = 128
+    """Responses in one replica at the same time."""
+    group_timeout_s: Seconds = 600.0
+    """Time limit of a replica for one prompt; then another replica gets it."""
+    max_attempts: Positive = 3
+    """Failures of one prompt before the run ends with an error."""
+    tensor_parallel: Processes = 1
+    """Devices per replica, if its engine can divide a model. It shares none of them."""
+    max_restarts: NotNegative = 3
+    """Deaths of replicas in a run before it ends with an error; each dead replica is replaced."""
+    threads: Threads = 1
+    """Host threads of a replica."""
+    free_cache_engine: bool = False
+    """An idle replica frees its device memory until it has work again."""
+    sleep_level: Literal[1, 2] = 1
+    """1: an idle replica keeps its weights in host memory; 2: it drops them, and they are sent again."""
+
+    @model_validator(mode="after")
+    def _options_are_a_plugins(self) -> RolloutConfig:
+        if self.engine == EMBEDDED and self.engine_options:
+            raise ValueError(f"engine_options are for a plugin's engine, and engine={EMBEDDED} has none")
+        return self
+
+    @model_validator(mode="after")
+    def _a_plugins_engine_is_divided(self) -> RolloutConfig:
+        if self.engine == EMBEDDED and self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} is not possible: engine={EMBEDDED} uses one device"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_sleeper_has_a_level(self) -> RolloutConfig:
+        if self.sleep_level == 2 and not self.free_cache_engine:
+            raise ValueError("sleep_level=2 is for replicas that sleep; set free_cache_engine=true, too")
+        return self
+
+    @model_validator(mode="after")
+    def _a_group_fits(self) -> RolloutConfig:
+        if self.n < 2:
+            raise ValueError(
+                f"n={self.n} teaches nothing: a response's advantage comes from the others; set n=2 or more"
+            )
+        if self.max_running < self.n:
+            raise ValueError(
+                f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule: linear warm-up, then linear decay."""
+
+    learning_rate: PositiveReal = 1e-6
+    """Its highest value."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps until the highest learning rate."""
+    min_learning_rate_ratio: Share = 1.0
+    """The last learning rate divided by the highest; 1 means no decay."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's decay rates of the moments."""
+    weight_decay: NotNegativeReal = 0.0
+    """AdamW's."""
+    max_grad_norm: PositiveReal = 1.0
+    """Gradients are scaled down to this norm."""
+
+
+class TrainConfig(Section):
+    """The training side."""
+
+    engine: Name = FSDP
+    """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of a plugin's engine."""
+    engine_options: Options = {}
+    """The plugin's own settings, checked by the plugin."""
+    ranks: Processes = 1
+    """Training processes. They share one model."""
+    steps: Positive = 100
+    """Training steps, one batch each."""
+    batch_groups: Positive = 32
+    """Prompts in a step, over all ranks."""
+    micro_batch_tokens: Positive = 16384
+    """Most padded tokens in one forward pass; a longer response gets its own pass."""
+    param_offload: bool = False
+    """Keep the parameters in host memory, except during steps and weight transfers."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory, except during steps."""
+    activation_checkpointing: bool = False
+    """Keep only the layers' inputs for the backward pass and recompute the rest: less memory, more time."""
+    max_restarts: NotNegative = 3
+    """Restarts of the trainer, from the last complete checkpoint, before the run ends with an error."""
+    threads: Threads = 1
+    """Host threads of a rank."""
+
+    @model_validator(mode="after")
+    def _options_are_a_plugins(self) -> TrainConfig:
+        if self.engine == FSDP and self.engine_options:
+            raise ValueError(f"engine_options are for a plugin's engine, and engine={FSDP} has none")
+        return self
+
+
+class AlgorithmConfig(Section):
+    """Advantages and loss; see :mod:`hwrl.train.losses`."""
+
+    advantage: AdvantageName = "grpo"
+    """``grpo``, ``dr_grpo`` or ``rloo``."""
+    loss: LossName = "ppo_clip"
+    """``ppo_clip``, ``tis`` or ``decoupled``."""
+    clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
+    """How far the ratio may fall below 1."""
+    clip_ratio_high: PositiveReal = 0.28
+    """How far the ratio may rise above 1."""
+    rollout_is_threshold: PositiveReal = 2.0
+    """Upper limit of importance weights of off-policy tokens (``tis`` and ``decoupled``)."""
+    ppo_epochs: Positive = 1
+    """Passes over each batch."""
+    mini_batches: Positive = 1
+    """Optimizer steps per pass."""
+
+
+class AsyncConfig(Section):
+    """How far rollout may run ahead of training."""
+
+    staleness_threshold: NotNegative = 1
+    """Largest age of a trained token, in weight versions; 0: synchronous, on-policy training."""
+    trigger_parameter_sync_step: Positive = 1
+    """Training steps between two weight versions."""
+    partial_rollout: bool = True
+    """Take new weights between two tokens of a response; otherwise only after the running responses."""
+
+
+class WeightsConfig(Section):
+    """How weights travel from the trainer to the rollouters."""
+
+    bypass_cpu: bool = True
+    """Send weights without a host copy, if the device can; false: through host memory, with no wait of the trainer."""
+    send_base: Literal["needed", "always"] = "needed"
+    """With an adapter, send the base only to replicas without it, or ``always``: with every version, for comparison."""
+    update_weights_bucket_megabytes: Mebibytes | None = None
+    """Size of a slab of the broadcast buffer, MiB; null: a default for the device."""
+    timeout_s: Seconds = 60.0
+    """Time limit for a replica to take part in a transfer; then it is excluded and must join again."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints."""
+
+    save_every_steps: NotNegative = 50
+    """Training steps between two checkpoints. There is always one at the end and after an interrupt; 0: only then."""
+    async_save: bool = False
+    """Write in the background, from a copy; offloaded tensors are written without a copy."""
+    staging: Literal["host", "device"] = "host"
+    """Place of that copy: page-locked host memory, or unused device memory."""
+    max_ckpt_to_keep: Positive | None = 2
+    """Older checkpoints are deleted after the newest is complete; null: keep all."""
+
+    @model_validator(mode="after")
+    def _only_a_copy_is_staged(self) -> CheckpointConfig:
+        if self.staging == "device" and not self.async_save:
+            raise ValueError("staging=device is for saves in the background; set async_save=true, too")
+        return self
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts, greedy."""
+
+    every_steps: NotNegative = 0
+    """Training steps between two evaluations; 0: only at the end."""
+    prompts: Positive = 256
+    """Most prompts, from the beginning of the file."""
+
+
+class TimeoutConfig(Section):
+    """Time limits for the run's own processes. The run logs each wait of more than ten seconds."""
+
+    heartbeat_s: Seconds = 60.0
+    """A silence of this length means death: a replica is replaced, the trainers start again."""
+    start_s: Seconds = 1800.0
+    """To set up one process: imports and model."""
+    trainer_s: Seconds = 3600.0
+    """One call of the trainers: a step, a transfer, a save, an export. Then they start again."""
+    evaluation_s: Seconds = 3600.0
+    """One evaluation. Then its replica is replaced."""
+
+
+class Config(Section):
+    """A whole run. ``hwrl train --print-config`` shows every key with its value."""
+
+    dir: AbsolutePath
+    """Run directory: metrics, checkpoints, the reward curve, the resolved configuration."""
+    seed: Seed = 0
+    """Seed of the order of prompts and of sampling."""
+    resume: bool = False
+    """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
+    goals: dict[Name, Finite] = {}
+    """Metrics to reach in the last training step and the last evaluation; else the exit status is 1."""
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    async_training: AsyncConfig = AsyncConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+
+    @model_validator(mode="after")
+    def _ranks_share_a_batch(self) -> Config:
+        if self.train.batch_groups < self.train.ranks:
+            raise ValueError(
+                f"train.batch_groups={self.train.batch_groups} must be at least train.ranks={self.train.ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_mini_batch_has_a_response(self) -> Config:
+        shares = self.train.ranks if self.train.engine == FSDP else 1  # a plugin's ranks may share a batch
+        responses = self.train.batch_groups // shares * self.rollout.n
+        if self.algorithm.mini_batches > responses:
+            raise ValueError(
+                f"algorithm.mini_batches={self.algorithm.mini_batches} must be at most {responses}, the responses of a "
+                f"rank: train.batch_groups={self.train.batch_groups} // train.ranks={self.train.ranks} * rollout.n="
+                f"{self.rollout.n}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_have_prompts(self) -> Config:
+        if self.eval.every_steps and self.data.eval is None:
+            raise ValueError(f"eval.every_steps={self.eval.every_steps} needs data.eval, prompts to evaluate on")
+        return self
+
+    @model_validator(mode="after")
+    def _goals_are_measured(self) -> Config:
+        unmeasured = [name for name in self.goals if name.startswith("eval/")] if self.data.eval is None else []
+        if unmeasured:
+            raise ValueError(
+                f"goals: {', '.join(unmeasured)} cannot be reached without data.eval, prompts to evaluate on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_engine_trains_adapters(self) -> Config:
+        if self.model.lora_rank and self.train.engine != FSDP:
+            raise ValueError(
+                f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
+                "models, with model.lora_rank=0"
+            )
+        return self
+
+    @property
+    def groups_per_version(self) -> int:
+        """Prompts trained with one weight version."""
+        return self.train.batch_groups * self.async_training.trigger_parameter_sync_step

@@ -1,0 +1,74 @@
+"""Types for the values of the configuration, with bounds. A key needs one of them, so every value has bounds."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+
+_LARGEST_INT = (1 << 31) - 1
+_LARGEST_REAL = 1e9
+
+
+def _check_no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):  # pydantic would convert it to 1 or 0
+        raise ValueError("Input should be a number, not true or false")
+    return value
+
+
+def _check_path(value: Any) -> Any:
+    if value == "" or "\0" in str(value):  # an empty path means the working directory
+        raise ValueError("Input should be a path, not an empty text and without a NUL character")
+    return value
+
+
+def _check_finite(value: Any) -> Any:
+    """Return ``value``. Raises ValueError if a number in it, at any depth, is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("Input should have finite numbers only")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_finite(inner)
+    return value
+
+
+def _check_layers(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if not value or (isinstance(value, tuple) and not all(value)):
+        raise ValueError("Input should name layers: it is empty, or has an empty name")
+    try:
+        re.compile(value if isinstance(value, str) else "")
+    except re.error as exc:
+        raise ValueError(f"Input should be all-linear, a list of names, or a regular expression: {exc}") from exc
+    return value
+
+
+_NUMBER = BeforeValidator(_check_no_boolean)
+
+Positive = Annotated[int, Field(gt=0, le=_LARGEST_INT), _NUMBER]
+NotNegative = Annotated[int, Field(ge=0, le=_LARGEST_INT), _NUMBER]
+Processes = Annotated[int, Field(gt=0, le=4096), _NUMBER]
+Threads = Annotated[int, Field(gt=0, le=1024), _NUMBER]
+"""Threads of one process. Operating systems refuse tens of thousands."""
+Mebibytes = Annotated[int, Field(gt=0, le=1 << 20), _NUMBER]
+Seed = NotNegative
+"""Random number generators refuse negative seeds."""
+
+Finite = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False), _NUMBER]
+PositiveReal = Annotated[float, Field(gt=0, le=_LARGEST_REAL, allow_inf_nan=False), _NUMBER]
+NotNegativeReal = Annotated[float, Field(ge=0, le=_LARGEST_REAL, allow_inf_nan=False), _NUMBER]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), _NUMBER]
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), _NUMBER]
+"""A decay rate of AdamW, which divides by 1 - decay."""
+Temperature = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), _NUMBER]
+"""Some engines sample at 0.01 instead of a lower temperature. The trainer would compute with another one then."""
+Seconds = Annotated[float, Field(ge=0.1, le=1e7, allow_inf_nan=False), _NUMBER]
+"""A time limit. No process on a busy machine answers within less than 0.1 s; 1e7 s are 115 days."""
+
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+Layers = Annotated[str | tuple[str, ...], AfterValidator(_check_layers)]
+AbsolutePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.absolute)]
+"""A path. A relative one is made absolute at once, because a worker process may have another working directory."""
+Options = Annotated[dict[Name, JsonValue], AfterValidator(_check_finite)]
+"""A plugin's own settings. The plugin checks them."""

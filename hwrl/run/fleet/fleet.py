@@ -1,0 +1,162 @@
+"""The processes of a run: one ledger, the trainer's ranks and the rollout replicas. The driver watches all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import ray
+
+from hwrl.checkpoint import find_checkpoints
+from hwrl.comm import serve_store, store_address
+from hwrl.discovery import get_backend
+from hwrl.errors import attempt_all
+from hwrl.interfaces import PromptGroup
+from hwrl.run.cluster.devices import RunDevices
+from hwrl.run.config import Config
+from hwrl.run.fleet.monitor import ProcessMonitor
+from hwrl.run.fleet.replicas import Replicas
+from hwrl.run.fleet.run_ledger import LEDGER, POLL_S, RunLedger, ledger_died
+from hwrl.run.fleet.trainers import TrainerDiedError, Trainers
+from hwrl.run.identity import RunInputs
+from hwrl.run.inputs import is_local
+from hwrl.run.processes.actors import BatchInfo, ProcessSetup
+from hwrl.run.processes.answers import Answer, raise_hwrl_error
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class Fleet:
+    """All processes of a run, as Ray actors: :attr:`ledger`, :attr:`trainers` and :attr:`replicas`.
+
+    A wait is a loop around :meth:`watch`, which checks heartbeats and time limits, logs long waits, and replaces dead
+    replicas. A dead trainer rank raises TrainerDiedError: call ``trainers.restart``. A dead ledger ends the run with an
+    EngineError.
+    """
+
+    def __init__(self, config: Config, *, inputs: RunInputs, log: Callable[[str], None]) -> None:
+        self._config, self._inputs, self._backend = config, inputs, get_backend()
+        # Other machines of a cluster must reach the store. On one machine nobody else should.
+        self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
+        self._store_address = store_address(self._store)
+        self._devices = RunDevices(config, self._backend)
+        self._monitor = ProcessMonitor(heartbeat_s=config.timeouts.heartbeat_s, log=log)
+        self._checked_s = time.monotonic()
+        self.ledger = RunLedger(config, monitor=self._monitor)
+        self.trainers = Trainers(
+            config, devices=self._devices, monitor=self._monitor, setup_of=self._setup_of, watch=self.watch, log=log
+        )
+        self.replicas = Replicas(
+            config,
+            devices=self._devices,
+            ledger=self.ledger,
+            monitor=self._monitor,
+            setup_of=self._setup_of,
+            seed=config.seed * 1_000_003 + _newest_step(config),
+            log=log,
+        )
+
+    def _setup_of(self, process: str) -> ProcessSetup:
+        devices = self._devices.devices_of(process)
+        return ProcessSetup(self._config, self._inputs, self._backend.info.name, devices, self._store_address)
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Start trainers and replicas at the same time; return when the trainers are set up."""
+        set_up = self.trainers.start()
+        self.replicas.start()
+        self.trainers.wait_until_set_up(set_up)
+
+    def wait_for_replicas(self) -> None:
+        """Return when every replica has joined and waits for weights."""
+        with self.waiting_for("the replicas to be set up"):
+            while self.replicas.are_joining:
+                self.watch([])
+        self.replicas.raise_refusal()
+
+    @property
+    def size(self) -> str:
+        """The numbers of processes, in words."""
+        return f"{self._config.train.ranks} trainer rank(s), {self._config.rollout.replicas} rollout replica(s)"
+
+    def describe(self) -> str:
+        """Return the processes, their reported devices, and the transport of weights, in words."""
+        plan = self._devices.plan
+        return (
+            f"hwrl on {self._backend.info.name}: {self.size}; {self._devices.describe()}; "
+            f"weights travel by {plan.transport}: {plan.why_transport}"
+        )
+
+    # -- calls that need several kinds of processes ------------------------------------------------------------------
+
+    def request_batch(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
+        """Request a batch from the ledger; see :meth:`RunLedger.take`. Raises if a replica found a changed input."""
+        self.replicas.raise_refusal()
+        return self.ledger.take(count, version)
+
+    def send_weights_to_joined(self) -> None:
+        """Send the newest weights to late replicas. The trainers must be idle."""
+        if self.trainers.joined_replicas():
+            self.trainers.send_weights()
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def waiting_for(self, subject: str) -> AbstractContextManager[None]:
+        """Log that the run waits for ``subject`` if the block takes long."""
+        return self._monitor.waiting_for(subject)
+
+    def watch(self, answers: Sequence[Answer[Any]]) -> list[Answer[Any]]:
+        """Wait up to ``POLL_S`` for the next event; return those of ``answers`` that are ready.
+
+        Replaces dead, silent and late replicas. Raises TrainerDiedError or EngineError if a trainer rank or the ledger
+        is silent.
+        """
+        self._check_processes()
+        watched = dict.fromkeys([*answers, *self.replicas.answers])
+        ready, _ = ray.wait(list(watched), num_returns=1, timeout=POLL_S)
+        for answer in ready:
+            self.replicas.handle_event(answer)
+        return [answer for answer in ready if answer in answers]
+
+    def _check_processes(self) -> None:
+        """Check heartbeats and time limits, at most once in ``POLL_S``."""
+        if time.monotonic() - self._checked_s < POLL_S:
+            return
+        self._checked_s = time.monotonic()
+        self._monitor.update()
+        for name, reason in self._monitor.unresponsive().items():
+            if name in self.replicas:
+                self.replicas.replace(name, reason)
+            elif name == LEDGER:
+                raise ledger_died(reason)
+            else:
+                raise TrainerDiedError(f"{name}: {reason}")
+        self.replicas.replace_late()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self, *, failed: bool = False) -> None:
+        """End every process. A process releases files and memory first, if it still answers.
+
+        If the run ``failed``, raise the trainers' errors: a save in the background may have failed too.
+        """
+        closing = self.trainers.begin_close()
+        pending = [*closing, *self.replicas.begin_stop()]
+        finished = ray.wait(pending, num_returns=len(pending), timeout=_CLOSE_TIMEOUT_S)[0] if pending else []
+        checks = [partial(raise_hwrl_error, answer) for answer in finished if failed and answer in closing]
+        self.trainers.kill()
+        self.replicas.kill()
+        self.ledger.handle.kill()
+        self._devices.close()
+        attempt_all(*checks)
+
+
+def _newest_step(config: Config) -> int:
+    """Return the step to resume from. The seed of sampling depends on it, so a resumed run draws other samples."""
+    directory = config.dir / "checkpoints"
+    complete = find_checkpoints(directory)[0] if config.resume and directory.is_dir() else []
+    return max((info.step for info in complete), default=0)

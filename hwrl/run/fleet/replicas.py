@@ -1,0 +1,227 @@
+"""The rollout replicas of a run: start them, let them join, and replace the dead and the hanging ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayTaskError
+
+from hwrl.errors import EngineError, HwrlError, InputChangedError
+from hwrl.run.cluster.devices import RunDevices
+from hwrl.run.cluster.placement import HeldDevices
+from hwrl.run.config import Config
+from hwrl.run.fleet.monitor import ProcessMonitor
+from hwrl.run.fleet.run_ledger import RunLedger
+from hwrl.run.processes.actors import ProcessSetup
+from hwrl.run.processes.answers import DEATHS, Answer, first_line, is_ready, value_of, why_ended
+from hwrl.run.processes.handles import ReplicaHandle
+
+if TYPE_CHECKING:
+    from hwrl.rollout import Evaluation
+
+_TRANSFERS_IN_A_STEP = 4
+"""The most transfers in one step of a rollouter's loop."""
+_SEEDS = 1 << 31
+"""The number of seeds that every library accepts."""
+
+
+@dataclass(frozen=True)
+class _Replica:
+    handle: ReplicaHandle
+    incarnation: str
+    is_replacement: bool  # the device may stay full for a while after the death of the one before
+    started_s: float
+    run: Answer[None] | None = None  # None while it is being set up
+
+
+@dataclass(frozen=True)
+class _RunningEvaluation:
+    replica: str
+    answer: Answer[Evaluation]
+    began_s: float
+
+
+class Replicas:
+    """Starts the replicas, and replaces each dead one under its old name, up to ``rollout.max_restarts`` times.
+
+    A new replica is *joining* until it is set up, and then runs until the end. Each of the ``answers`` is an event when
+    it is ready: pass it to :meth:`handle_event`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        devices: RunDevices,
+        ledger: RunLedger,
+        monitor: ProcessMonitor,
+        setup_of: Callable[[str], ProcessSetup],
+        seed: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self._config, self._devices, self._ledger, self._monitor = config, devices, ledger, monitor
+        self._setup_of, self._seed, self._log = setup_of, seed, log
+        self._replicas: dict[str, _Replica] = {}
+        self._joining: dict[Answer[HeldDevices | None], str] = {}
+        self._starts = 0
+        self._evaluation: _RunningEvaluation | None = None
+        self._refusal: InputChangedError | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._replicas
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    @property
+    def answers(self) -> list[Answer[Any]]:
+        """The answers of all replicas that join or run. Each means an event when it is ready."""
+        return [*self._running(), *self._joining]
+
+    @property
+    def are_joining(self) -> bool:
+        """Whether a replica is being set up."""
+        return bool(self._joining)
+
+    def handle_event(self, answer: Answer[Any]) -> None:
+        """Let a joined replica run, or replace an ended one. Ignores answers of other processes."""
+        running = self._running()
+        if answer in running:
+            self.replace(running[answer], why_ended(answer))
+        elif answer in self._joining:
+            self._finish_joining(answer)
+
+    def _running(self) -> dict[Answer[Any], str]:
+        return {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
+
+    def _finish_joining(self, answer: Answer[HeldDevices | None]) -> None:
+        """Let the replica run. A death replaces it; another error of a first replica ends the run."""
+        name = self._joining.pop(answer)
+        replica = self._replicas[name]
+        try:
+            self._devices.check_report(name, value_of(answer))
+        except DEATHS as exc:
+            self.replace(name, first_line(exc))
+            return
+        except (HwrlError, RayTaskError) as exc:
+            if not replica.is_replacement:
+                raise
+            if isinstance(exc, InputChangedError):
+                self._refusal = exc
+                return
+            self.replace(name, f"it could not be set up in another's place: {first_line(exc)}")
+            return
+        self._replicas[name] = replace(replica, run=replica.handle.run())
+
+    # -- start and replace -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all replicas. Does not wait for them."""
+        for name in self._devices.replicas:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        """Start the replica ``name``. Prompts and metrics belong to its incarnation.
+
+        A replacement has the name of the dead replica, so that a weight transfer stops waiting for the dead one.
+        """
+        start, self._starts = self._starts, self._starts + 1
+        incarnation = f"{name}#{start}"
+        handle = ReplicaHandle(**self._devices.ray_options(name))
+        is_replacement = start >= self._config.rollout.replicas
+        self._replicas[name] = _Replica(handle, incarnation, is_replacement=is_replacement, started_s=time.monotonic())
+        self._monitor.watch(name, handle)
+        joining = handle.set_up(
+            self._setup_of(name),
+            replica=name,
+            incarnation=incarnation,
+            seed=(self._seed + 1009 * start) % _SEEDS,
+            ledger=self._ledger.handle,
+        )
+        self._joining[joining] = name
+
+    def replace(self, name: str, reason: str) -> None:
+        """End the replica ``name`` and start a new one. Raises EngineError after ``rollout.max_restarts`` deaths."""
+        replica = self._replicas.pop(name)
+        self._devices.forget(name)
+        self._joining = {answer: other for answer, other in self._joining.items() if other != name}
+        self._monitor.forget(name)
+        replica.handle.kill()
+        lost = self._ledger.forget(replica.incarnation)
+        self._log(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
+        deaths = self._starts - self._config.rollout.replicas + 1
+        if deaths > self._config.rollout.max_restarts:
+            raise EngineError(
+                f"rollout replicas died {deaths} times",
+                why=reason,
+                fix="remove the cause, or raise rollout.max_restarts; resume=true continues the run",
+            )
+        self._start(name)
+
+    def replace_late(self) -> None:
+        """Replace the replicas without progress. They may still answer heartbeats."""
+        for name, reason in self._late().items():
+            self.replace(name, reason)
+
+    def _late(self) -> dict[str, str]:
+        """Return the replicas without progress, each with its exceeded limit."""
+        late, now_s = {}, time.monotonic()
+        start_s, group_s = self._config.timeouts.start_s, self._config.rollout.group_timeout_s
+        step_s = group_s + _TRANSFERS_IN_A_STEP * (group_s + self._config.weights.timeout_s)
+        overdue = self._ledger.overdue()
+        for name, replica in self._replicas.items():
+            if replica.incarnation in overdue:
+                late[name] = f"it held a prompt for more than rollout.group_timeout_s={group_s:g}"
+            elif replica.run is None and now_s - replica.started_s > start_s:
+                late[name] = f"it was not set up within timeouts.start_s={start_s:g}"
+            elif self._monitor.step_s(name) > step_s:
+                late[name] = f"its loop has been in one step for {self._monitor.step_s(name):.0f} s"
+        return late | self._late_evaluation(now_s)
+
+    def _late_evaluation(self, now_s: float) -> dict[str, str]:
+        evaluation, limit_s = self._evaluation, self._config.timeouts.evaluation_s
+        if evaluation is None or now_s - evaluation.began_s <= limit_s:
+            return {}
+        self._evaluation = None
+        if evaluation.replica not in self._replicas or is_ready(evaluation.answer):
+            return {}
+        return {evaluation.replica: f"its evaluation took timeouts.evaluation_s={limit_s:g}"}
+
+    # -- changed inputs --------------------------------------------------------------------------------------------
+
+    @property
+    def refused(self) -> bool:
+        """Whether a replacement found a changed input. No restart can fix this, so the run must end."""
+        return self._refusal is not None
+
+    def raise_refusal(self) -> None:
+        """Raise the error of the changed input, if there is one.
+
+        Call it only while the trainers are idle and no batch is on its way: the run then still saves a checkpoint.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> Answer[Evaluation] | None:
+        """Let a running replica evaluate; return None if no replica runs. Does not block."""
+        for name, replica in self._replicas.items():
+            if replica.run is not None:
+                answer = replica.handle.evaluate()
+                self._evaluation = _RunningEvaluation(name, answer, time.monotonic())
+                return answer
+        return None
+
+    def begin_stop(self) -> list[Answer[None]]:
+        """Tell all replicas to stop; return the answers to wait for."""
+        for replica in self._replicas.values():
+            replica.handle.stop()
+        return [replica.run for replica in self._replicas.values() if replica.run is not None]
+
+    def kill(self) -> None:
+        """End the processes."""
+        for replica in self._replicas.values():
+            replica.handle.kill()

@@ -1,0 +1,84 @@
+"""The process of the prompt ledger, for the driver."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from hwrl.errors import EngineError
+from hwrl.interfaces import PromptGroup
+from hwrl.run.config import Config
+from hwrl.run.fleet.heartbeats import Timeout
+from hwrl.run.fleet.monitor import ProcessMonitor
+from hwrl.run.processes.actors import BatchInfo
+from hwrl.run.processes.answers import DEATHS, Answer, first_line, is_ready, value_of
+from hwrl.run.processes.handles import LedgerHandle
+
+LEDGER = "the ledger"
+"""The name of its process in log lines."""
+POLL_S = 1.0
+
+T = TypeVar("T")
+
+
+class RunLedger:
+    """Starts the ledger and calls it. Each call but :meth:`take` blocks until the answer is there.
+
+    Raises EngineError if the ledger is dead or answers too late: no run can continue without its ledger.
+    """
+
+    def __init__(self, config: Config, *, monitor: ProcessMonitor) -> None:
+        self._limits, self._monitor = config.timeouts, monitor
+        self.handle = LedgerHandle(config)
+        monitor.watch(LEDGER, self.handle)
+
+    def take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
+        """Request a batch of ``count`` groups, and tell the ledger that ``version`` is published. Does not block.
+
+        The first answer, the groups, goes to the trainers as it is. :meth:`value_of` reads the second one.
+        """
+        return self.handle.take(count, version)
+
+    def abandon_take(self) -> None:
+        """End a waiting :meth:`take`."""
+        self._wait(self.handle.abandon_take(), "abandon_take")
+
+    def forget(self, replica: str) -> int:
+        """Take back all prompts of a dead replica; return their number."""
+        return self._wait(self.handle.forget(replica), "forget")
+
+    def overdue(self) -> list[str]:
+        """Take back prompts after their deadline; return the replicas that held them."""
+        return self._wait(self.handle.overdue(), "overdue")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return self._wait(self.handle.state_dict(), "state_dict")
+
+    def load_state_dict(self, state: dict[str, Any], incarnation: int) -> None:
+        """Go back to the state of a checkpoint, for a new incarnation of the trainer."""
+        self._wait(self.handle.load_state_dict(state, incarnation), "load_state_dict")
+
+    def value_of(self, answer: Answer[T]) -> T:
+        """Wait for one of the ledger's answers without a limit; return its value."""
+        try:
+            return value_of(answer)
+        except DEATHS as exc:
+            raise ledger_died(first_line(exc)) from exc
+
+    def _wait(self, answer: Answer[T], call: str) -> T:
+        key = "heartbeat_s" if self._monitor.is_up(LEDGER) else "start_s"
+        timeout = Timeout(getattr(self._limits, key))
+        while not is_ready(answer, timeout_s=POLL_S):
+            self._monitor.update()
+            if timeout.is_over():
+                raise ledger_died(f"it did not answer {call!r} within timeouts.{key}={timeout.limit_s:g}")
+        return self.value_of(answer)
+
+
+def ledger_died(why: str) -> EngineError:
+    """Return the error for a dead ledger."""
+    return EngineError(
+        "the ledger of prompts died",
+        why=why,
+        fix="resume=true continues from the last checkpoint, if there is one",
+    )

@@ -1,0 +1,173 @@
+"""All ranks of the trainer, as one object of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ray.exceptions import RayTaskError
+
+from hwrl.errors import EngineError, HwrlError
+from hwrl.interfaces import PromptGroup
+from hwrl.run.cluster.devices import RunDevices
+from hwrl.run.cluster.placement import HeldDevices
+from hwrl.run.config import Config
+from hwrl.run.fleet.heartbeats import Timeout
+from hwrl.run.fleet.monitor import ProcessMonitor
+from hwrl.run.processes.actors import ProcessSetup, RestoredRun
+from hwrl.run.processes.answers import DEATHS, Answer, find_death, first_line, value_of
+from hwrl.run.processes.handles import TrainerHandle
+from hwrl.run.report.records import Metrics
+
+T = TypeVar("T")
+
+Watch = Callable[[Sequence[Answer[Any]]], list[Answer[Any]]]
+"""Waits up to a second for one of the answers, while it watches all processes; returns the answers that are ready."""
+
+
+class TrainerDiedError(Exception):
+    """A trainer rank is dead, or hangs. The other ranks cannot continue without it."""
+
+
+class Trainers:
+    """Starts the trainer ranks and calls them. A call goes to all ranks, and blocks; ``watch`` runs meanwhile.
+
+    A rank's own error is raised as itself. A dead or hanging rank raises TrainerDiedError; then call :meth:`restart`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        devices: RunDevices,
+        monitor: ProcessMonitor,
+        setup_of: Callable[[str], ProcessSetup],
+        watch: Watch,
+        log: Callable[[str], None],
+    ) -> None:
+        self._config, self._devices, self._monitor = config, devices, monitor
+        self._setup_of, self._watch, self._log = setup_of, watch, log
+        self._ranks: list[TrainerHandle] = []
+        self._set_up_done = False
+        self._starts = 0
+
+    @property
+    def incarnation(self) -> int:
+        """The number of starts of the trainer before this one."""
+        return self._starts - 1
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> list[Answer[HeldDevices | None]]:
+        """Start all ranks and begin to set them up; return the answers for :meth:`wait_until_set_up`."""
+        self._starts += 1
+        self._set_up_done = False
+        self._ranks = [TrainerHandle(**self._devices.ray_options(name)) for name in self._devices.ranks]
+        for name, rank in zip(self._devices.ranks, self._ranks, strict=True):
+            self._monitor.watch(name, rank)
+        return [
+            handle.set_up(
+                self._setup_of(name),
+                rank=rank,
+                incarnation=self.incarnation,
+                transport=self._devices.plan.transport,
+            )
+            for rank, (name, handle) in enumerate(zip(self._devices.ranks, self._ranks, strict=True))
+        ]
+
+    def wait_until_set_up(self, set_up: list[Answer[HeldDevices | None]]) -> None:
+        """Wait for the ranks of :meth:`start`, and check the devices that they report."""
+        with self._monitor.waiting_for("the trainers to be set up"):
+            reports = self._gather(set_up, limit_s=self._config.timeouts.start_s, key="timeouts.start_s")
+        for name, held in zip(self._devices.ranks, reports, strict=True):
+            self._devices.check_report(name, held)
+        self._set_up_done = True
+
+    def restart(self, cause: Exception) -> None:
+        """End all ranks and start new ones. Raises EngineError after ``train.max_restarts`` restarts."""
+        if self._starts > self._config.train.max_restarts:
+            raise EngineError(
+                f"the trainer died {self._starts} times",
+                why=str(cause),
+                fix="remove the cause, or raise train.max_restarts; resume=true continues the run",
+            ) from cause
+        self._log(f"a trainer died ({cause}); all its ranks start again")
+        for name, rank in zip(self._devices.ranks, self._ranks, strict=True):
+            self._devices.forget(name)
+            self._monitor.forget(name)
+            rank.kill()
+        self.wait_until_set_up(self.start())
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def restore(self) -> RestoredRun | None:
+        """Load the newest complete checkpoint; return None if there is none."""
+        return self._call("the trainer to load a checkpoint", [rank.restore() for rank in self._ranks])
+
+    def send_weights(self) -> None:
+        """Send the current weights to the replicas."""
+        self._call("the trainer to send weights", [rank.send_weights() for rank in self._ranks])
+
+    def joined_replicas(self) -> tuple[str, ...]:
+        """Return the replicas that joined after the newest weights were sent."""
+        return self._gather([self._ranks[0].joined_replicas()])[0]
+
+    def step(self, groups: Answer[list[PromptGroup]]) -> Metrics:
+        """Train one step on the batch ``groups``, and send the weights if they are due; return the metrics."""
+        return self._call("a training step", [rank.step(groups) for rank in self._ranks])
+
+    def save(self, ledger: dict[str, Any]) -> Metrics:
+        """Save a checkpoint with the ledger's state; return how long it took."""
+        return self._call("the trainer to save a checkpoint", [rank.save(ledger) for rank in self._ranks])
+
+    def export_model(self) -> None:
+        """Write the model to the run directory."""
+        self._call("the trainer to export the model", [rank.export_model() for rank in self._ranks])
+
+    def close(self) -> None:
+        """Wait for a save in the background, and close all connections."""
+        self._call("the trainer to close", [rank.close() for rank in self._ranks])
+
+    def begin_close(self) -> list[Answer[None]]:
+        """Begin to close the ranks, if they are set up, without waiting."""
+        return [rank.close() for rank in self._ranks if self._set_up_done]
+
+    def kill(self) -> None:
+        """End the processes."""
+        for rank in self._ranks:
+            rank.kill()
+
+    def _call(self, subject: str, answers: list[Answer[T]]) -> T:
+        """Wait for the answers of all ranks; return the first rank's."""
+        with self._monitor.waiting_for(subject):
+            return self._gather(answers)[0]
+
+    def _gather(
+        self, answers: list[Answer[T]], *, limit_s: float | None = None, key: str = "timeouts.trainer_s"
+    ) -> list[T]:
+        """Return the values of ``answers``. If a rank died, it is the cause of the other ranks' errors.
+
+        Raises TrainerDiedError after ``limit_s`` seconds; ``key`` is the setting with this limit.
+        """
+        pending, limit_s = list(answers), self._config.timeouts.trainer_s if limit_s is None else limit_s
+        timeout = Timeout(limit_s)
+        while pending:
+            if timeout.is_over():
+                raise TrainerDiedError(f"a rank has not answered a call within {key}={limit_s:g} s")
+            for answer in self._watch(pending):
+                pending.remove(answer)
+                _raise_cause(answer, pending)
+        return [value_of(answer) for answer in answers]
+
+
+def _raise_cause(answer: Answer[Any], pending: list[Answer[Any]]) -> None:
+    """Raise the error in ``answer``, if any. A death in ``pending``, another rank's answers, comes first."""
+    try:
+        value_of(answer)
+    except DEATHS as exc:
+        raise TrainerDiedError(first_line(exc)) from exc
+    except (HwrlError, RayTaskError) as exc:
+        death = find_death(pending)
+        if death is None:
+            raise
+        raise TrainerDiedError(death) from exc

@@ -1,0 +1,68 @@
+"""Log lines about long waits and silent processes. With them, a run is never silent itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+FIRST_S = 10.0
+"""A wait or a silence is logged after this time, and again whenever it has doubled."""
+_USUAL_FACTOR = 2.0
+"""A wait is logged only after this multiple of the longest earlier wait for the same thing."""
+
+
+@dataclass
+class _Wait:
+    subject: str
+    began_s: float
+    log_after_s: float
+
+
+class WaitLog:
+    """Logs the waits of a run. Waits may nest; only the innermost is logged. ``clock`` returns seconds."""
+
+    def __init__(self, log: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._clock = log, clock
+        self._waits: list[_Wait] = []
+        self._longest_s: dict[str, float] = {}
+        self._logged_silence_s: dict[str, float] = {}
+
+    @contextmanager
+    def waiting_for(self, subject: str) -> Iterator[None]:
+        """Wait for ``subject`` in this block. Logged after ``FIRST_S``, or after twice the longest earlier wait."""
+        usual_s = _USUAL_FACTOR * self._longest_s.get(subject, 0.0)
+        wait = _Wait(subject, self._clock(), max(FIRST_S, usual_s))
+        self._waits.append(wait)
+        try:
+            yield
+        finally:
+            self._waits.remove(wait)
+            waited_s = self._clock() - wait.began_s
+            self._longest_s[subject] = max(waited_s, self._longest_s.get(subject, 0.0))
+
+    def forget(self, process: str) -> None:
+        """Forget the silence of a replaced process."""
+        self._logged_silence_s.pop(process, None)
+
+    def update(self, silent: Mapping[str, float], *, limit_s: float) -> None:
+        """Log the present wait and the ``silent`` processes (seconds) if it is time. Call it about every second."""
+        self._log_silence(silent, limit_s)
+        if not self._waits:
+            return
+        wait = self._waits[-1]
+        waited_s = self._clock() - wait.began_s
+        if waited_s >= wait.log_after_s:
+            wait.log_after_s = 2 * waited_s
+            self._log(f"waiting for {wait.subject} for {waited_s:.0f} s")
+
+    def _log_silence(self, silent: Mapping[str, float], limit_s: float) -> None:
+        for process, silent_s in silent.items():
+            logged_s = self._logged_silence_s.get(process, 0.0)
+            if silent_s < logged_s:
+                self._log(f"{process} answers again, after more than {logged_s:.0f} s")
+                del self._logged_silence_s[process]
+            elif silent_s >= max(min(FIRST_S, limit_s / 2), 2 * logged_s):
+                self._logged_silence_s[process] = silent_s
+                self._log(f"waiting for {process}, which has not answered for {silent_s:.0f} s, at most {limit_s:g} s")

@@ -1,0 +1,357 @@
+"""The three kinds of processes of a run. Ray makes actors of these classes.
+
+This module imports no torch: each process first chooses the driver's backend, and imports torch after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from hwrl.discovery import get_backend, set_backend
+from hwrl.errors import EngineError
+from hwrl.interfaces import PromptGroup
+from hwrl.rollout import PromptLease, PromptLedger
+from hwrl.run.cluster.placement import (
+    HeldDevices,
+    ProcessDevices,
+    check_devices,
+    find_held_devices,
+    has_devices,
+    make_visible,
+)
+from hwrl.run.config import Config
+from hwrl.run.identity import RunInputs
+from hwrl.run.report.records import Metrics
+
+if TYPE_CHECKING:
+    from hwrl.rollout import Evaluation, Rollouter
+    from hwrl.run.processes.handles import LedgerHandle
+    from hwrl.run.processes.trainer_rank import TrainerRank
+    from hwrl.weights import TransportName
+
+LEASE_WAIT_S = 1.0
+"""How long the ledger waits for free prompts before it answers a request with none."""
+
+
+def end_at_sigterm() -> None:
+    """Let SIGTERM end this process at once, so that the driver sees a death.
+
+    Ray's handler ends only the main thread. A loop in another thread would continue, and the actor would answer no
+    call. Ray runs the ``__init__`` of a synchronous actor in the main thread. Remove this when Ray ends such an actor.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@dataclass(frozen=True)
+class ProcessSetup:
+    """The settings that each trainer rank and each replica needs to start."""
+
+    config: Config
+    inputs: RunInputs
+    backend: str
+    devices: ProcessDevices
+    store_address: str
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """The description of a batch: its prompts, the ledger's counts, and the running totals of each replica."""
+
+    sequence_numbers: list[int]
+    counts: dict[str, int]
+    replicas: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """The contents of a checkpoint for the driver.
+
+    ``skipped`` has the path of each damaged checkpoint with the reason, ``changed`` a sentence for each changed input.
+    """
+
+    step: int
+    ledger: dict[str, Any]
+    skipped: list[tuple[str, str]]
+    changed: list[str]
+
+
+# -- the ledger -----------------------------------------------------------------------------------------------------
+
+
+class LedgerActor:
+    """Serves the prompt ledger to the replicas and the driver. A request waits until the ledger can answer it.
+
+    ``replica`` is the name of one incarnation of a replica. After ``forget``, the ledger ignores it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._ledger = PromptLedger(
+            groups_per_version=config.groups_per_version,
+            max_staleness=config.async_training.staleness_threshold,
+            total_groups=config.train.steps * config.train.batch_groups,
+            group_timeout_s=config.rollout.group_timeout_s,
+            max_attempts=config.rollout.max_attempts,
+        )
+        self._replica_totals: dict[str, dict[str, float]] = {}
+        self._forgotten: set[str] = set()
+        self._takes_abandoned = 0
+        self._fatal: EngineError | None = None
+        self._changed = asyncio.Condition()
+
+    async def alive(self) -> float:
+        """Answer a heartbeat."""
+        return 0.0
+
+    async def lease(self, count: int, replica: str) -> list[PromptLease]:
+        """Lend up to ``count`` prompts to ``replica``. Waits up to ``LEASE_WAIT_S`` for the first one."""
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(self._ledger.capacity), LEASE_WAIT_S)
+            if replica in self._forgotten:
+                return []
+            return self._ledger.lease(count, replica=replica, now_s=time.monotonic())
+
+    async def complete(self, groups: Sequence[PromptGroup], replica: str, stats: dict[str, float]) -> None:
+        """Accept finished groups, and the running totals of their replica."""
+        async with self._changed:
+            if replica in self._forgotten:
+                return
+            self._replica_totals[replica] = stats
+            for group in groups:
+                with self._fatal_errors():
+                    self._ledger.complete(group)
+            self._changed.notify_all()
+
+    async def fail(self, lease: PromptLease, reason: str) -> None:
+        """Put a prompt back. After too many failures of one prompt the next ``take`` raises."""
+        async with self._changed:
+            with self._fatal_errors():
+                self._ledger.fail(lease, reason=reason)
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _fatal_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as exc:
+            self._fatal = exc
+
+    async def forget(self, replica: str) -> int:
+        """Put back all prompts of a dead replica; return their number."""
+        async with self._changed:
+            self._forgotten.add(replica)
+            lost = self._ledger.forget_replica(replica)
+            self._replica_totals.pop(replica, None)
+            self._changed.notify_all()
+            return lost
+
+    async def overdue(self) -> list[str]:
+        """Put back the prompts past their deadline; return the replicas that held them."""
+        async with self._changed:
+            late = self._ledger.expire(time.monotonic())
+            self._changed.notify_all()
+            return late
+
+    async def take(self, count: int, version: int) -> tuple[list[PromptGroup], BatchInfo | None]:
+        """Note that ``version`` is published. Then return a batch as soon as the staleness rules allow one.
+
+        After ``abandon_take`` a waiting call returns nothing, and the ledger keeps its groups.
+        """
+        async with self._changed:
+            self._ledger.advance(version)
+            self._changed.notify_all()
+            abandoned = self._takes_abandoned
+            while (groups := self._take_now(count)) is None:
+                await self._changed.wait()
+                if self._takes_abandoned != abandoned:
+                    return [], None
+            numbers = [group.sequence_number for group in groups]
+            return groups, BatchInfo(numbers, asdict(self._ledger.counts()), dict(self._replica_totals))
+
+    def _take_now(self, count: int) -> list[PromptGroup] | None:
+        if self._fatal is not None:
+            raise self._fatal
+        return self._ledger.take(count)
+
+    async def abandon_take(self) -> None:
+        """End a waiting ``take`` with nothing. (Ray cannot cancel a call; it can only forget its answer.)"""
+        async with self._changed:
+            self._takes_abandoned += 1
+            self._changed.notify_all()
+
+    async def state_dict(self) -> dict[str, Any]:
+        """Return the ledger's state for a checkpoint."""
+        return self._ledger.state_dict()
+
+    async def load_state_dict(self, state: dict[str, Any], incarnation: int) -> None:
+        """Continue from a checkpoint with this incarnation of the trainer. Ends all leases, and a waiting ``take``."""
+        async with self._changed:
+            self._takes_abandoned += 1
+            self._ledger.load_state_dict(state, incarnation=incarnation)
+            self._changed.notify_all()
+
+
+class RemoteLedger:
+    """The ledger for a rollouter in another process."""
+
+    def __init__(self, ledger: LedgerHandle, *, replica: str) -> None:
+        self._ledger, self._replica = ledger, replica
+
+    def lease(self, count: int) -> Future[list[PromptLease]]:
+        """Request prompts."""
+        return self._ledger.lease(count, self._replica).future()
+
+    def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
+        """Hand in finished groups."""
+        self._ledger.complete(groups, self._replica, stats)
+
+    def fail(self, lease: PromptLease, reason: str) -> None:
+        """Report a failed prompt."""
+        self._ledger.fail(lease, reason)
+
+
+# -- devices of a process -------------------------------------------------------------------------------------------
+
+
+def _use_devices(setup: ProcessSetup, *, threads: int) -> tuple[int, ...]:
+    """Choose the driver's backend, and make this process use its devices; return their indices in this process."""
+    set_backend(setup.backend)
+    own = make_visible(setup.devices, get_backend().devices, os.environ)  # vendors' libraries read it on first use
+    from hwrl.run.processes.build import prepare_process
+
+    check_devices(setup.devices, own, get_backend(), os.environ)
+    prepare_process(threads=threads, device=own[0])
+    return own
+
+
+def _report_devices(devices: Sequence[int]) -> HeldDevices | None:
+    return find_held_devices(devices, get_backend()) if has_devices(get_backend()) else None
+
+
+# -- a replica ------------------------------------------------------------------------------------------------------
+
+
+class RolloutActor:
+    """One rollout replica: ``set_up``, then ``run``, which needs its own thread until ``stop``."""
+
+    def __init__(self) -> None:
+        end_at_sigterm()
+        self._stop = threading.Event()
+        self._rollouter: Rollouter | None = None
+
+    def alive(self) -> float:
+        """Answer a heartbeat: return for how many seconds the present step of the rollouter's loop has lasted."""
+        return 0.0 if self._rollouter is None else self._rollouter.step_s()
+
+    def set_up(
+        self, setup: ProcessSetup, *, replica: str, incarnation: str, seed: int, ledger: LedgerHandle
+    ) -> HeldDevices | None:
+        """Build the replica, which then waits for weights; return its devices.
+
+        This is no part of ``__init__``, because Ray reports errors of an actor's ``__init__`` poorly.
+        """
+        self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
+        from hwrl.run.processes.build import build_rollouter, evaluation_prompts
+
+        with setup.inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
+            self._rollouter = build_rollouter(
+                setup.config,
+                inputs=setup.inputs,
+                replica=replica,
+                seed=seed,
+                store_address=setup.store_address,
+                ledger=RemoteLedger(ledger, replica=incarnation),
+            )
+            self._evaluation_prompts = evaluation_prompts(setup.config, setup.inputs)
+        return _report_devices(self._devices)
+
+    def run(self) -> None:
+        """Roll out until ``stop``."""
+        assert self._rollouter is not None, "set_up comes first"
+        get_backend().set_device(self._devices[0])  # per thread, and set_up ran in another one
+        with get_backend().allocating("generating responses"):
+            self._rollouter.run(self._stop)
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the weights of the moment in which the evaluation begins."""
+        assert self._rollouter is not None, "set_up comes first"
+        return self._rollouter.evaluate(self._evaluation_prompts).result()
+
+    def stop(self) -> None:
+        """Make ``run`` return."""
+        self._stop.set()
+
+
+# -- a trainer rank -------------------------------------------------------------------------------------------------
+
+
+class TrainActor:
+    """One trainer rank: ``set_up``, then calls of :class:`~hwrl.run.processes.trainer_rank.TrainerRank`."""
+
+    def __init__(self) -> None:
+        end_at_sigterm()
+
+    def alive(self) -> float:
+        """Answer a heartbeat. It does not measure calls: ``timeouts.trainer_s`` limits them."""
+        return 0.0
+
+    def set_up(
+        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName
+    ) -> HeldDevices | None:
+        """Build this rank and return its device. The ranks wait for each other."""
+        devices = _use_devices(setup, threads=setup.config.train.threads)
+        from hwrl.run.processes.trainer_rank import TrainerRank
+
+        with setup.inputs.unchanged("trainer"), get_backend().allocating("the trainer"):
+            self._rank: TrainerRank = TrainerRank(
+                setup.config,
+                inputs=setup.inputs,
+                rank=rank,
+                store_address=setup.store_address,
+                incarnation=incarnation,
+                transport=transport,
+            )
+        return _report_devices(devices)
+
+    def restore(self) -> RestoredRun | None:
+        """Load the newest complete checkpoint; return None if there is none."""
+        with get_backend().allocating("the checkpoint"):
+            return self._rank.restore()
+
+    def send_weights(self) -> None:
+        """Send the current weights to the replicas."""
+        with get_backend().allocating("the transfer of weights"):
+            self._rank.send_weights()
+
+    def joined_replicas(self) -> tuple[str, ...]:
+        """Return the replicas that joined after the newest weights were sent."""
+        return self._rank.joined_replicas()
+
+    def step(self, groups: Sequence[PromptGroup]) -> Metrics:
+        """Train one step; return its metrics."""
+        with get_backend().allocating("a training step"):
+            return self._rank.step(groups)
+
+    def save(self, ledger: dict[str, Any]) -> Metrics:
+        """Save a checkpoint with the ledger's state; return how long it took."""
+        with get_backend().allocating("the copy for a checkpoint"):
+            return self._rank.save(ledger)
+
+    def export_model(self) -> None:
+        """Write the model to the run directory."""
+        with get_backend().allocating("the export of the model"):
+            self._rank.export_model()
+
+    def close(self) -> None:
+        """Finish a save in the background and close all connections."""
+        with get_backend().allocating("the end of the trainer"):
+            self._rank.close()

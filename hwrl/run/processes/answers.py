@@ -1,0 +1,83 @@
+"""Answers of actors: results of remote calls that may still be on their way, and the errors in them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+
+from hwrl.errors import HwrlError
+
+DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError)
+"""Ray's errors for a call to a dead process."""
+DEATH_NOTICE_S = 5.0
+"""How long Ray may need to report a death. Another process may fail of that death before."""
+
+T = TypeVar("T")
+
+
+class Answer(Protocol[T]):
+    """The answer to a remote call: a ``ray.ObjectRef`` at run time. The type parameter is for the type checker."""
+
+    def future(self) -> Future[T]:
+        """Return a future of the answer."""
+        ...
+
+
+def is_ready(answer: Answer[Any], *, timeout_s: float = 0.0) -> bool:
+    """Return whether the answer is there within ``timeout_s``."""
+    return bool(ray.wait([answer], timeout=timeout_s)[0])
+
+
+def value_of(answer: Answer[T]) -> T:
+    """Wait for the answer and return its value. An hwrl error in the other process is raised as itself."""
+    try:
+        value: T = ray.get(answer)
+    except RayTaskError as exc:
+        if isinstance(exc.cause, HwrlError):
+            raise exc.cause from exc
+        raise
+    return value
+
+
+def raise_hwrl_error(answer: Answer[Any]) -> None:
+    """Raise the hwrl error in a finished call, if it has one."""
+    with contextlib.suppress(RayError):  # a death, or an error from outside hwrl
+        value_of(answer)
+
+
+def find_death(answers: Sequence[Answer[Any]]) -> str | None:
+    """Wait up to ``DEATH_NOTICE_S`` for ``answers``; return the reason of the first death among them."""
+    if not answers:
+        return None
+    ready, _ = ray.wait(list(answers), num_returns=len(answers), timeout=DEATH_NOTICE_S)
+    for answer in ready:
+        try:
+            ray.get(answer)
+        except DEATHS as exc:
+            return first_line(exc)
+        except RayTaskError:
+            continue
+    return None
+
+
+def why_ended(answer: Answer[Any]) -> str:
+    """Return the reason why a call ended that should have run on."""
+    try:
+        ray.get(answer)
+    except DEATHS as exc:
+        return first_line(exc)
+    except RayTaskError as exc:
+        if isinstance(exc.cause, HwrlError):
+            return f"{exc.cause.what}: {exc.cause.why}"
+        return [line for line in str(exc).splitlines() if line.strip()][-1].strip()
+    return "it returned"
+
+
+def first_line(exc: Exception) -> str:
+    """Return the first line of an error's text, or its type."""
+    return next((line.strip() for line in str(exc).splitlines() if line.strip()), type(exc).__name__)

@@ -1,0 +1,234 @@
+"""Build the parts of a run from its configuration, in the process that uses them. Nothing here runs the parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwrl.checkpoint import CheckpointManager
+from hwrl.comm import Comm, Group, PrefixStore, connect_store
+from hwrl.discovery import get_backend
+from hwrl.errors import ConfigError
+from hwrl.interfaces import EngineSettings, RolloutEngine, RolloutSettings, Sampling, TrainEngine
+from hwrl.models import (
+    encode_prompt,
+    load_generation_config,
+    load_tokenizer,
+    vocabulary_size,
+)
+from hwrl.rollout import (
+    INCARNATION,
+    AdapterUpdater,
+    EmbeddedEngine,
+    LedgerClient,
+    LoopSettings,
+    ModelUpdater,
+    Prompt,
+    PromptStream,
+    RetryingReceiver,
+    RewardWorkers,
+    Rollouter,
+    WeightUpdater,
+    check_vocabulary,
+    load_prompts,
+    load_reward,
+)
+from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.run.identity import EVAL, TRAIN, RunInputs
+from hwrl.run.inputs import load_rollout_engine, load_train_engine
+from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss
+from hwrl.weights import POLICY, POLICY_BASE, PolicySender, TransportName, WeightReceiver, WeightSender
+
+
+def prepare_process(*, threads: int, device: int = 0) -> None:
+    """Make ``device``, an index among the visible ones, the current device; compute with ``threads`` host threads."""
+    torch.set_num_threads(threads)
+    get_backend().set_device(device)
+
+
+# -- a replica ------------------------------------------------------------------------------------------------------
+
+
+def build_rollouter(
+    config: Config, *, inputs: RunInputs, replica: str, seed: int, store_address: str, ledger: LedgerClient
+) -> Rollouter:
+    """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
+    tokenizer = load_tokenizer(config.model.path)
+    engine = _build_rollout_engine(config, tokenizer, seed=seed)
+    return Rollouter(
+        engine,
+        ledger=ledger,
+        prompts=PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed),
+        rewards=RewardWorkers(
+            load_reward(config.reward.function),
+            decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+            attempts=config.reward.attempts,
+            threads=config.reward.threads,
+            timeout_s=config.reward.timeout_s,
+        ),
+        weights=_build_updater(config, engine, store_address=store_address, replica=replica),
+        settings=LoopSettings(
+            sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+            group_size=config.rollout.n,
+            partial_rollout=config.async_training.partial_rollout,
+            sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        ),
+    )
+
+
+def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
+    """Return the prompts for evaluations: none if the configuration has no evaluation data."""
+    if config.data.eval is None:
+        return []
+    return _load_prompts(config, inputs, key=EVAL)[: config.eval.prompts]
+
+
+def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
+    store = connect_store(store_address)
+
+    def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
+        receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
+        return RetryingReceiver(receiver, timeout_s=_transfer_timeout_s(config))
+
+    return ModelUpdater(engine, connect(POLICY)) if config.model.lora is None else AdapterUpdater(engine, connect)
+
+
+def _transfer_timeout_s(config: Config) -> float:
+    """Return how long the sender waits for replicas. Without partial rollout they first finish their responses."""
+    drain_s = 0.0 if config.async_training.partial_rollout else config.rollout.group_timeout_s
+    return config.weights.timeout_s + drain_s
+
+
+def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt]:
+    tokenizer, path = load_tokenizer(config.model.path), inputs.files[key].path
+    prompts = load_prompts(
+        path,
+        content=inputs.read(key),
+        encode=lambda prompt: encode_prompt(tokenizer, prompt),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+    )
+    check_vocabulary(prompts, path=path, vocabulary=vocabulary_size(config.model.path))
+    return prompts
+
+
+def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
+    settings = RolloutSettings(
+        model_directory=config.model.path,
+        dtype=_dtype(config),
+        eos_ids=_eos_ids(config.model.path, tokenizer),
+        max_running=config.rollout.max_running,
+        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        seed=seed,
+        temperature=config.rollout.temperature,
+        lora=config.model.lora,
+        may_sleep=config.rollout.free_cache_engine,
+        tensor_parallel=config.rollout.tensor_parallel,
+    )
+    if config.rollout.engine == EMBEDDED:
+        return EmbeddedEngine.from_settings(settings, backend=get_backend())
+    engine: RolloutEngine = load_rollout_engine(config)(
+        settings=settings, options=config.rollout.engine_options, backend=get_backend()
+    )
+    return engine
+
+
+def _eos_ids(model_directory: Path, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a response, from the model's generation settings and the tokenizer."""
+    configured = load_generation_config(model_directory).eos_token_id
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    if not ids:
+        raise ConfigError(
+            "the model has no end-of-sequence token",
+            why="neither its tokenizer nor its generation settings name one",
+            fix="set eos_token_id in the model directory's generation_config.json",
+        )
+    return sorted(ids)
+
+
+# -- a trainer rank -------------------------------------------------------------------------------------------------
+
+
+def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Group | None:
+    """Join the default process group of this incarnation's ranks; return None for a single rank. Blocks."""
+    if config.train.ranks == 1:
+        return None
+    ranks_store = PrefixStore(f"train/{incarnation}", store)
+    return Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=config.train.ranks)
+
+
+def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
+    """Return the train engine with the model's weights."""
+    settings = EngineSettings(
+        model_directory=config.model.path,
+        total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        dtype=_dtype(config),
+        param_offload=config.train.param_offload,
+        optimizer_offload=config.train.optimizer_offload,
+        activation_checkpointing=config.train.activation_checkpointing,
+        lora=config.model.lora,
+        seed=config.seed,
+        **config.optimizer.model_dump(),
+    )
+    if config.train.engine == FSDP:
+        return FsdpEngine(settings, backend=get_backend(), group=group)
+    engine: TrainEngine = load_train_engine(config)(
+        settings=settings, options=config.train.engine_options, backend=get_backend(), group=group
+    )
+    return engine
+
+
+def build_trainer(config: Config, engine: TrainEngine, *, incarnation: int) -> AsyncTrainer:
+    """Return the trainer of this rank."""
+    settings = config.algorithm
+    loss = PolicyLoss(
+        settings.loss,
+        clip_low=settings.clip_ratio_low,
+        clip_high=settings.clip_ratio_high,
+        is_threshold=settings.rollout_is_threshold,
+    )
+    return AsyncTrainer(
+        engine,
+        algorithm=Algorithm(loss, settings.advantage, settings.ppo_epochs, settings.mini_batches),
+        max_staleness=config.async_training.staleness_threshold,
+        trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
+        incarnation=incarnation,
+    )
+
+
+def build_sender(
+    config: Config, store: Any, transport: TransportName, *, base: int | None, incarnation: int
+) -> PolicySender:
+    """Return the sender of weights. ``base`` is the hash of an adapter's base model."""
+    slab_mib = config.weights.update_weights_bucket_megabytes
+
+    def connect(name: str) -> WeightSender:
+        return WeightSender(
+            store,
+            name=name,
+            transport=transport,
+            slab_nbytes=None if slab_mib is None else slab_mib << 20,
+            versions=1 if name == POLICY_BASE else 3,
+            timeout_s=_transfer_timeout_s(config),
+        )
+
+    always_base = config.weights.send_base == "always"
+    return PolicySender(connect, base=base, always_base=always_base, metadata={INCARNATION: incarnation})
+
+
+def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManager:
+    """Return the checkpoints of the run directory."""
+    return CheckpointManager(
+        config.dir / "checkpoints",
+        max_ckpt_to_keep=config.checkpoint.max_ckpt_to_keep,
+        async_save=config.checkpoint.async_save,
+        staging=config.checkpoint.staging,
+        group=group,
+    )
+
+
+def _dtype(config: Config) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]

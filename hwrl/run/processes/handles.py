@@ -1,0 +1,158 @@
+"""Typed handles of a run's actors: one class per actor, one method per remote call.
+
+Each method sends a call and returns an :class:`~hwrl.run.processes.answers.Answer` at once. An answer may be an
+argument of another call: Ray then moves the value between the processes without the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from hwrl.interfaces import PromptGroup
+from hwrl.rollout import PromptLease
+from hwrl.run.cluster.placement import HeldDevices
+from hwrl.run.config import Config
+from hwrl.run.processes.actors import BatchInfo, LedgerActor, ProcessSetup, RestoredRun, RolloutActor, TrainActor
+from hwrl.run.processes.answers import Answer
+from hwrl.run.report.records import Metrics
+
+if TYPE_CHECKING:
+    from hwrl.rollout import Evaluation
+    from hwrl.weights import TransportName
+
+_HEARTBEAT_GROUP = "heartbeat"
+"""A concurrency group of Ray with its own thread: ``alive`` answers while another call runs."""
+
+
+class ActorHandle:
+    """The handle of one actor. ``options`` are Ray's options for the actor."""
+
+    def __init__(self, actor_class: type, *arguments: Any, **options: Any) -> None:
+        remote_class = ray.remote(concurrency_groups={_HEARTBEAT_GROUP: 1})(actor_class)
+        self._actor: Any = remote_class.options(**options).remote(*arguments)
+
+    def alive(self) -> Answer[float]:
+        """Send a heartbeat; the answer says for how many seconds the actor's loop has been in its present step."""
+        return _send(self._actor.alive.options(concurrency_group=_HEARTBEAT_GROUP))
+
+    def kill(self) -> None:
+        """End the process. Ray needs some seconds for a frozen one."""
+        ray.kill(self._actor)
+
+
+class TrainerHandle(ActorHandle):
+    """The handle of one trainer rank: see :class:`~hwrl.run.processes.actors.TrainActor`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(TrainActor, **options)
+
+    def set_up(
+        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName
+    ) -> Answer[HeldDevices | None]:
+        """Build the rank; the answer names its device."""
+        return _send(self._actor.set_up, setup, rank=rank, incarnation=incarnation, transport=transport)
+
+    def restore(self) -> Answer[RestoredRun | None]:
+        """Load the newest checkpoint; the answer is None if there is none."""
+        return _send(self._actor.restore)
+
+    def send_weights(self) -> Answer[None]:
+        """Send the current weights to the replicas."""
+        return _send(self._actor.send_weights)
+
+    def joined_replicas(self) -> Answer[tuple[str, ...]]:
+        """Return the replicas that joined after the newest weights were sent."""
+        return _send(self._actor.joined_replicas)
+
+    def step(self, groups: Answer[list[PromptGroup]]) -> Answer[Metrics]:
+        """Train one step and send the weights if they are due; the answer has the step's metrics."""
+        return _send(self._actor.step, groups)
+
+    def save(self, ledger: dict[str, Any]) -> Answer[Metrics]:
+        """Save a checkpoint with the ledger's state; the answer says how long it took."""
+        return _send(self._actor.save, ledger)
+
+    def export_model(self) -> Answer[None]:
+        """Write the model to the run directory."""
+        return _send(self._actor.export_model)
+
+    def close(self) -> Answer[None]:
+        """Finish a save in the background and close all connections."""
+        return _send(self._actor.close)
+
+
+class ReplicaHandle(ActorHandle):
+    """The handle of one rollout replica: see :class:`~hwrl.run.processes.actors.RolloutActor`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(RolloutActor, max_concurrency=4, **options)
+
+    def set_up(
+        self, setup: ProcessSetup, *, replica: str, incarnation: str, seed: int, ledger: LedgerHandle
+    ) -> Answer[HeldDevices | None]:
+        """Build the replica; the answer names its devices."""
+        return _send(self._actor.set_up, setup, replica=replica, incarnation=incarnation, seed=seed, ledger=ledger)
+
+    def run(self) -> Answer[None]:
+        """Roll out until :meth:`stop`; the answer comes when the replica ends."""
+        return _send(self._actor.run)
+
+    def evaluate(self) -> Answer[Evaluation]:
+        """Evaluate the current weights."""
+        return _send(self._actor.evaluate)
+
+    def stop(self) -> Answer[None]:
+        """Make :meth:`run` end."""
+        return _send(self._actor.stop)
+
+
+class LedgerHandle(ActorHandle):
+    """The handle of the ledger: see :class:`~hwrl.run.processes.actors.LedgerActor`. Replicas get it, too."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(LedgerActor, config, num_cpus=0)
+
+    def lease(self, count: int, replica: str) -> Answer[list[PromptLease]]:
+        """Request prompts for a replica."""
+        return _send(self._actor.lease, count, replica)
+
+    def complete(self, groups: Sequence[PromptGroup], replica: str, stats: dict[str, float]) -> Answer[None]:
+        """Hand in a replica's finished groups and its running totals."""
+        return _send(self._actor.complete, groups, replica, stats)
+
+    def fail(self, lease: PromptLease, reason: str) -> Answer[None]:
+        """Report a failed prompt."""
+        return _send(self._actor.fail, lease, reason)
+
+    def forget(self, replica: str) -> Answer[int]:
+        """Take back all prompts of a dead replica; the answer is their number."""
+        return _send(self._actor.forget, replica)
+
+    def overdue(self) -> Answer[list[str]]:
+        """Take back prompts after their deadline; the answer names the replicas that held them."""
+        return _send(self._actor.overdue)
+
+    def take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
+        """Request a batch. The groups and their description are two answers: the driver reads the second one only."""
+        groups, info = self._actor.take.options(num_returns=2).remote(count, version)
+        return groups, info
+
+    def abandon_take(self) -> Answer[None]:
+        """End a :meth:`take` that waits; it answers with None."""
+        return _send(self._actor.abandon_take)
+
+    def state_dict(self) -> Answer[dict[str, Any]]:
+        """Return the state for a checkpoint."""
+        return _send(self._actor.state_dict)
+
+    def load_state_dict(self, state: dict[str, Any], incarnation: int) -> Answer[None]:
+        """Go back to the state of a checkpoint, for a new incarnation of the trainer."""
+        return _send(self._actor.load_state_dict, state, incarnation)
+
+
+def _send(method: Any, *arguments: Any, **keywords: Any) -> Answer[Any]:
+    answer: Answer[Any] = method.remote(*arguments, **keywords)
+    return answer

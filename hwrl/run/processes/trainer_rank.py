@@ -1,0 +1,176 @@
+"""One rank of the trainer: the engine, the optimizer steps, the weight sender and the checkpoints, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from safetensors import SafetensorError
+
+from hwrl.comm import connect_store
+from hwrl.discovery import get_backend
+from hwrl.errors import ConfigError, RunDirectoryError
+from hwrl.interfaces import PromptGroup
+from hwrl.run.config import Config
+from hwrl.run.identity import RunInputs
+from hwrl.run.processes.actors import RestoredRun
+from hwrl.run.processes.build import build_checkpoints, build_sender, build_train_engine, build_trainer, join_ranks
+from hwrl.run.report.records import Metrics
+from hwrl.run.report.summary import SENT
+from hwrl.run.run_directory import MODEL_DIRECTORY
+from hwrl.train import move_metrics, rng_state, set_rng_state
+from hwrl.weights import SharedWeights, SyncReport, TransportName
+
+
+class TrainerRank:
+    """One rank of the trainer. All ranks make the same calls at the same time; rank 0 also sends the weights.
+
+    ``incarnation`` counts the starts of the trainer. The constructor waits for the other ranks.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        inputs: RunInputs,
+        rank: int,
+        store_address: str,
+        incarnation: int,
+        transport: TransportName,
+    ) -> None:
+        self._config, self._inputs, self._rank = config, inputs, rank
+        store = connect_store(store_address)
+        self._group = join_ranks(config, store, rank=rank, incarnation=incarnation)
+        self._engine = build_train_engine(config, group=self._group)
+        self._sender = (
+            build_sender(config, store, transport, base=self._engine.base, incarnation=incarnation)
+            if rank == 0
+            else None
+        )
+        self._trainer = build_trainer(config, self._engine, incarnation=incarnation)
+        self._checkpoints = build_checkpoints(config, group=self._group)
+        self._sent_between_steps: Metrics = {}
+
+    # -- training and weights --------------------------------------------------------------------------------------
+
+    def step(self, groups: Sequence[PromptGroup]) -> Metrics:
+        """Train on ``groups``, and send the weights if they are due; return the metrics of both."""
+        with self._trainer.stepping() as moved:
+            trained = self._trainer.step(groups)
+            sent = self._send() if trained.publishes else {}
+        metrics = {**trained.metrics, **sent, **move_metrics(moved), **self._trainer.timing()}
+        earlier, self._sent_between_steps = self._sent_between_steps, {}
+        return {**metrics, **{name: metrics.get(name, 0.0) + value for name, value in earlier.items()}}
+
+    def send_weights(self) -> None:
+        """Send the current weights between two steps. The metrics of the next step include the LoRA bytes of this."""
+        sent = self._send()
+        for name in SENT:
+            if name in sent:
+                self._sent_between_steps[name] = self._sent_between_steps.get(name, 0.0) + sent[name]
+
+    def joined_replicas(self) -> tuple[str, ...]:
+        """Return the replicas that joined after the newest weights were sent; always none on ranks above 0."""
+        return () if self._sender is None else self._sender.joiners()
+
+    def _send(self) -> Metrics:
+        """Gather the weights on all ranks, and send them as the trainer's version; return metrics on rank 0."""
+        with self._trainer.sending(), SharedWeights(self._engine, self._group) as weights:
+            if self._sender is None:
+                weights.follow()
+                return {}
+            report = self._sender.send(self._trainer.version, model=weights.model, adapter=weights.adapter)
+        return _sync_metrics(report)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, ledger: dict[str, Any]) -> Metrics:
+        """Save a checkpoint of this moment, with the ledger's state; return how long it took."""
+        with self._trainer.saving(), self._engine.saved_state() as (state, offloader):
+            report = self._checkpoints.save(
+                self._trainer.steps_done,
+                state,
+                offloader=offloader,
+                extra={
+                    "trainer": self._trainer.state_dict(),
+                    "ledger": ledger,
+                    "inputs": self._inputs.digests(),
+                    "adapter": self._adapter(),
+                },
+                rank_extra={"rng": rng_state(get_backend())},
+                weight_version=self._trainer.version,
+            )
+        return {"checkpoint/blocked_s": report.blocked_s, "checkpoint/waited_s": report.waited_s}
+
+    def restore(self) -> RestoredRun | None:
+        """Load the newest complete checkpoint; return None if there is none."""
+        with self._engine.on_device(optimizer=True):
+            state = self._engine.state_dict()
+            resumed = self._checkpoints.resume(state)
+            if resumed is None:
+                return None
+            changed = self._inputs.compare_with_checkpoint(resumed.extra)
+            self._check_base(resumed.extra["adapter"])
+            self._engine.load_state_dict(state)
+        self._trainer.load_state_dict(resumed.extra["trainer"])
+        if self._rank < len(resumed.rank_extras):  # a rank that the saved run did not have keeps its initial state
+            set_rng_state(resumed.rank_extras[self._rank]["rng"], get_backend())
+        skipped = [(str(one.path), one.reason) for one in resumed.skipped]
+        return RestoredRun(resumed.step, resumed.extra["ledger"], skipped, changed)
+
+    def _adapter(self) -> dict[str, Any] | None:
+        """Return the identity of the adapter for a checkpoint; None if the whole model is trained."""
+        lora = self._config.model.lora
+        return None if lora is None else {"base": self._engine.base, "config": lora.peft_config()}
+
+    def _check_base(self, saved_adapter: dict[str, Any] | None) -> None:
+        saved_base = None if saved_adapter is None else saved_adapter["base"]
+        if saved_base != self._engine.base:
+            raise ConfigError(
+                f"the checkpoint's adapter does not belong to the model in {self._config.model.path}",
+                why="it was trained on another base: the configuration or the weights of the model have changed",
+                fix="restore the old model, or start a new run in another dir=…",
+            )
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def export_model(self) -> None:
+        """Write the trained model to the run directory, in the format of transformers."""
+        directory = self._config.dir / MODEL_DIRECTORY
+        try:
+            directory.mkdir(exist_ok=True)  # if a file has this name, transformers writes nothing and raises nothing
+            with self._engine.on_device(optimizer=False):
+                self._engine.export(directory)
+        except (OSError, SafetensorError) as exc:
+            raise RunDirectoryError(
+                f"the trained model cannot be written to {directory}",
+                why=str(exc),
+                fix="repair the cause in the run directory; resume=true then writes the model",
+            ) from exc
+
+    def close(self) -> None:
+        """Finish a save in the background, and close all connections. Raises if the save failed."""
+        try:
+            self._checkpoints.close()
+        finally:
+            if self._sender is not None:
+                self._sender.close()
+            self._engine.close()
+            if self._group is not None:
+                self._group.close()
+
+
+def _sync_metrics(report: SyncReport) -> Metrics:
+    """Return the metrics of a transfer. The stages of the base count together with those of the version."""
+    parts = [report.policy] if report.base is None else [report.policy, report.base]
+    stages = dict.fromkeys(stage for part in parts for stage in part.seconds)
+    metrics = {
+        "sync/nbytes": float(sum(part.nbytes for part in parts)),
+        "sync/receivers": float(report.policy.receivers),
+        "sync/quarantined": float(sum(len(part.excluded) for part in parts)),
+        **{f"sync/{stage}_s": sum(part.seconds.get(stage, 0.0) for part in parts) for stage in stages},
+    }
+    if report.plan.what == "full":
+        return metrics
+    sent = (report.plan.sends_base, report.base_nbytes, report.adapter_nbytes)
+    return {**metrics, **dict(zip(SENT, map(float, sent), strict=True))}

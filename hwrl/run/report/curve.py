@@ -1,0 +1,47 @@
+"""The picture of a run: reward, evaluations and staleness over the training steps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from hwrl.run.report.records import Metrics
+
+
+def draw_curve(history: list[Metrics], path: Path) -> None:
+    """Draw the mean reward, the evaluations and the staleness over the steps, as a PNG in ``path``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
+    steps = [line["step"] for line in history]
+    axes.plot(
+        steps, [line.get("reward/mean", math.nan) for line in history], color="tab:blue", label="mean reward (training)"
+    )
+    evaluated = [line for line in history if "eval/reward" in line]
+    if evaluated:
+        eval_steps = [line["step"] for line in evaluated]
+        axes.plot(eval_steps, [line["eval/reward"] for line in evaluated], "o-", color="tab:green", label="eval reward")
+    if any("eval/exact" in line for line in evaluated):
+        exact = [line.get("eval/exact") for line in evaluated]
+        axes.plot(eval_steps, exact, "s--", color="tab:orange", label="eval exact match")
+    axes.set(xlabel="training step", ylabel="reward", ylim=_limits(history))
+    right = axes.twinx()
+    right.plot(steps, [line.get("staleness/mean", math.nan) for line in history], color="0.75", linewidth=1)
+    right.set_ylabel("mean staleness [weight versions]", color="0.5")
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    draft = path.with_name(f".tmp_{path.name}")
+    figure.savefig(draft, format="png")
+    draft.replace(path)  # after an error the old picture is still there
+    pyplot.close(figure)
+
+
+def _limits(history: list[Metrics]) -> tuple[float, float] | None:
+    """Return a reward axis from 0 to 1, to compare runs, if all values fit into it; else None."""
+    names = ("reward/mean", "eval/reward", "eval/exact")
+    drawn = [line[name] for line in history for name in names if name in line]
+    return (0, 1.02) if all(0 <= value <= 1 for value in drawn) else None

@@ -1,0 +1,81 @@
+"""Files that only grow: lines that survive the death of this process, and TensorBoard events."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class AppendedFile:
+    """A file opened for appending. ``write`` returns when the operating system has all data; nothing is buffered here.
+
+    Raises OSError, also if the file was deleted or replaced. The operating system reports no error for writes to a
+    deleted file, and the data would be lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``. An error may leave a part of it in the file."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._check_path()
+
+    def sync(self) -> None:
+        """Make the content durable. The file's entry in its directory needs a sync of the directory."""
+        self._check_path()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        self._file.close()
+
+    def _check_path(self) -> None:
+        if not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+            raise FileNotFoundError(f"{self._path} was replaced by another file")
+
+
+class EventFile:
+    """Scalars for TensorBoard, in a new file in ``directory``. It voids older files from ``purge_step`` on.
+
+    torch's ``SummaryWriter`` writes in its own thread. On a full disk this thread prints a traceback and may block its
+    callers. This class writes in the caller's thread and raises OSError.
+    """
+
+    def __init__(self, directory: Path, *, purge_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}.{purge_step}"
+        self._file = AppendedFile(directory / name)
+        self._records = RecordWriter(self._file)
+        try:
+            self._write(Event(wall_time=time.time(), step=purge_step, file_version="brain.Event:2"))
+            started = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=started))
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write ``metrics`` as the scalars of ``step``."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())

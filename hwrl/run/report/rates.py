@@ -1,0 +1,62 @@
+"""Metrics of the time between two steps: tokens per second and idle ratios."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from hwrl.run.report.records import Metrics
+
+if TYPE_CHECKING:
+    from hwrl.run.processes.actors import BatchInfo
+
+BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
+COUNTS = ("received_nbytes", "base_loads", "sleeps", "freed_nbytes")
+
+
+class StepRates:
+    """Turns the replicas' running totals into metrics of the time since the last step.
+
+    ``history`` holds the lines of the run before a resume.
+    """
+
+    def __init__(self, history: list[Metrics]) -> None:
+        self._last_totals: dict[str, dict[str, float]] = {}
+        self._last_s = time.perf_counter()
+        self._trained_tokens = history[-1].get("response/tokens_total", 0.0) if history else 0.0
+        self._rollout_idle_ratio = 0.0
+
+    def metrics(self, trained: Metrics, batch: BatchInfo) -> Metrics:
+        """Return the rates since the last call. ``trained`` holds the trainer's metrics of the step on ``batch``."""
+        now_s = time.perf_counter()
+        elapsed_s, self._last_s = max(now_s - self._last_s, 1e-9), now_s
+        rollout = self._added_since_last(batch.replicas)
+        if rollout.get("idle_s", 0.0) + _busy_s(rollout) > 0:  # else no replica has reported since the last step
+            self._rollout_idle_ratio = rollout["idle_s"] / (rollout["idle_s"] + _busy_s(rollout))
+        self._trained_tokens += trained["response/tokens"]
+        trainer_s = sum(value for name, value in trained.items() if name.startswith("timing_s/"))
+        return {
+            **{f"ledger/{name}": float(value) for name, value in batch.counts.items()},
+            "response/tokens_total": self._trained_tokens,
+            "trainer/tokens_per_s": trained["response/tokens"] / elapsed_s,
+            "trainer/idle_ratio": trained["timing_s/wait"] / max(trainer_s, 1e-9),
+            "rollout/tokens_per_s": rollout.get("tokens", 0.0) / elapsed_s,
+            "rollout/idle_ratio": self._rollout_idle_ratio,
+            "rollout/reward_errors": rollout.get("reward_errors", 0.0),
+            "rollout/replicas": float(len(batch.replicas)),
+            **{f"rollout/{name}": rollout[name] for name in (*BUSY_SECONDS, *COUNTS) if name in rollout},
+        }
+
+    def _added_since_last(self, replicas: dict[str, dict[str, float]]) -> dict[str, float]:
+        """Return the growth of each total since the last step, summed over the replicas."""
+        sums: dict[str, float] = {}
+        for replica, totals in replicas.items():
+            before = self._last_totals.get(replica, {})
+            for name, value in totals.items():
+                sums[name] = sums.get(name, 0.0) + value - before.get(name, 0.0)
+        self._last_totals = replicas
+        return sums
+
+
+def _busy_s(totals: dict[str, float]) -> float:
+    return sum(totals.get(name, 0.0) for name in BUSY_SECONDS)

@@ -1,0 +1,188 @@
+"""The files that a run writes about itself: metrics, trained prompts, TensorBoard events and the reward curve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hwrl.errors import RunDirectoryError, attempt_all
+from hwrl.run.report.curve import draw_curve
+from hwrl.run.report.event_files import AppendedFile, EventFile
+from hwrl.run.report.records import Metrics, encode_records, join_ranges, read_records
+
+METRICS = "metrics.jsonl"
+PROMPTS = "trained_prompts.jsonl"
+CURVE = "reward.png"
+
+
+class RunReport:
+    """Writes the files of a run directory, one line per step. It first drops all lines after ``resume_step``.
+
+    - ``metrics.jsonl`` has one JSON object per training step: ``step``, ``time_s`` (seconds of training, summed over
+      resumes) and the step's metrics.
+    - ``trained_prompts.jsonl`` has the sequence numbers of the prompts in each step.
+
+    The run must not lose these two files: a failed write raises RunDirectoryError. A file with missing or damaged lines
+    up to ``resume_step`` is reported through ``log``.
+
+    TensorBoard events and the reward curve are optional. Their first error goes to ``log``, and they are not written
+    after that.
+
+    Call ``add`` after each step, ``sync`` before each checkpoint, and ``close`` at the end.
+    """
+
+    def __init__(self, directory: Path, *, log: Callable[[str], None], resume_step: int = 0) -> None:
+        from hwrl.checkpoint import DurableFS  # imports torch, and readers of metrics need no torch
+
+        self._directory, self._log = directory, log
+        self._fs = DurableFS()
+        self.history: list[Metrics] = self._drop_after(METRICS, last_step=resume_step)
+        self._drop_after(PROMPTS, last_step=resume_step)
+        self._step = resume_step
+        self._earlier_s = self.history[-1]["time_s"] if self.history else 0.0
+        self._started_s = time.perf_counter()
+        self._metrics, self._prompts = (self._open(name) for name in (METRICS, PROMPTS))
+        self._events: EventFile | None = None
+        with self._optional("TensorBoard's events"):
+            self._events = EventFile(directory / "tensorboard", purge_step=resume_step + 1)
+
+    def start_clock(self) -> None:
+        """Count ``time_s`` from now on. Call this when every process is ready: the start-up is not training time."""
+        self._started_s = time.perf_counter()
+
+    def add(self, step: int, metrics: Mapping[str, float], *, prompts: list[int]) -> Metrics:
+        """Record a training step; return the line in ``metrics.jsonl``."""
+        self._step = step
+        elapsed_s = self._earlier_s + time.perf_counter() - self._started_s
+        line: Metrics = {"step": step, "time_s": round(elapsed_s, 3), **{k: _round(v) for k, v in metrics.items()}}
+        self.history.append(line)
+        attempt_all(
+            partial(self._append, PROMPTS, self._prompts, {"step": step, "sequence_numbers": prompts}),
+            partial(self._append, METRICS, self._metrics, line),
+        )
+        self._add_events(metrics, step=step)
+        return line
+
+    def amend(self, metrics: Mapping[str, float]) -> Metrics:
+        """Add ``metrics`` to the line of the newest step, for example those of an evaluation; return the line.
+
+        Creates the line if it is missing: a resume may have found an incomplete file.
+        """
+        if not self.history or self.history[-1]["step"] != self._step:
+            self.history.append({"step": self._step, "time_s": self._earlier_s})
+        line = self.history[-1]
+        line.update({name: _round(value) for name, value in metrics.items()})
+        with _writing(self._directory / METRICS):
+            self._metrics.sync()  # raises if the file is gone: it must not be created again
+        self._replace(METRICS, self.history)
+        self._metrics.close()
+        self._metrics = self._open(METRICS)
+        self._add_events(metrics, step=int(line["step"]))
+        return line
+
+    def sync(self) -> None:
+        """Make all lines durable."""
+        for name, file in ((PROMPTS, self._prompts), (METRICS, self._metrics)):
+            with _writing(self._directory / name):
+                file.sync()
+                self._fs.sync_directory(self._directory)
+
+    def close(self) -> None:
+        """Write the reward curve and close the files."""
+        self._metrics.close()
+        self._prompts.close()
+        if self._events is not None:
+            with self._optional("TensorBoard's events"):
+                self._events.close()
+        if self.history:
+            with self._optional(f"the reward curve {self._directory / CURVE}"):
+                draw_curve(self.history, self._directory / CURVE)
+
+    def _add_events(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if self._events is None:
+            return
+        events, self._events = self._events, None
+        with self._optional("TensorBoard's events"), ExitStack() as after_an_error:
+            after_an_error.callback(events.close)
+            events.add(metrics, step=step)
+            after_an_error.pop_all()
+            self._events = events
+
+    @contextmanager
+    def _optional(self, output: str) -> Iterator[None]:
+        """Log an error instead of raising it: the run continues without ``output``."""
+        try:
+            yield
+        except Exception as exc:  # noqa: BLE001 - a plotting library may raise anything; it is logged
+            self._log(f"{output} can no longer be written ({_reason(exc)}); the run continues without")
+
+    def _open(self, name: str) -> AppendedFile:
+        with _writing(self._directory / name):
+            return AppendedFile(self._directory / name)
+
+    def _append(self, name: str, file: AppendedFile, line: Mapping[str, Any]) -> None:
+        with _writing(self._directory / name):
+            file.write(encode_records([line]))
+
+    def _replace(self, name: str, lines: list[Any]) -> None:
+        with _writing(self._directory / name):
+            self._fs.replace_file(self._directory / name, encode_records(lines))
+
+    def _drop_after(self, name: str, *, last_step: int) -> list[Any]:
+        """Drop the lines after ``last_step``; return the other lines, and log those that are missing or damaged."""
+        path = self._directory / name
+        kept, damaged = _read(path, last_step=last_step)
+        missing = sorted(set(range(1, last_step + 1)) - {line["step"] for line in kept})
+        if missing or damaged:
+            damage = [f"it lacks {join_ranges('step', missing)} of {last_step}"] if missing else []
+            damage += [f"garbled or out of order: {join_ranges('line', damaged)}"] if damaged else []
+            self._log(
+                f"{path} is incomplete: {'; '.join(damage)}. "
+                "The run continues: weights and prompts come from the checkpoint"
+            )
+        if path.exists():
+            self._replace(name, kept)
+        return kept
+
+
+def read_metrics(directory: Path) -> list[Metrics]:
+    """Return the lines of ``metrics.jsonl``, sorted by step; skip damaged lines."""
+    return _read(directory / METRICS)[0]
+
+
+def _read(path: Path, *, last_step: float = float("inf")) -> tuple[list[Any], list[int]]:
+    try:
+        return read_records(path, last_step=last_step)
+    except OSError as exc:
+        raise _unusable(path, "read", exc) from exc
+
+
+def _round(value: float) -> float:
+    return value if float(value).is_integer() else float(f"{value:.6g}")  # keeps byte counts exact
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise _unusable(path, "written", exc) from exc
+
+
+def _unusable(path: Path, use: str, exc: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{path} cannot be {use}",
+        why=_reason(exc),
+        fix="repair the cause in the run directory (disk space, permission, ulimit -f, a moved or deleted file); "
+        "resume=true then continues the run from its last checkpoint",
+    )
+
+
+def _reason(exc: Exception) -> str:
+    if isinstance(exc, OSError) and exc.strerror:
+        return f"{exc.strerror}: {exc.filename}" if exc.filename else exc.strerror
+    return str(exc) or repr(exc)

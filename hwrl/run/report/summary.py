@@ -1,0 +1,90 @@
+"""The end of a run in a few lines, and the goals it had to reach."""
+
+from __future__ import annotations
+
+import difflib
+import statistics
+from dataclasses import dataclass
+
+from hwrl.run.config import RUN_CONFIG, Config
+from hwrl.run.report.records import Metrics
+from hwrl.run.report.run_report import CURVE, METRICS
+
+SENT = ("sync/base_sent", "sync/base_nbytes", "sync/adapter_nbytes")
+"""Metrics of a LoRA run: all weights sent since the last line."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run. ``missed_goals`` has a sentence for each goal that was not reached."""
+
+    finished: bool
+    missed_goals: list[str]
+    text: str
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run did all steps and reached all goals."""
+        return self.finished and not self.missed_goals
+
+
+def missed_goals(goals: dict[str, float], metrics: Metrics) -> list[str]:
+    """Return a sentence for each goal that ``metrics`` does not reach.
+
+    >>> missed_goals({"reward/mean": 0.9}, {"reward/mean": 0.95})
+    []
+    >>> missed_goals({"eval/exact": 0.85}, {"eval/exact": 0.5})
+    ['eval/exact is 0.5, the goal is 0.85']
+    >>> missed_goals({"eval/exact": 0.85}, {"eval/exact": float("nan")})
+    ['eval/exact is nan, the goal is 0.85']
+    """
+    missed = []
+    for name, goal in goals.items():
+        reached = metrics.get(name)
+        if reached is None or not reached >= goal:  # NaN reaches no goal
+            missed.append(f"{name} is {'absent' if reached is None else f'{reached:.4g}'}, the goal is {goal:.4g}")
+    return missed
+
+
+def unknown_goals(goals: dict[str, float], line: Metrics, *, evaluates: bool) -> list[str]:
+    """Return a sentence for each goal without a metric in ``line``, a first step's, or in a later evaluation.
+
+    >>> unknown_goals({"eval/exat": 0.9}, {"reward/mean": 0.5, "reward/exact": 0.25}, evaluates=True)
+    ["no metric is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?"]
+    """
+    rewards = [name.partition("/")[2] for name in line if name.startswith("reward/")]
+    evaluated = [f"eval/{name}" for name in ("reward", "version", *rewards)] if evaluates else []
+    known = {*line, *evaluated} - {"eval/mean", "eval/std"}
+    sentences = []
+    for name in goals:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        suggestion = f"; did you mean {close[0]}?" if close else ""
+        sentences.append(f"no metric is called {name!r} so far, and it is a goal{suggestion}")
+    return sentences
+
+
+def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> Summary:
+    """Sum up a run from its lines of metrics."""
+    last = history[-1] if history else {}
+    missed = [] if interrupted else missed_goals(config.goals, last)
+    step = int(last.get("step", 0))
+    how = "interrupted" if interrupted else "done"
+    lines = [f"{how} after step {step} of {config.train.steps}, {last.get('time_s', 0.0):.0f} s of training"]
+    names = ("reward/mean", "eval/reward", "eval/exact", "weights/version", "response/tokens_total")
+    lines += [f"  {name:<22} {last[name]:.6g}" for name in names if name in last]
+    for name in ("staleness/mean", "trainer/idle_ratio", "rollout/idle_ratio") if history else ():
+        values = [line[name] for line in history if name in line]
+        lines += [f"  {name:<22} {statistics.mean(values):.3g}, mean of all steps"] if values else []
+    if any("sync/base_sent" in line for line in history):
+        sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
+        lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
+    if history:
+        lines.append(f"  metrics {config.dir / METRICS}, curve {config.dir / CURVE}")
+    lines += [f"goal missed: {sentence}" for sentence in missed]
+    if interrupted:
+        command = f"hwrl train {config.dir / RUN_CONFIG} resume=true"
+        advice = "continue" if history else "nothing was trained or saved; start again"
+        lines.append(f"{advice} with: {command}")
+    return Summary(not interrupted, missed, "\n".join(lines))

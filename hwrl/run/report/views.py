@@ -1,0 +1,113 @@
+"""The progress of a run on the screen: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import TextIO
+
+from hwrl.run.report.records import Metrics
+
+
+class PlainView:
+    """Progress as lines of text, at most one per ``interval_s`` seconds: for log files, pipes and CI."""
+
+    def __init__(self, total_steps: int, *, stream: TextIO, interval_s: float = 2.0) -> None:
+        self._total, self._stream, self._interval_s = total_steps, stream, interval_s
+        self._last_s = -interval_s
+
+    def show(self, line: Metrics) -> None:
+        """Print the metrics ``line`` of a step: the last one, one with an evaluation, or any after ``interval_s``."""
+        now_s = time.perf_counter()
+        if now_s - self._last_s < self._interval_s and "eval/reward" not in line and line["step"] != self._total:
+            return
+        self._last_s = now_s
+        self.log(" | ".join(f"{name} {value}" for name, value in _shown(line, self._total)))
+
+    def log(self, text: str) -> None:
+        """Print one line. If the reader of the stream is gone, discard the output: the run continues."""
+        try:
+            print(text, file=self._stream, flush=True)
+        except OSError:
+            _discard(self._stream)
+
+    def close(self) -> None:
+        """Do nothing: this view holds no resource."""
+
+
+class LiveView:
+    """Progress as a table and a progress bar, redrawn in place."""
+
+    def __init__(self, total_steps: int) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._total = total_steps
+        self._console = Console()
+        self._live = Live(console=self._console, refresh_per_second=4)
+        self._live.start()
+
+    def show(self, line: Metrics) -> None:
+        """Redraw the table with the metrics ``line`` of a step."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table(box=None, show_header=False)
+        for name, value in _shown(line, self._total):
+            table.add_row(f"[bold]{name}", value)
+        self._live.update(Group(table, ProgressBar(total=self._total, completed=line["step"], width=60)))
+
+    def log(self, text: str) -> None:
+        """Print one line above the table."""
+        with suppress(OSError):  # the terminal is gone
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last table on the screen."""
+        with suppress(OSError):
+            self._live.stop()
+
+
+def _discard(stream: TextIO) -> None:
+    """Send the buffered and all later output of ``stream`` to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+View = PlainView | LiveView
+
+
+def make_view(total_steps: int) -> View:
+    """Return a live view on a terminal, and plain lines elsewhere."""
+    return LiveView(total_steps) if sys.stdout.isatty() else PlainView(total_steps, stream=sys.stdout)
+
+
+def _shown(line: Metrics, total: int) -> list[tuple[str, str]]:
+    rows = [
+        ("step", f"{line['step']:.0f}/{total}"),
+        ("time", f"{line['time_s']:.0f} s"),
+        ("reward", f"{line.get('reward/mean', math.nan):.3f}"),
+        ("staleness", f"{line.get('staleness/mean', math.nan):.2f} (max {line.get('staleness/max', math.nan):.0f})"),
+        (
+            "weights",
+            f"v{line.get('weights/version', math.nan):.0f}, sync {line.get('timing_s/sync', 0.0) * 1000:.0f} ms"
+            + (", with the base" if line.get("sync/base_sent") else ""),
+        ),
+        (
+            "train",
+            f"{line.get('trainer/tokens_per_s', 0.0):,.0f} tok/s, idle {line.get('trainer/idle_ratio', 0.0):.0%}",
+        ),
+        (
+            "rollout",
+            f"{line.get('rollout/tokens_per_s', 0.0):,.0f} tok/s, idle {line.get('rollout/idle_ratio', 0.0):.0%}",
+        ),
+    ]
+    if "eval/reward" in line:
+        exact = f", exact {line['eval/exact']:.3f}" if "eval/exact" in line else ""
+        rows.append(("eval", f"{line['eval/reward']:.3f}{exact}"))
+    return rows

@@ -1,0 +1,453 @@
+"""The control channel of a weight link: small typed messages in a store. Each key has one writer; no pickles."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, TypeVar, get_type_hints
+
+from hwrl.comm import PrefixStore, Store, await_keys, clone_store, store_failures
+from hwrl.errors import LayoutMismatchError, ReceiverExcludedError, TransferFailedError
+from hwrl.weights.layout import WeightLayout
+
+Metadata = Mapping[str, str | int | float]
+_Kind = TypeVar("_Kind", bound=StrEnum)
+_Fields = TypeVar("_Fields")
+_ABSENT = "\x01"  # never written as a value: compare_set returns it for a missing key, and then writes nothing
+
+
+class Note(StrEnum):
+    """The kinds of notes in the store; the key is the kind, then the proposal's or the receiver's number."""
+
+    LAYOUT = "layout"
+    PROPOSAL = "proposal"
+    READY = "ready"
+    PREPARE = "prepare"
+    VOTE = "vote"
+    DECISION = "decision"
+    TRANSPORT = "transport"
+    JOIN = "join"
+    EXCLUDED = "excluded"
+
+
+class Prepare(StrEnum):
+    """The sender's answer when it stops waiting for receivers."""
+
+    GO = "go"
+    """All receivers are ready: the transfer begins."""
+    WITHDRAWN = "withdrawn"
+    """Some are missing: another proposal follows."""
+
+
+class VoteKind(StrEnum):
+    """How a receiver got a version."""
+
+    WHOLE = "whole"
+    CORRUPT = "corrupt"
+    """Other bytes arrived than were sent."""
+    TORN = "torn"
+    """The transfer broke."""
+
+
+class DecisionKind(StrEnum):
+    """How a proposal ends."""
+
+    COMMITTED = "committed"
+    AGAIN = "again"
+    """Aborted; the sender proposes the same version once more, or gives up."""
+    GIVEN_UP = "given up"
+    """Aborted; no proposal of this version follows."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A receiver's vote; ``detail`` says more to people."""
+
+    kind: VoteKind
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
+
+    @classmethod
+    def read(cls, text: bytes) -> Vote:
+        """Read a vote; raises TransferFailedError if it is malformed."""
+        return cls(*_read_message("a vote", text, VoteKind))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The sender's decision about a proposal; ``detail`` says why."""
+
+    kind: DecisionKind
+    detail: str = ""
+
+    @classmethod
+    def read(cls, text: bytes) -> Decision:
+        """Read a decision; raises TransferFailedError if it is malformed."""
+        return cls(*_read_message("a decision", text, DecisionKind))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the two ends of a link wait for each other, in seconds; all follow from the sender's ``timeout_s``.
+
+    A healthy receiver must not give up while the sender still waits for a hung one.
+    """
+
+    timeout_s: float
+    slack_s: float = 10.0
+    """For the sender's own work between two waits, on a busy machine."""
+
+    @property
+    def votes_s(self) -> float:
+        """The part of ``timeout_s`` kept for votes after the transfer broke.
+
+        A live receiver reports a lost transfer within milliseconds; the rest is for a busy machine.
+        """
+        return min(5.0, self.timeout_s / 3)
+
+    @property
+    def wire_s(self) -> float:
+        """How long both ends wait for the transfer itself, so that votes arrive within ``timeout_s``."""
+        return self.timeout_s - self.votes_s
+
+    @property
+    def prepare_s(self) -> float:
+        """How long a receiver waits for the sender's answer: the sender waits ``timeout_s`` for other receivers."""
+        return self.timeout_s + self.slack_s
+
+    @property
+    def decision_s(self) -> float:
+        """How long a receiver waits during and after the transfer: the sender waits for the wire and for votes."""
+        return 2 * self.timeout_s + self.slack_s
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The part of a proposal that only its transport reads.
+
+    A transport has a frozen dataclass of its own; fields are int, float, str or tuple[int, ...].
+    """
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A version that the sender offers: phase one of the commit.
+
+    ``number`` grows with every proposal of every sender of the link. ``layout`` is the layout's hash. ``to`` are the
+    join numbers of the receivers, in rank order from 1; empty if the transport keeps versions. ``timeout_s`` is the
+    sender's: receivers derive their own limits from it. ``before`` is the number of the last version that was stored
+    whole, 0 if there is none or if the transport keeps no versions.
+    """
+
+    number: int
+    epoch: int
+    version: int
+    transport: str
+    layout: str
+    to: tuple[int, ...]
+    timeout_s: float
+    before: int
+    metadata: dict[str, str | int | float]
+    payload: Payload
+
+    @classmethod
+    def read(cls, text: bytes, payloads: Mapping[str, type[Payload]]) -> Proposal:
+        """Read a proposal. Raises TransferFailedError if it is malformed or ``payloads`` lacks its transport."""
+        try:
+            found = json.loads(text)
+            payload = _read_fields(payloads[found["transport"]], found["payload"])
+            proposal = _read_fields(cls, found, payload=payload)
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            raise _unreadable("a proposal", text) from exc
+        if proposal.timeout_s <= 0:
+            raise _unreadable("a proposal", text)
+        return proposal
+
+
+class ControlChannel:
+    """The messages of the link ``name`` in ``store``.
+
+    ``payloads`` maps each transport's name to its payload.
+    """
+
+    def __init__(self, store: Store, *, name: str, payloads: Mapping[str, type[Payload]]) -> None:
+        # A connection of its own: a client that waits blocks other threads, and making a group waits.
+        self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
+        self.name = name
+        self._keys = _Keys(self.store)
+        self._payloads = payloads
+
+    # -- the sender writes --------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> int:
+        """Register a new sender and return its number; this deposes all earlier senders."""
+        return self._keys.add("epochs", 1)
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise TransferFailedError if sender number ``epoch`` is deposed."""
+        newest = self.epoch()
+        if newest != epoch:
+            raise TransferFailedError(
+                f"this sender of {self.name!r} is deposed",
+                why=f"it is sender {epoch}, and sender {newest} has taken over",
+                fix="end this process; two trainers must not share a link's name",
+            )
+
+    def put_layout(self, layout: WeightLayout) -> None:
+        """Store ``layout`` under its hash."""
+        self._keys.set(_key(Note.LAYOUT, layout.hash), layout.to_json())
+
+    def propose(self, proposal: Proposal) -> None:
+        """Show ``proposal`` to the receivers; they see all of it or nothing."""
+        self._keys.set(_key(Note.PROPOSAL, proposal.number), json.dumps(asdict(proposal)))
+        self._keys.add("proposals", 1)
+
+    def prepare(self, proposal: Proposal, answer: Prepare) -> None:
+        """Tell the receivers to begin the transfer, or that the proposal is withdrawn."""
+        self._keys.set(_key(Note.PREPARE, proposal.number), answer)
+
+    def decide(self, proposal: Proposal, decision: Decision) -> None:
+        """Tell the receivers how the proposal ended."""
+        self._keys.set(_key(Note.DECISION, proposal.number), _message(decision))
+
+    def give_up(self, proposal: Proposal, why: str) -> None:
+        """Tell the receivers that no proposal follows; does nothing if ``proposal`` was committed or never shown."""
+        if self.newest() < proposal.number:
+            return
+        decision = self.decision(proposal)
+        if decision is None or decision.kind is DecisionKind.AGAIN:
+            self.decide(proposal, Decision(DecisionKind.GIVEN_UP, why))
+
+    def exclude(self, member: int, why: str) -> None:
+        """Exclude a receiver; it reads ``why``."""
+        self._keys.set(_key(Note.EXCLUDED, member), why)
+        self._keys.delete(_key(Note.JOIN, member))
+
+    def forget(self, proposal: Proposal) -> None:
+        """Delete the messages about a proposal that no receiver waits for."""
+        keys = [_key(note, proposal.number) for note in (Note.PREPARE, Note.DECISION, Note.PROPOSAL)]
+        keys += [_key(note, proposal.number, member) for note in (Note.READY, Note.VOTE) for member in proposal.to]
+        for key in keys:
+            self._keys.delete(key)
+
+    # -- the sender reads ---------------------------------------------------------------------------------------
+
+    def join_counts(self) -> tuple[int, int]:
+        """Return how many join requests are complete, and the newest join number."""
+        return self._keys.add("joins", 0), self._keys.add("numbers", 0)
+
+    def replica(self, member: int) -> str | None:
+        """Return the replica's name of receiver ``member``; None if it has left or its request is not complete."""
+        found = self._keys.get(_key(Note.JOIN, member))
+        return None if found is None else found.decode()
+
+    def missing(self, proposal: Proposal, note: Note, members: Collection[int], *, timeout_s: float) -> list[int]:
+        """Wait until all ``members`` have written ``note``; return those that have not after ``timeout_s``."""
+        return self._wait({_key(note, proposal.number, member): member for member in members}, timeout_s)
+
+    def vote(self, proposal: Proposal, member: int) -> Vote | None:
+        """Return a receiver's vote, or None if it has not voted."""
+        found = self._keys.get(_key(Note.VOTE, proposal.number, member))
+        return None if found is None else Vote.read(found)
+
+    # -- the receivers write ------------------------------------------------------------------------------------
+
+    def join(self, replica: str) -> int:
+        """Request to be sent versions; return this receiver's join number."""
+        number = self._keys.add("numbers", 1)
+        self._keys.set(_key(Note.JOIN, number), replica)
+        self._keys.add("joins", 1)
+        return number
+
+    def leave(self, member: int) -> None:
+        """Withdraw the join request; its number is not used again."""
+        for note in (Note.JOIN, Note.EXCLUDED):
+            self._keys.delete(_key(note, member))
+
+    def report_ready(self, proposal: Proposal, member: int) -> None:
+        """Tell the sender that receiver ``member`` is ready for the transfer."""
+        self._keys.set(_key(Note.READY, proposal.number, member), "")
+
+    def cast_vote(self, proposal: Proposal, member: int, vote: Vote) -> None:
+        """Write the vote of receiver ``member``."""
+        self._keys.set(_key(Note.VOTE, proposal.number, member), _message(vote))
+
+    # -- the receivers read -------------------------------------------------------------------------------------
+
+    def newest(self) -> int:
+        """Return the newest proposal's number, 0 before the first. One short round trip."""
+        return self._keys.add("proposals", 0)
+
+    def epoch(self) -> int:
+        """Return the newest sender's number, 0 before the first."""
+        return self._keys.add("epochs", 0)
+
+    def proposal(self, number: int) -> Proposal | None:
+        """Return proposal ``number``, or None if it was forgotten."""
+        text = self._keys.get(_key(Note.PROPOSAL, number))
+        return None if text is None else Proposal.read(text, self._payloads)
+
+    def wait_for_proposal(self, number: int, *, timeout_s: float) -> None:
+        """Block until proposal ``number`` is there or ``timeout_s`` passed."""
+        self._wait({_key(Note.PROPOSAL, number): number}, timeout_s)
+
+    def wait_for_prepare(self, proposal: Proposal, *, timeout_s: float) -> Prepare | None:
+        """Block until the sender has answered; None after ``timeout_s``."""
+        text = self._wait_and_get(_key(Note.PREPARE, proposal.number), timeout_s)
+        return None if text is None else _read_kind("the word to begin", text, Prepare)
+
+    def wait_for_decision(self, proposal: Proposal, *, timeout_s: float) -> Decision | None:
+        """Block until the sender has decided; None after ``timeout_s``."""
+        text = self._wait_and_get(_key(Note.DECISION, proposal.number), timeout_s)
+        return None if text is None else Decision.read(text)
+
+    def decision(self, proposal: Proposal) -> Decision | None:
+        """Return the sender's decision, or None if there is none yet."""
+        text = self._keys.get(_key(Note.DECISION, proposal.number))
+        return None if text is None else Decision.read(text)
+
+    def check_member(self, member: int, replica: str) -> None:
+        """Raise ReceiverExcludedError if receiver ``member`` was excluded."""
+        why = self._keys.get(_key(Note.EXCLUDED, member))
+        if why is not None:
+            raise ReceiverExcludedError(
+                f"receiver {replica!r} was excluded from {self.name!r}",
+                why=why.decode(),
+                fix="call join() to be sent the next version",
+            )
+
+    def layout(self, proposal: Proposal) -> WeightLayout:
+        """Return the proposal's layout; raises LayoutMismatchError if it is malformed or has another hash."""
+        layout = WeightLayout.from_json(self._keys.get(_key(Note.LAYOUT, proposal.layout)) or b"")
+        if layout.hash != proposal.layout:
+            raise LayoutMismatchError(
+                "this is not the layout of the proposal", why="the hashes differ", fix="use the same hwrl on both sides"
+            )
+        return layout
+
+    # -- a transport's own notes, under keys of its choice: the sender's, or one for each member -----------------
+
+    def put_transport_note(self, proposal: Proposal, key: str, text: str, *, member: int | None = None) -> None:
+        """Write a transport's note."""
+        self._keys.set(_transport_key(proposal, key, member), text)
+
+    def wait_for_transport_note(self, proposal: Proposal, key: str, *, timeout_s: float) -> bytes | None:
+        """Block until the sender's note is there; None after ``timeout_s``."""
+        return self._wait_and_get(_transport_key(proposal, key, None), timeout_s)
+
+    def missing_transport_note(
+        self, proposal: Proposal, key: str, members: Collection[int], *, timeout_s: float
+    ) -> list[int]:
+        """Wait until all ``members`` have written their note; return those that have not after ``timeout_s``."""
+        return self._wait({_transport_key(proposal, key, member): member for member in members}, timeout_s)
+
+    def forget_transport_note(self, proposal: Proposal, key: str, *, member: int | None = None) -> None:
+        """Delete a transport's note."""
+        self._keys.delete(_transport_key(proposal, key, member))
+
+    def _wait(self, members: Mapping[str, int], timeout_s: float) -> list[int]:
+        return [members[key] for key in await_keys(self.store, members, timeout_s=timeout_s)]
+
+    def _wait_and_get(self, key: str, timeout_s: float) -> bytes | None:
+        await_keys(self.store, [key], timeout_s=timeout_s)
+        return self._keys.get(key)
+
+
+class _Keys:
+    """A store's keys. No operation waits for a key; a lost store raises PeerLostError."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def add(self, key: str, number: int) -> int:
+        with store_failures():
+            return self._store.add(key, number)
+
+    def set(self, key: str, value: str) -> None:
+        with store_failures():
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value, or None if there is none. One round trip; does not wait if the key is being deleted."""
+        with store_failures():
+            found = self._store.compare_set(key, _ABSENT, _ABSENT)
+        return None if found == _ABSENT.encode() else found
+
+    def delete(self, key: str) -> None:
+        with store_failures():
+            self._store.delete_key(key)
+
+
+def checked_metadata(metadata: Metadata | None) -> dict[str, str | int | float]:
+    """Return a copy of ``metadata``; raises TransferFailedError unless it maps text to text and numbers."""
+    found = dict(metadata or {})
+    if not _is_metadata(found):
+        raise TransferFailedError(
+            "metadata cannot be sent", why=f"{found!r} holds more than text and numbers", fix="send text and numbers"
+        )
+    return found
+
+
+def _key(note: Note, *parts: int | str) -> str:
+    return "/".join(map(str, (note, *parts)))
+
+
+def _transport_key(proposal: Proposal, key: str, member: int | None) -> str:
+    return _key(Note.TRANSPORT, proposal.number, key, *([] if member is None else [member]))
+
+
+def _message(message: Vote | Decision) -> str:
+    return json.dumps([message.kind, message.detail])
+
+
+def _read_message(name: str, text: bytes, kinds: type[_Kind]) -> tuple[_Kind, str]:
+    try:
+        kind, detail = json.loads(text)
+        return kinds(kind), str(detail)
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise _unreadable(name, text) from exc
+
+
+def _read_kind(name: str, text: bytes, kinds: type[_Kind]) -> _Kind:
+    try:
+        return kinds(text.decode())
+    except ValueError as exc:
+        raise _unreadable(name, text) from exc
+
+
+def _read_fields(fields: type[_Fields], found: Any, **ready: Any) -> _Fields:
+    """Return dataclass ``fields`` made of JSON object ``found``, except the fields in ``ready``.
+
+    Raises TypeError or ValueError if a field is missing, unknown or of another type.
+    """
+    types = get_type_hints(fields)
+    if not isinstance(found, dict) or found.keys() != types.keys():
+        raise ValueError(f"the fields are not {', '.join(types)}")
+    return fields(**{name: ready[name] if name in ready else _value(types[name], found[name]) for name in types})
+
+
+def _value(wanted: Any, found: Any) -> Any:
+    if wanted == tuple[int, ...] and isinstance(found, list):
+        return tuple(_value(int, item) for item in found)
+    if wanted is float and isinstance(found, int | float) and math.isfinite(found):
+        return float(found)
+    if wanted in (int, str) and type(found) is wanted:
+        return found
+    if isinstance(found, dict) and wanted == dict[str, str | int | float] and _is_metadata(found):
+        return found
+    raise TypeError(f"{found!r} is no {wanted}")
+
+
+def _is_metadata(found: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) and isinstance(value, str | int | float) for key, value in found.items())
+
+
+def _unreadable(name: str, text: bytes) -> TransferFailedError:
+    return TransferFailedError(
+        f"{name} cannot be read", why=f"the store holds {text[:80]!r}", fix="use the same hwrl on both sides"
+    )

@@ -1,0 +1,82 @@
+"""The receiver's side of a commit: taking part in a two-phase commit, or fetching a stored version."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from hwrl.errors import CommError, TransferFailedError
+from hwrl.weights.control import DecisionKind, Prepare, Proposal, Vote, VoteKind
+from hwrl.weights.destination import Destination
+from hwrl.weights.report import StageClock
+from hwrl.weights.slabs import Checksums
+from hwrl.weights.transport import ReceiverRound, Transport, TransportReceiver
+
+_log = logging.getLogger("hwrl.weights")
+
+
+class Participant:
+    """Receives proposals of one transport. ``begin`` returns the destination of the next version."""
+
+    def __init__(self, transport: Transport, end: TransportReceiver, *, begin: Callable[[], Destination]) -> None:
+        self._transport, self._end, self._begin = transport, end, begin
+
+    def take(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock, *, after: int) -> Proposal | None:
+        """Receive the round's proposal; return the proposal now whole here, None if none is.
+
+        If a stored version does not become whole, the version before it is taken instead, if its number is above
+        ``after``. Raises TransferFailedError or CommTimeoutError.
+        """
+        if not self._transport.keeps_versions:
+            return self._take_part(receiving, sums, clock)
+        try:
+            return self._fetch(receiving, sums, clock)
+        except TransferFailedError as exc:
+            before = receiving.proposal.before
+            earlier = receiving.channel.proposal(before) if before > after else None
+            if earlier is None:
+                raise
+            _log.warning("version %d is received instead: %s", earlier.version, exc)
+            return self._fetch(replace(receiving, proposal=earlier), sums, clock)
+
+    def _take_part(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Proposal | None:
+        """Take part in a two-phase commit: report ready, receive, vote, and wait for the decision."""
+        receiving.channel.report_ready(receiving.proposal, receiving.member)
+        with clock("rendezvous"):
+            if receiving.wait_for_prepare() is not Prepare.GO:
+                return None
+        with clock(self._transport.stage), torch.no_grad():
+            vote = self._receive_and_compare(receiving, sums, clock)
+        with clock("vote"):
+            receiving.cast(vote)
+            decision = receiving.wait_for_decision()
+        committed = decision is not None and decision.kind is DecisionKind.COMMITTED
+        return receiving.proposal if committed else None
+
+    def _receive_and_compare(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Vote:
+        try:
+            theirs = self._end.receive(receiving, self._begin(), sums, clock)
+            return Vote(VoteKind.TORN, "it was replaced") if theirs is None else sums.compare(theirs)
+        except CommError as exc:
+            return Vote(VoteKind.TORN, exc.what)
+        except BaseException as exc:  # at once: the others wait for this vote
+            receiving.cast(Vote(VoteKind.TORN, type(exc).__name__))
+            raise
+
+    def _fetch(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Proposal | None:
+        """Copy a stored version, also while it is being written; None if a newer one replaced it."""
+        with clock(self._transport.stage), torch.no_grad():
+            theirs = self._end.receive(receiving, self._begin(), sums, clock)
+            if theirs is None:
+                return None
+            vote = sums.compare(theirs)
+        if vote.kind is VoteKind.WHOLE:
+            return receiving.proposal
+        raise TransferFailedError(
+            f"version {receiving.proposal.version} was not received",
+            why=f"other bytes came than were written ({vote})",
+            fix="publish it again; this receiver continues with the version that it has",
+        )

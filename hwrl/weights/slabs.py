@@ -1,0 +1,357 @@
+"""Slabs on the sender's side: read the tensors of each slab, pack them, and sum the bytes."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from hwrl.comm import raw_bytes
+from hwrl.errors import LayoutMismatchError, WeightsError
+from hwrl.interfaces import Backend
+from hwrl.weights.control import Vote, VoteKind
+from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, view_bytes
+from hwrl.weights.source import WeightSource
+
+_log = logging.getLogger("hwrl.weights")
+# Tensors are copied as integers of the same item size: a batched copy of floats may change the bits of a NaN.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+# -- read -----------------------------------------------------------------------------------------------------------
+
+
+class TensorReader:
+    """Reads ``source`` once, in the layout's order and only as far as needed, and checks each tensor.
+
+    Costs a microsecond a tensor: mixtures of experts have tens of thousands.
+    """
+
+    def __init__(self, layout: WeightLayout, source: WeightSource) -> None:
+        self._layout, self._source = layout, source
+        self._iteration: Iterator[NamedTensor] | None = None  # None: not begun, and then close() reads nothing
+        self.source_holds = source.holds_tensors
+        """Whether the caller keeps all tensors alive until the transfer ends."""
+        self._tensors: list[torch.Tensor | None] = [None] * len(layout.entries)
+        self._next = 0
+        # Keeps the tensors, not their addresses: a freed tensor's address can be used again.
+        self._tied_to: dict[str, torch.Tensor | None] = {
+            entry.alias_of: None for entry in layout.entries if entry.alias_of is not None
+        }
+
+    def tensors_of(self, slab: Slab) -> list[torch.Tensor]:
+        """Return the tensors of ``slab``'s pieces. Call it once for each slab, in order.
+
+        Holds a tensor until its last slab was returned. Raises LayoutMismatchError, with the first difference, if
+        the tensors are not the planned ones.
+        """
+        if self._next <= slab.entries[-1]:
+            self._read(slab.entries[-1] + 1)
+        tensors = [self._tensors[index] for index in slab.entries]
+        last = slab.pieces[-1]
+        continues = last.start + last.nbytes < self._layout.entries[last.entry].nbytes
+        for index in slab.entries[:-1] if continues else slab.entries:
+            self._tensors[index] = None
+        return tensors  # type: ignore[return-value]  # all were just read
+
+    def read_ahead(self) -> None:
+        """Read and check all tensors now if the source holds them: errors then show before anything is sent."""
+        if self.source_holds:
+            self.finish()
+
+    def finish(self) -> None:
+        """Read the tensors after the last slab (tied and empty ones); raise LayoutMismatchError if more follow."""
+        self._read(len(self._layout.entries))
+        if next(self._iterator(), None) is not None:
+            raise _changed(f"{len(self._layout.entries)} tensors were planned and more came")
+
+    def close(self) -> None:
+        """Drop the tensors. If the source was begun, read it to its end.
+
+        Making the tensors may be a collective operation: other ranks would wait forever for a rank that stops early.
+        """
+        self._tensors = []
+        self._tied_to = {}
+        iteration, self._iteration = self._iteration, None
+        if iteration is None:
+            return
+        try:
+            with torch.no_grad():
+                for _ in iteration:
+                    pass
+        except Exception:  # noqa: BLE001 - the caller is about to get the first error, which says more
+            _log.warning("the weights could not be read to their end", exc_info=True)
+
+    def _iterator(self) -> Iterator[NamedTensor]:
+        if self._iteration is None:
+            self._iteration = iter(self._source)
+        return self._iteration
+
+    def _read(self, stop: int) -> None:
+        for entry, (name, tensor) in zip(self._layout.entries[self._next : stop], self._iterator(), strict=False):
+            if tensor.dtype is not entry.dtype or tensor.shape != entry.shape or name != entry.name:
+                raise _changed(_difference(entry, name, tensor))
+            self._tensors[self._next] = tensor
+            self._next += 1
+            first = None if entry.alias_of is None else self._tied_to[entry.alias_of]
+            if first is not None and tensor.data_ptr() != first.data_ptr():
+                raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
+            if self._tied_to and name in self._tied_to:
+                self._tied_to[name] = tensor
+        if self._next < stop:
+            raise _changed(f"{len(self._layout.entries)} tensors were planned and {self._next} came")
+
+
+def _difference(entry: Entry, name: str, tensor: torch.Tensor) -> str:
+    if name != entry.name:
+        return f"tensor {entry.name!r} was planned here and {name!r} came"
+    planned = f"{entry.dtype} {list(entry.shape)}"
+    return f"tensor {name!r} was planned as {planned} and came as {tensor.dtype} {list(tensor.shape)}"
+
+
+def _changed(why: str) -> LayoutMismatchError:
+    return LayoutMismatchError(
+        "the tensors are not those of the agreed layout",
+        why=why,
+        fix="publish the same tensors in the same order, or make a new WeightSender for the new ones",
+    )
+
+
+# -- pack and unpack ------------------------------------------------------------------------------------------------
+
+
+class Waitable(Protocol):
+    """An operation under way: a :class:`~hwrl.comm.Pending`, or an event of the backend."""
+
+    def wait(self) -> None:
+        """Finish the operation, or order this thread's stream after it."""
+
+
+@dataclass
+class _RingSlot:
+    memory: torch.Tensor
+    generation: int = 0
+    in_use: Waitable | None = None
+    views: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SlabLease:
+    """The bytes of slab ``index`` (1-d uint8): the tensors' own memory, or a ring slot until the ring reuses it."""
+
+    index: int
+    memory: torch.Tensor
+    _slot: _RingSlot | None = None
+    _generation: int = 0
+
+    @property
+    def copied(self) -> bool:
+        """Whether ``memory`` is a ring slot: tensors are copied into it or out of it."""
+        return self._slot is not None
+
+    def in_use_until(self, pending: Waitable) -> None:
+        """Keep the memory unchanged until ``pending`` is done: the next lease of this slot waits for it.
+
+        On a device with streams this wait orders the packing after the operation and does not stop the host. Raises
+        WeightsError if the slot was leased again meanwhile: a broadcast of it would carry another slab's bytes.
+        """
+        if self._slot is None:
+            return
+        if self._slot.generation != self._generation:
+            raise WeightsError(
+                f"slab {self.index} is no longer in the broadcast buffer",
+                why=f"its slot is at generation {self._slot.generation}, the lease at {self._generation}",
+                fix="broadcast each lease before taking the next ones",
+            )
+        self._slot.in_use = pending
+
+
+class BroadcastBuffer:
+    """A ring of ``slabs`` preallocated slabs on the device: tensors are sent from it and received into it.
+
+    A slab is lent without a copy if its tensors already lie in memory as the layout says: one contiguous tensor, a
+    part of one, or several tensors of a flat storage. Other slabs are packed and unpacked, by one batched copy for
+    each item size. Memory is allocated at the first need and reused. After that nothing is allocated, except a
+    temporary for each tensor that is larger than a slab and not contiguous.
+    """
+
+    def __init__(self, layout: WeightLayout, *, backend: Backend, slabs: int = 2) -> None:
+        self._layout, self._device = layout, backend.device()
+        self._slots: list[_RingSlot | None] = [None] * slabs
+        self._last_slab = self._last_slot = -1
+        self._slot_nbytes = 0
+        self._groups_of: dict[int, list[tuple[torch.dtype, list[int]]]] = {}
+
+    def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> SlabLease:
+        """Return the bytes of slab ``index``, ready to be sent. ``tensors`` are those of the slab's pieces."""
+        lease = self._lease(index, tensors, allow_gaps=True)
+        if lease._slot is not None:
+            for targets, sources in zip(self._views(lease._slot, index), self.as_integers(index, tensors), strict=True):
+                torch._foreach_copy_(targets, sources)
+        return lease
+
+    def memory_for(self, index: int, tensors: Sequence[torch.Tensor]) -> SlabLease:
+        """Return memory to receive slab ``index`` into: the memory of ``tensors`` where possible, else a ring slot."""
+        return self._lease(index, tensors, allow_gaps=False)
+
+    def unpack(self, lease: SlabLease, integers: Sequence[list[torch.Tensor]]) -> None:
+        """Copy a received slab to its tensors; ``integers`` are their :meth:`as_integers`."""
+        if lease._slot is not None:
+            for sources, targets in zip(self._views(lease._slot, lease.index), integers, strict=True):
+                torch._foreach_copy_(targets, sources)
+
+    def as_integers(self, index: int, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the pieces of slab ``index`` as views of ``tensors``, in one list for each item size."""
+        return [
+            [_piece_as(dtype, self._layout.slabs[index].pieces[number], tensors[number]) for number in numbers]
+            for dtype, numbers in self._groups(index)
+        ]
+
+    def release(self) -> None:
+        """Free the ring's memory; no operation may use it. The next lease allocates it again."""
+        self._slots = [None] * len(self._slots)
+
+    def forget_pending(self) -> None:
+        """Forget the operations under way: their group is closed, and waiting for them would only fail."""
+        for slot in self._slots:
+            if slot is not None:
+                slot.in_use = None
+
+    def _lease(self, index: int, tensors: Sequence[torch.Tensor], *, allow_gaps: bool) -> SlabLease:
+        slab = self._layout.slabs[index]
+        in_place = self._in_place(slab, tensors, allow_gaps=allow_gaps)
+        if in_place is not None:
+            return SlabLease(index, in_place)
+        slot = self._next_slot(index)
+        return SlabLease(index, slot.memory[: slab.nbytes], slot, slot.generation)
+
+    def _in_place(self, slab: Slab, tensors: Sequence[torch.Tensor], *, allow_gaps: bool) -> torch.Tensor | None:
+        """Return the slab as memory of ``tensors``, None if they lie otherwise.
+
+        ``allow_gaps``: bytes between the tensors may belong to others.
+        """
+        first = slab.pieces[0]
+        begin = tensors[0].storage_offset() * tensors[0].itemsize - first.at + first.start
+        if begin % 8 or not tensors[0].is_contiguous() or tensors[0].device != self._device:
+            return None  # the checksum reads 64-bit words
+        if len(tensors) > 1 and not self._are_adjacent(slab, tensors, allow_gaps=allow_gaps):
+            return None
+        storage = tensors[0].untyped_storage()
+        if begin < 0 or begin + slab.nbytes > storage.nbytes():
+            return None
+        memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return memory.set_(storage, begin, (slab.nbytes,), (1,))
+
+    def _are_adjacent(self, slab: Slab, tensors: Sequence[torch.Tensor], *, allow_gaps: bool) -> bool:
+        base = tensors[0].data_ptr() - slab.pieces[0].at + slab.pieces[0].start
+        for piece, tensor in zip(slab.pieces, tensors, strict=True):
+            if tensor.data_ptr() + piece.start != base + piece.at or not tensor.is_contiguous():
+                return False
+        pairs = itertools.pairwise(slab.pieces)
+        if not allow_gaps and any(before.at + before.nbytes != after.at for before, after in pairs):
+            return False
+        return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+    def _next_slot(self, index: int) -> _RingSlot:
+        # Each transfer begins with the same slot, so that each slab finds the views made for it.
+        self._last_slot = 0 if index <= self._last_slab else (self._last_slot + 1) % len(self._slots)
+        self._last_slab, number = index, self._last_slot
+        slot = self._slots[number]
+        if slot is None:
+            self._slot_nbytes = self._slot_nbytes or max(slab.nbytes for slab in self._layout.slabs)
+            memory = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self._device)
+            slot = self._slots[number] = _RingSlot(memory)
+        if slot.in_use is not None:
+            slot.in_use.wait()
+            slot.in_use = None
+        slot.generation += 1
+        return slot
+
+    def _groups(self, index: int) -> list[tuple[torch.dtype, list[int]]]:
+        """Return the pieces of slab ``index`` that are copied together, with the integer type to copy them as."""
+        if index not in self._groups_of:
+            groups: dict[torch.dtype, list[int]] = {}
+            for number, piece in enumerate(self._layout.slabs[index].pieces):
+                size = self._layout.entries[piece.entry].dtype.itemsize if piece.whole else 1
+                groups.setdefault(_INTEGERS[size], []).append(number)
+            self._groups_of[index] = list(groups.items())
+        return self._groups_of[index]
+
+    def _views(self, slot: _RingSlot, index: int) -> list[list[torch.Tensor]]:
+        """Return the pieces of slab ``index`` as views of ``slot``, grouped as in :meth:`as_integers`."""
+        if index not in slot.views:
+            pieces, entries = self._layout.slabs[index].pieces, self._layout.entries
+            raw = [slot.memory[piece.at : piece.at + piece.nbytes] for piece in pieces]
+            shaped = [
+                view_bytes(one, entries[piece.entry]) if piece.whole else one
+                for one, piece in zip(raw, pieces, strict=True)
+            ]
+            slot.views[index] = [
+                [shaped[number].view(dtype) for number in numbers] for dtype, numbers in self._groups(index)
+            ]
+        return slot.views[index]
+
+
+def _piece_as(dtype: torch.dtype, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    if piece.whole:
+        return tensor.view(dtype)
+    return raw_bytes(tensor.contiguous())[piece.start : piece.start + piece.nbytes]
+
+
+# -- sum ------------------------------------------------------------------------------------------------------------
+
+_ROW_WORDS = 4096
+_ROW_NBYTES = 8 * _ROW_WORDS  # 32 KiB: long enough to sum at memory speed, short enough to locate damage
+_ODD = 0x1E3779B97F4A7C15  # any large odd number: multiplying by it loses no bit modulo 2**64
+
+
+class Checksums:
+    """One 64-bit sum for each 32 KiB of each slab, computed on the device: ``values``, a 1-d int64 tensor.
+
+    Finds every change within one 64-bit word and every displaced row; words that change places within 32 KiB are not
+    found. Summing a slab is mostly one kernel, and allocates nothing.
+    """
+
+    def __init__(self, layout: WeightLayout, *, device: torch.device) -> None:
+        rows = [-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs]
+        self.slabs = len(rows)
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._begins = list(itertools.accumulate(rows, initial=0))
+        self.values = torch.zeros(self._begins[-1], dtype=torch.int64, device=device)
+
+    @staticmethod
+    def nbytes(layout: WeightLayout) -> int:
+        """Return the size of ``values`` for ``layout``."""
+        return 8 * sum(-(-slab.nbytes // _ROW_NBYTES) for slab in layout.slabs)
+
+    def add(self, index: int, raw: torch.Tensor) -> None:
+        """Compute the sums of slab ``index`` from its bytes (1-d uint8, 8-byte aligned). Does not block."""
+        full_rows = raw.numel() // _ROW_NBYTES
+        if index not in self._views:
+            mine = self.values[self._begins[index] : self._begins[index + 1]]
+            self._views[index] = mine[:full_rows], mine[full_rows:]
+        of_rows, of_rest = self._views[index]
+        if full_rows:
+            rows = raw[: full_rows * _ROW_NBYTES] if of_rest.numel() else raw
+            torch.sum(rows.view(torch.int64).view(full_rows, _ROW_WORDS), 1, out=of_rows)
+        if of_rest.numel():
+            rest = raw[full_rows * _ROW_NBYTES :]
+            words = rest[: rest.numel() // 8 * 8].view(torch.int64)
+            torch.sum(words.view(1, -1), 1, out=of_rest)
+            if rest.numel() % 8:
+                word = torch.zeros(8, dtype=torch.uint8, device=rest.device)
+                word[: rest.numel() % 8] = rest[words.numel() * 8 :]
+                of_rest += word.view(torch.int64) * _ODD
+
+    def compare(self, theirs: torch.Tensor) -> Vote:
+        """Compare with the sender's sums: WHOLE, or CORRUPT with the first damaged slabs. Blocks."""
+        if torch.equal(self.values, theirs):
+            return Vote(VoteKind.WHOLE)
+        rows: list[int] = (self.values != theirs).nonzero().view(-1).tolist()
+        wrong = sorted({bisect.bisect_right(self._begins, row) - 1 for row in rows})
+        return Vote(VoteKind.CORRUPT, f"slabs {wrong[:8]} of {self.slabs}")

@@ -1,0 +1,294 @@
+"""The sender's side of a commit: two-phase commit over all receivers, or storing a version for later."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hwrl.comm import first_line
+from hwrl.errors import CommError, TransferFailedError
+from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Prepare, Proposal, VoteKind
+from hwrl.weights.membership import Membership
+from hwrl.weights.report import StageClock
+from hwrl.weights.slabs import TensorReader
+from hwrl.weights.source import WeightSource
+from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
+
+_log = logging.getLogger("hwrl.weights")
+_ROUNDS_WITHOUT_CULPRIT = 3
+_BEGIN_WITHIN = 4  # times timeout_s: after that no round of the same version begins
+_WHY_CHARACTERS = 300
+
+
+class Outcome(NamedTuple):
+    """How many receivers have the version, and the excluded replicas with the reason."""
+
+    receivers: int
+    excluded: dict[str, str]
+
+
+class SenderLink:
+    """The long-lived parts of a sender. ``end`` is the sender's end of ``transport``, called ``name`` in proposals."""
+
+    def __init__(
+        self,
+        channel: ControlChannel,
+        membership: Membership,
+        context: SenderContext,
+        *,
+        name: str,
+        transport: Transport,
+        end: TransportSender,
+    ) -> None:
+        self.channel, self.membership, self.transport, self.end = channel, membership, transport, end
+        self.layout, self.backend = context.layout, context.backend
+        self.epoch, self.limits = context.epoch, context.limits
+        self.stored: Proposal | None = None
+        """The newest whole version, if the transport keeps versions."""
+        self._name = name
+        self._proposals: list[Proposal] = []  # their messages are in the store
+        self._newest: Transaction | None = None
+
+    def commit(
+        self, version: int, metadata: dict[str, str | int | float], source: WeightSource, clock: StageClock
+    ) -> Outcome:
+        """Bring ``source`` to the receivers as ``version``, as the transport does it."""
+        if self.transport.keeps_versions:
+            return store_version(self, version, metadata, source, clock)
+        self._newest = Transaction(self, version, metadata, source, clock)
+        return self._newest.run()
+
+    def draft(
+        self, version: int, metadata: dict[str, str | int | float], to: Sequence[int], clock: StageClock
+    ) -> Proposal:
+        """Return the next proposal; receivers cannot see it yet."""
+        number = self.channel.newest() + 1
+        return Proposal(
+            number=number,
+            epoch=self.epoch,
+            version=version,
+            transport=self._name,
+            layout=self.layout.hash,
+            to=tuple(to),
+            timeout_s=self.limits.timeout_s,
+            before=0 if self.stored is None else self.stored.number,
+            metadata=metadata,
+            payload=self.end.open(number, tuple(to), clock),
+        )
+
+    def propose(self, proposal: Proposal) -> None:
+        """Show ``proposal`` to the receivers."""
+        self.channel.propose(proposal)
+        self._proposals.append(proposal)
+
+    def forget_proposals_before(self, proposal: Proposal) -> None:
+        """Delete the messages about earlier proposals, unless a receiver may still wait for them.
+
+        Receivers of ``proposal`` are past the earlier ones; non-members do not count.
+        """
+        waiting = self.membership.members.keys() - set(proposal.to)
+        done = [past for past in self._proposals if past is not proposal and waiting.isdisjoint(past.to)]
+        self._proposals = [past for past in self._proposals if past not in done]
+        for past in done:
+            self.channel.forget(past)
+        self.end.forget([past.payload for past in done], kept=[past.payload for past in self._proposals])
+
+    def release(self) -> None:
+        """Close connections and free device memory; the next version takes both again."""
+        self.end.abort()
+        self.end.release()
+
+    def close(self) -> None:
+        """Release waiting receivers, and free everything."""
+        if self._newest is not None:
+            error = TransferFailedError("the sender was closed", why="its owner ended it", fix="make a new sender")
+            self._newest.give_up(error)
+        self.release()
+        self.end.close()
+
+
+def store_version(
+    link: SenderLink, version: int, metadata: dict[str, str | int | float], source: WeightSource, clock: StageClock
+) -> Outcome:
+    """Store ``version`` for receivers to fetch; waits for none of them and excludes none.
+
+    Returns how many receivers had joined. If writing fails, the version before stays.
+    """
+    reader = TensorReader(link.layout, source)
+    reader.read_ahead()
+    link.membership.refresh()
+    receivers = len(link.membership.members)
+    proposal = link.draft(version, metadata, (), clock)
+    link.propose(proposal)
+    sending = SenderRound(proposal, link.channel, link.membership)
+    try:
+        with clock(link.transport.stage), torch.no_grad(), clock.span(link.backend):
+            link.end.send(sending, reader, clock)
+    finally:
+        reader.close()
+        link.end.end_round(sending)
+    link.forget_proposals_before(proposal)
+    link.stored = proposal
+    return Outcome(receivers, {})
+
+
+class Transaction:
+    """Two-phase commit of one version, over the transport of ``link``.
+
+    A round proposes the version to all members without it, waits until they are ready, sends, and collects their
+    votes. Late, silent and corrupt members are excluded. The round commits if no vote is "torn" and at least one is
+    "whole". Otherwise another round follows.
+    """
+
+    def __init__(
+        self,
+        link: SenderLink,
+        version: int,
+        metadata: dict[str, str | int | float],
+        source: WeightSource,
+        clock: StageClock,
+    ) -> None:
+        self._link, self._clock = link, clock
+        self._version, self._metadata, self._source = version, metadata, source
+        self._proposal: Proposal | None = None  # the newest one
+        self._seen: set[int] = set()  # members seen ready in some round
+        self._excluded: dict[str, str] = {}
+        self._last_failure = ""
+
+    def run(self) -> Outcome:
+        """Repeat rounds until each member has the version or is excluded.
+
+        On any error, waiting receivers learn its reason at once.
+        """
+        try:
+            self._repeat_rounds()
+        except BaseException as exc:
+            self.give_up(exc)
+            raise
+        served = self._link.membership.served.values()
+        return Outcome(sum(version == self._version for version in served), self._excluded)
+
+    def give_up(self, exc: BaseException) -> None:
+        """Tell the receivers about ``exc``, the end of this version; does nothing if it was committed."""
+        if self._proposal is not None:
+            why = f"{type(exc).__name__}: {first_line(exc)[:_WHY_CHARACTERS]}"
+            with contextlib.suppress(CommError):  # the store is lost, too
+                self._link.channel.give_up(self._proposal, why)
+
+    def _repeat_rounds(self) -> None:
+        """Run rounds until one commits or no member is left. Failing receivers can cost a bounded time only."""
+        begin, without_culprit, rounds = time.monotonic(), 0, 0
+        passed_s, timeout_s = 0.0, self._link.limits.timeout_s
+        while without_culprit < _ROUNDS_WITHOUT_CULPRIT and passed_s < _BEGIN_WITHIN * timeout_s:
+            self._link.channel.check_epoch(self._link.epoch)
+            self._link.membership.refresh()
+            to, excluded = self._link.membership.lacking(self._version), len(self._excluded)
+            if passed_s >= timeout_s:  # new members must not delay the version forever
+                to = [member for member in to if member in self._seen]
+            if not to:
+                return
+            sending = self._propose(to)
+            if self._run_round(sending):
+                return
+            without_culprit += len(self._excluded) == excluded and not sending.gone()
+            rounds, passed_s = rounds + 1, time.monotonic() - begin
+        raise TransferFailedError(
+            f"version {self._version} could not be sent",
+            why=f"{rounds} attempts failed in {passed_s:.0f} s, {without_culprit} of them although every receiver "
+            f"answered; the last: {self._last_failure}",
+            fix="look at the connection between the machines; receivers continue with the version that they have",
+        )
+
+    def _propose(self, to: Sequence[int]) -> SenderRound:
+        link = self._link
+        proposal = link.draft(self._version, self._metadata, to, self._clock)
+        self._proposal = proposal  # before a receiver can see it: from here on give_up tells it
+        link.propose(proposal)
+        return SenderRound(proposal, link.channel, link.membership)
+
+    def _run_round(self, sending: SenderRound) -> bool:
+        """Return whether the version was committed."""
+        reader = TensorReader(self._link.layout, self._source)
+        try:
+            return self._prepare(sending, reader) and self._send_and_decide(sending, reader)
+        except BaseException as exc:
+            self.give_up(exc)  # at once: reading the source to its end may take long
+            raise
+        finally:
+            reader.close()
+            self._link.end.end_round(sending)
+
+    def _prepare(self, sending: SenderRound, reader: TensorReader) -> bool:
+        """Phase one: wait until all receivers are ready. Returns False, and excludes the late ones, if some are not."""
+        proposal, timeout_s = sending.proposal, self._link.limits.timeout_s
+        with self._clock("gather"):
+            reader.read_ahead()  # receivers are getting ready meanwhile
+        with self._clock("rendezvous"):
+            late = sending.wait_for_ready(timeout_s)
+            self._seen |= sending.seen
+            self._exclude(late, f"it did not come to receive within {timeout_s:g} s")
+            self._link.channel.prepare(proposal, Prepare.WITHDRAWN if late else Prepare.GO)
+        if late:
+            self._last_failure = f"of {len(proposal.to)} receivers, {len(late)} did not come or were replaced"
+            return False
+        self._link.forget_proposals_before(proposal)
+        return True
+
+    def _send_and_decide(self, sending: SenderRound, reader: TensorReader) -> bool:
+        """Phase two: send, count the votes, and decide."""
+        deadline = time.monotonic() + self._link.limits.timeout_s
+        failure = self._send(sending, reader)
+        with self._clock("vote"):
+            patience_s = self._link.limits.votes_s
+            if failure is None:  # the host may be ahead of the device, which still sends
+                patience_s = max(patience_s, deadline - time.monotonic())
+            silent = sending.wait_for_votes(patience_s)
+            return self._decide(sending, silent, failure)
+
+    def _send(self, sending: SenderRound, reader: TensorReader) -> CommError | None:
+        link = self._link
+        try:
+            with self._clock(link.transport.stage), torch.no_grad(), self._clock.span(link.backend):
+                link.end.send(sending, reader, self._clock)
+        except CommError as exc:
+            link.end.abort()
+            return exc
+        except BaseException as exc:
+            self.give_up(exc)  # first: ending the operations under way may take as long as the wire's timeout
+            link.end.abort()
+            raise
+        return None
+
+    def _decide(self, sending: SenderRound, silent: Sequence[int], failure: CommError | None) -> bool:
+        link, proposal = self._link, sending.proposal
+        votes = {member: link.channel.vote(proposal, member) for member in proposal.to if member not in silent}
+        why = "it did not vote in time" if failure is None else f"it was lost in the transfer ({failure.why})"
+        self._exclude(silent, why)
+        for member, vote in votes.items():
+            if vote is not None and vote.kind is VoteKind.CORRUPT:
+                self._exclude([member], f"it received other bytes than were sent ({vote})")
+        whole = [member for member, vote in votes.items() if vote is not None and vote.kind is VoteKind.WHOLE]
+        names = link.membership.members
+        torn = {
+            names.get(member, str(member)): vote.detail
+            for member, vote in votes.items()
+            if vote is not None and vote.kind is VoteKind.TORN
+        }
+        committed = bool(whole) and not torn
+        if not committed or silent:
+            link.end.abort()
+        if not committed:
+            self._last_failure = f"the sender's side: {failure}; the receivers' side: {torn}"
+            _log.warning("version %s was not committed; %s", self._version, self._last_failure)
+        link.membership.served |= dict.fromkeys(whole if committed else [], self._version)
+        link.channel.decide(proposal, Decision(DecisionKind.COMMITTED if committed else DecisionKind.AGAIN))
+        sending.votes_counted = True
+        return committed
+
+    def _exclude(self, members: Sequence[int], why: str) -> None:
+        self._excluded |= self._link.membership.exclude(members, why)

@@ -1,0 +1,283 @@
+"""The files of the host transport, one version each: how they are made, found and mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+import stat
+import struct
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hwrl.errors import TransferFailedError, UnsupportedError, WeightsError
+from hwrl.interfaces import Backend
+from hwrl.memory.pagelock import PageLocked
+from hwrl.weights.control import Payload, Proposal
+from hwrl.weights.destination import FlatVersion
+from hwrl.weights.layout import ALIGNMENT_NBYTES, WeightLayout
+from hwrl.weights.slabs import Checksums
+
+_log = logging.getLogger("hwrl.weights")
+_PREFIX = "hwrl-weights-"
+_HEADER = struct.Struct("<qq")  # the proposal's number; how many slabs are written, plus one after the checksums
+
+
+@dataclass(frozen=True)
+class HostPayload(Payload):
+    """The version is in file number ``slot`` of ``files``, the sender's files made so far.
+
+    They are file names in ``directory`` or, if it is empty, file descriptors of process ``pid``. ``inodes`` identify
+    the files.
+    """
+
+    directory: str
+    pid: int
+    slot: int
+    files: tuple[int, ...]
+    inodes: tuple[int, ...]
+
+
+def payload_of(proposal: Proposal) -> HostPayload:
+    """Return the payload of a host proposal."""
+    assert isinstance(proposal.payload, HostPayload), "proposals are read with their transport's payload"
+    return proposal.payload
+
+
+class MemoryFiles:
+    """Makes files in memory, without a directory: they vanish when the last process closes or unmaps them.
+
+    Other processes of the same user open them through this process's number, as long as it lives.
+    """
+
+    directory = ""
+
+    def make(self, slot: int, *, nbytes: int) -> int:
+        """Return a new file of ``nbytes``. Nobody can shorten it: reading a missing part would kill a reader."""
+        file = os.memfd_create(f"{_PREFIX}{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        _allocate(file, nbytes=nbytes, where="memory")
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return file
+
+    def number(self, slot: int, file: int) -> int:
+        """Return the number of ``file`` for receivers."""
+        return file
+
+    def close(self) -> None:
+        """Do nothing: closed files are gone."""
+
+
+class DirectoryFiles:
+    """Makes files in a new directory under ``base``; ``close`` deletes it.
+
+    A killed process leaves its directory behind; the next process that uses ``base`` deletes it.
+    """
+
+    def __init__(self, base: Path) -> None:
+        _delete_abandoned(base)
+        made, self._owner = _new_directory(base)
+        self.directory = str(made)
+
+    def make(self, slot: int, *, nbytes: int) -> int:
+        """Return a new file of ``nbytes``."""
+        file = os.open(Path(self.directory, str(slot)), os.O_RDWR | os.O_CREAT, 0o600)
+        _allocate(file, nbytes=nbytes, where=self.directory)
+        return file
+
+    def number(self, slot: int, file: int) -> int:
+        """Return the number of ``file`` for receivers."""
+        return slot
+
+    def close(self) -> None:
+        """Delete the files."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._owner)
+
+
+def _allocate(file: int, *, nbytes: int, where: str) -> None:
+    try:
+        os.posix_fallocate(file, 0, nbytes)  # writing to a sparse file kills the process when memory runs out
+    except OSError as exc:
+        os.close(file)
+        raise WeightsError(
+            f"cannot keep another version of {nbytes:,} bytes in {where}", why=str(exc), fix="free memory there"
+        ) from exc
+
+
+def open_version(proposal: Proposal, slot: int, layout: WeightLayout, *, backend: Backend) -> HostVersion:
+    """Map file ``slot`` of the proposal's sender.
+
+    Raises TransferFailedError if the file is missing or is not the sender's.
+    """
+    payload = payload_of(proposal)
+    file = _open(proposal, slot)
+    try:
+        why = _why_not(file, payload, slot)
+        if why is None:
+            return HostVersion(file, layout, backend=backend)
+    except (OSError, ValueError, RuntimeError) as exc:
+        why = f"{type(exc).__name__}: {exc}"
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    raise TransferFailedError(f"version {proposal.version} cannot be read", why=why, fix="publish again")
+
+
+def is_alive(payload: HostPayload) -> bool:
+    """Return whether the sender still has its files."""
+    if payload.directory:
+        return _is_owned(Path(payload.directory))
+    try:
+        return os.stat(_path(payload, payload.slot)).st_ino == payload.inodes[payload.slot]
+    except OSError:
+        return False
+
+
+def _path(payload: HostPayload, slot: int) -> str:
+    return f"{payload.directory or f'/proc/{payload.pid}/fd'}/{payload.files[slot]}"
+
+
+def _open(proposal: Proposal, slot: int) -> int:
+    try:
+        path = _path(payload_of(proposal), slot)
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # without it, opening a pipe would block
+    except (OSError, ValueError) as exc:
+        raise TransferFailedError(
+            f"version {proposal.version} is not on this host",
+            why=f"{exc}: its sender has closed it, is dead, runs as another user, or runs on another host",
+            fix="publish again; use transport='device' between hosts, and directory=… between containers",
+        ) from exc
+
+
+def _why_not(file: int, payload: HostPayload, slot: int) -> str | None:
+    """Return why ``file`` is not the sender's, or None if it is."""
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_ino != payload.inodes[slot]:
+        return f"{_path(payload, slot)} is another file by now"
+    if not payload.directory and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        return f"{_path(payload, slot)} is no memory file whose size is fixed"
+    return None
+
+
+class HostVersion:
+    """One version's file, mapped by this process: ``slabs`` and ``sums``, page-locked, with a header between them."""
+
+    def __init__(self, file: int, layout: WeightLayout, *, backend: Backend) -> None:
+        self.file, self._header_at = file, _header_at(layout)
+        at, nbytes = _sums_at(layout), version_nbytes(layout)
+        found = os.fstat(file).st_size
+        if found != nbytes:  # reading beyond the end would kill this process
+            raise ValueError(f"the file has {found:,} bytes, and this layout takes {nbytes:,}")
+        mapping = mmap.mmap(file, nbytes)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.slabs = FlatVersion(layout, flat=memory).slabs
+        self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
+        self._lock: PageLocked | None = None
+        try:
+            self._lock = PageLocked(mapping, backend=backend)
+        except UnsupportedError as exc:
+            _log.warning("weights on the host are not page-locked, which slows copies down: %s", exc)
+
+    @property
+    def inode(self) -> int:
+        """The file's identity: another file may get the same path."""
+        return os.fstat(self.file).st_ino
+
+    # -- the writer -------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int) -> bool:
+        """Give the file to proposal ``number``, with no slab written; return False if a receiver reads the file."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._number = number
+        self.announce(0)
+        fcntl.flock(self.file, fcntl.LOCK_UN)
+        return True
+
+    def announce(self, slabs: int) -> int:
+        """Write how many slabs are there, one more after the checksums; return the number."""
+        os.pwrite(self.file, _HEADER.pack(self._number, slabs), self._header_at)
+        return slabs
+
+    # -- a reader ---------------------------------------------------------------------------------------------------
+
+    def claim(self, number: int) -> bool:
+        """Keep the file as it is until :meth:`release`; return whether it holds proposal ``number``."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # the sender is just giving it to another proposal
+            return False
+        return self._header()[0] == number
+
+    def release(self) -> None:
+        """Let the sender overwrite the file."""
+        fcntl.flock(self.file, fcntl.LOCK_UN)
+
+    def written(self) -> int:
+        """Return the last announced number."""
+        return self._header()[1]
+
+    def _header(self) -> tuple[int, int]:
+        number, slabs = _HEADER.unpack(os.pread(self.file, _HEADER.size, self._header_at))
+        return number, slabs
+
+    def close(self) -> None:
+        """Unlock the memory and close the file; the memory is unmapped with this object."""
+        if self._lock is not None:
+            self._lock.close()
+        os.close(self.file)
+
+
+def _header_at(layout: WeightLayout) -> int:
+    return layout.nbytes + -layout.nbytes % ALIGNMENT_NBYTES
+
+
+def version_nbytes(layout: WeightLayout) -> int:
+    """Return the size of one version's file."""
+    return _sums_at(layout) + Checksums.nbytes(layout)
+
+
+def _sums_at(layout: WeightLayout) -> int:
+    return _header_at(layout) + ALIGNMENT_NBYTES
+
+
+def _new_directory(base: Path) -> tuple[Path, int]:
+    # Locked before it gets the name that _delete_abandoned looks for.
+    made = Path(tempfile.mkdtemp(prefix=".hwrl-new-", dir=base))
+    owner = os.open(made / "owner", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    final = base / (_PREFIX + made.name.removeprefix(".hwrl-new-"))
+    made.rename(final)
+    return final, owner
+
+
+def _delete_abandoned(base: Path) -> None:
+    """Delete the directories of dead senders."""
+    for left in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or just deleted
+            if not _is_owned(left):
+                shutil.rmtree(left)
+
+
+def _is_owned(directory: Path) -> bool:
+    """Return whether the maker of ``directory`` lives: it holds a lock there."""
+    try:
+        owner = os.open(directory / "owner", os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(owner)
+    return False

@@ -1,0 +1,67 @@
+"""The log of long waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hwrl.run.fleet.wait_log import FIRST_S, WaitLog
+
+
+class Clock:
+    """A clock under the control of a test."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def log_with(clock: Clock) -> tuple[WaitLog, list[str], Callable[..., None]]:
+    logged: list[str] = []
+    log = WaitLog(logged.append, clock=clock)
+
+    def at(now_s: float, **silent: float) -> None:
+        clock.now_s = now_s
+        log.update(silent, limit_s=60)
+
+    return log, logged, at
+
+
+def test_a_long_wait_is_logged_after_ten_seconds_and_each_time_it_has_doubled(clock: Clock) -> None:
+    log, logged, at = log_with(clock)
+    with log.waiting_for("a batch"), log.waiting_for("the trainer to send weights"):
+        for now_s in (1, 9, 10, 11, 19, 20, 39, 41):
+            at(now_s)
+    at(100)
+    assert logged == [f"waiting for the trainer to send weights for {waited_s} s" for waited_s in (10, 20, 41)]
+
+
+def test_a_wait_as_long_as_usual_is_not_logged(clock: Clock) -> None:
+    log, logged, at = log_with(clock)
+    for begin_s in (0, 100):
+        clock.now_s = begin_s
+        with log.waiting_for("a training step"):
+            at(begin_s + 15)
+    clock.now_s = 200
+    with log.waiting_for("a training step"):
+        at(229)
+        at(231)
+    assert logged == ["waiting for a training step for 15 s", "waiting for a training step for 31 s"]
+
+
+def test_a_silent_process_is_logged_and_so_is_its_return(clock: Clock) -> None:
+    _, logged, at = log_with(clock)
+    for second, silent_s in enumerate((0, 5, FIRST_S, 12, 0, 0)):
+        at(second, **{"replica-0": silent_s})
+    assert logged == [
+        "waiting for replica-0, which has not answered for 10 s, at most 60 s",
+        "replica-0 answers again, after more than 10 s",
+    ]
