@@ -142,7 +142,7 @@ def measure(rank: int, size: int, address: str, plan: BenchPlan, workload: Trans
 
 def _set_up(rank: int, size: int, address: str, plan: BenchPlan, workload: TransferWorkload) -> TransferSetup:
     from hwrl.comm import Comm
-    from hwrl_bench.weights_payload import Payload
+    from hwrl_bench.weights_payload import BenchPayload
 
     comm = Comm()
     comm.backend.set_device(rank % max(1, comm.backend.device_count()))
@@ -150,7 +150,7 @@ def _set_up(rank: int, size: int, address: str, plan: BenchPlan, workload: Trans
     group = None
     if "copy on the device" not in plan.ways:
         group = comm.standalone_group(worker.store, rank=rank, size=size, name="raw", timeout_s=300.0)
-    payload = Payload(workload.model, nbytes=workload.nbytes, device=comm.backend.device())
+    payload = BenchPayload(workload.model, nbytes=workload.nbytes, device=comm.backend.device())
     return TransferSetup(worker, payload, group, workload.slab_nbytes, workload.slabs)
 
 

@@ -29,7 +29,7 @@ _LAYER: Shapes = {
 }
 
 
-class Payload:
+class BenchPayload:
     """The named tensors of one process on its device; every process starts with the same values.
 
     ``flat`` is one storage for all tensors, and ``views`` are the tensors in it.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from hwrl.comm import Group
-    from hwrl_bench.weights_payload import Payload, Tensors
+    from hwrl_bench.weights_payload import BenchPayload, Tensors
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TransferSetup:
     """
 
     worker: BenchWorker
-    payload: Payload
+    payload: BenchPayload
     group: Group | None
     slab_nbytes: int | None
     slabs: int
@@ -40,7 +40,7 @@ class TransferSetup:
 
 
 class PayloadWay(TransferWay):
-    """A way to move a :class:`Payload`."""
+    """A way to move a :class:`BenchPayload`."""
 
     def __init__(self, setup: TransferSetup) -> None:
         self.setup, self.worker, self.payload = setup, setup.worker, setup.payload
