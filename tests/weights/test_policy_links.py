@@ -10,8 +10,8 @@ import pytest
 from hwrl.comm import await_keys, connect_store, serve_store, store_address
 from hwrl.testing.processes import run_processes
 from tests.support.adapters import expected, reference, tokens_of
+from tests.support.policy_link import REQUESTS, Replica, Trainer
 from tests.support.weight_link import opened_memories
-from tests.weights.test_sync_plan import REQUESTS, Replica, Trainer
 
 VERSIONS = range(1, 7)
 

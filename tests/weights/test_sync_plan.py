@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,82 +11,16 @@ import pytest
 import torch
 
 from hwrl.comm import Store
-from hwrl.lora import add_adapter
-from hwrl.rollout.embedded import EmbeddedEngine
-from hwrl.rollout.weight_updater import INCARNATION, AdapterUpdater, RetryingReceiver
-from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSource
+from hwrl.weights import PolicySender
 from hwrl_cpu import INFO, CpuBackend
-from tests.support.adapters import LORA, Weights, expected, reference, tokens_of, trained
-from tests.support.tiny_model import END, requests_of, tiny_model
+from tests.support.adapters import expected, reference, tokens_of
+from tests.support.policy_link import BASE, REQUESTS, Replica, Trainer, nbytes_of, readable
 from tests.support.weight_link import beside, sender_of, store
 
 __all__ = ["store"]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
 
-BASE, OTHER = 0xBA5E, 0x07E4
-REQUESTS = requests_of(6, temperature=0.0)
-
-
-def readable(weights: Weights) -> WeightSource:
-    return WeightSource(lambda: iter([(n, t.to("meta")) for n, t in weights.items()]), lambda: iter(weights.items()))
-
-
-def nbytes_of(weights: Weights) -> int:
-    return sum(tensor.nbytes for tensor in weights.values())
-
-
-class Replica:
-    """An engine with its updater."""
-
-    def __init__(self, store: Store) -> None:
-        def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
-            options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
-            return RetryingReceiver(WeightReceiver(store, name=name, replica="r0", **options), timeout_s=10.0)
-
-        model = add_adapter(tiny_model(99), LORA)
-        self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)
-        self.updater = AdapterUpdater(self.engine, connect)
-
-    def during(self, publish: Callable[[], SyncReport]) -> SyncReport:
-        """Publish, and take all versions meanwhile and after."""
-        published = threading.Event()
-
-        def work() -> SyncReport:
-            try:
-                return publish()
-            finally:
-                published.set()
-
-        result = beside(work)
-        while not published.is_set():
-            self.catch_up()
-        self.catch_up()
-        report: SyncReport = result()
-        return report
-
-    def catch_up(self) -> None:
-        """Take all proposed versions."""
-        while self.updater.poll():
-            self.updater.update()
-
-
-class Trainer:
-    """A sender with weights of its own for each version."""
-
-    def __init__(self, store: Store, transport: str, *, base: int = BASE, seed: int = 1, always: bool = False) -> None:
-        self.base, self._seed, self.transport = trained(seed)[0], seed, transport
-        self.sender = PolicySender(
-            lambda name: sender_of(store, name=name, transport=transport),
-            base=base,
-            always_base=always,
-            metadata={INCARNATION: 0},
-        )
-
-    def adapter(self, version: int) -> Weights:
-        return {name: tensor * (1 + version / 4) for name, tensor in trained(self._seed)[1].items()}
-
-    def publish(self, version: int) -> SyncReport:
-        return self.sender.send(version, model=readable(self.base), adapter=readable(self.adapter(version)))
+OTHER = 0x07E4
 
 
 def bring_base(replica: Replica, trainer: Trainer, version: int) -> None:
