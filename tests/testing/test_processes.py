@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,12 @@ def test_the_deadline_ends_a_rank_that_hangs_and_says_where(tmp_path: Path) -> N
 def test_a_lambda_is_refused() -> None:
     with pytest.raises(HwrlError, match="module-level"):
         run_processes(lambda rank: rank, 1)
+
+
+def _is_imported(rank: int, module: str) -> bool:
+    return module in sys.modules
+
+
+def test_a_process_starts_with_what_was_preloaded() -> None:
+    """tests/conftest.py asks for it, and this module does not import it."""
+    assert run_processes(_is_imported, 1, "hypothesis") == [True]
