@@ -14,12 +14,13 @@ FAULT_SEED ?= 0
 START ?= 0
 DEMO := demo/seed-$(SEED)
 
-.PHONY: help install demo check test test-npu test-vllm crash-test fault-test clean
+.PHONY: help install demo check test test-all test-npu test-vllm crash-test fault-test clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
 	@echo "make check   lint, types and all tests on the tree"
 	@echo "make test    make check, make test-npu, and the tests of packaging on the built wheel"
+	@echo "make test-all   the same with the tests marked extended, which repeat others with more sizes"
 	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
 	@echo "make test-vllm  the tests of rollout on vLLM, which it installs into .venv-vllm"
 	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each (POINT=... repeats one)"
@@ -51,7 +52,10 @@ test-npu: $(INSTALLED)
 test: $(INSTALLED)
 	ci/wheel
 	ci/npu
-	ci/check
+	ci/check $(TESTS)
+
+test-all: TESTS := -m ''
+test-all: test
 
 test-vllm: $(INSTALLED)
 	ci/vllm python -m pytest tests/plugins/vllm

@@ -15,6 +15,7 @@ import pytest
 
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Capability
+from hwrl.testing.processes import preload
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
@@ -60,6 +61,7 @@ def run_kit(backend: Backend, *, keyword: str = "") -> tuple[int, list[str]]:
     ``keyword`` is a pytest expression to select checks; ConfigError if it selects none. Child processes find the
     backend by its name.
     """
+    preload("pytest", "hwrl.testing.suite")
     plugin = _KitPlugin(backend)
     suite = Path(__file__).with_name("suite.py")
     # Ignore configuration and conftest files of the user's current folder.

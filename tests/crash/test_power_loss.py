@@ -113,7 +113,7 @@ def _find_wrong(subject: Subject, left: Path, at_least: int) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [1, pytest.param(3, marks=pytest.mark.extended)])
 def test_no_legal_disk_lacks_an_acknowledged_step(tmp_path: Path, keep: int) -> None:
     subject = Managed(async_save=False, keep=keep)
     cuts, lost = run_processes(_cut_everywhere, 1, tmp_path, subject, timeout_s=590)[0]

@@ -27,7 +27,7 @@ def sleepy_reward(demo: Path) -> str:
     return f"reward.function={module}:score"
 
 
-@pytest.mark.parametrize("bypass_cpu", ["true", "false"])
+@pytest.mark.parametrize("bypass_cpu", ["true", pytest.param("false", marks=pytest.mark.extended)])
 def test_the_base_travels_once_and_each_version_is_an_adapter(
     start: Callable[..., Run], demo: Path, bypass_cpu: str
 ) -> None:
