@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         WeightsContract,
         run_kit,
     )
-    from hwrl.testing.processes import Outcome, Processes, run_processes
+    from hwrl.testing.processes import Processes, RankOutcome, run_processes
 
 __all__ = [
     "CapabilityContract",
@@ -35,17 +35,17 @@ __all__ = [
     "DeviceMapContract",
     "DeviceMemoryContract",
     "OffloadContract",
-    "Outcome",
     "PinnedMemoryContract",
     "PluginContract",
     "Processes",
+    "RankOutcome",
     "RegisteredMemoryContract",
     "WeightsContract",
     "run_kit",
     "run_processes",
 ]
 
-_IN_PROCESSES = {"Outcome", "Processes", "run_processes"}
+_IN_PROCESSES = {"RankOutcome", "Processes", "run_processes"}
 
 
 def __getattr__(name: str) -> object:

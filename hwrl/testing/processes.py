@@ -30,7 +30,7 @@ _SHOW_S = 1.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """The end of one rank: the function's return ``value``, or an ``error``."""
 
     rank: int
@@ -78,7 +78,7 @@ class Processes:
         self._deadline = 0.0
         self._children: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._ended: dict[int, Outcome] = {}
+        self._ended: dict[int, RankOutcome] = {}
 
     def __enter__(self) -> Processes:
         context = _forking_context()
@@ -107,13 +107,13 @@ class Processes:
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.kill(pid, signal.SIGKILL)
 
-    def wait(self, rank: int) -> Outcome:
+    def wait(self, rank: int) -> RankOutcome:
         """Block until ``rank`` ends or the deadline comes; return its outcome."""
         if rank not in self._ended:
             self._ended[rank] = self._read(rank, self._deadline)
         return self._ended[rank]
 
-    def outcomes(self, *, stop_on_error: bool = False) -> list[Outcome]:
+    def outcomes(self, *, stop_on_error: bool = False) -> list[RankOutcome]:
         """Block until every rank ends or the deadline comes; return the outcomes in the order of the ends.
 
         With ``stop_on_error``, the other ranks have five seconds after the first failure.
@@ -142,21 +142,21 @@ class Processes:
             os.kill(pid, _SHOW_STACKS)
             self._children[rank].join(_SHOW_S)  # it continues, or dies if Python has not started yet
 
-    def _read(self, rank: int, deadline: float) -> Outcome:
+    def _read(self, rank: int, deadline: float) -> RankOutcome:
         pipe, child = self._pipes[rank], self._children[rank]
         if not self._wait_for_some([rank], deadline):
             self._show_stacks(rank)
-            return Outcome(rank, error=_no_result(rank, "it was still running at the deadline"))
+            return RankOutcome(rank, error=_no_result(rank, "it was still running at the deadline"))
         try:
             if not pipe.poll():
                 raise EOFError
             value, error, text = pickle.loads(pipe.recv_bytes())
         except EOFError:
             child.join()
-            return Outcome(rank, error=_no_result(rank, f"it ended with exit code {child.exitcode}"))
+            return RankOutcome(rank, error=_no_result(rank, f"it ended with exit code {child.exitcode}"))
         if error is not None:
             error.add_note(f"in rank {rank}:\n{text}")
-        return Outcome(rank, value, error)
+        return RankOutcome(rank, value, error)
 
 
 def _forking_context() -> Any:
