@@ -11,7 +11,6 @@ from hwrl.comm import await_keys, connect_store, serve_store, store_address
 from hwrl.testing.processes import run_processes
 from tests.support.adapter_link import REQUESTS, Replica, Trainer
 from tests.support.adapters import expected, reference, tokens_of
-from tests.support.adapter_link import REQUESTS, Replica, Trainer
 from tests.support.weight_link import opened_memories
 
 VERSIONS = range(1, 7)
