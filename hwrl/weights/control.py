@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -425,10 +426,15 @@ def _read_fields(fields: type[_Fields], found: Any, **ready: Any) -> _Fields:
 
     Raises TypeError or ValueError if a field is missing, unknown or of another type.
     """
-    types = get_type_hints(fields)
+    types = _types_of(fields)  # type: ignore[arg-type]  # mypy takes a dataclass type for unhashable
     if not isinstance(found, dict) or found.keys() != types.keys():
         raise ValueError(f"the fields are not {', '.join(types)}")
     return fields(**{name: ready[name] if name in ready else _value(types[name], found[name]) for name in types})
+
+
+@functools.cache  # resolving the annotations takes 0.1 ms, and every transfer reads a proposal
+def _types_of(fields: type) -> dict[str, Any]:
+    return get_type_hints(fields)
 
 
 def _value(wanted: Any, found: Any) -> Any:

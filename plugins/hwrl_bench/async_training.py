@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Train both ways in turns, print a table, write the JSON. Ctrl-C leaves no result."""
     from hwrl.run import write_demo
 
-    # The learning rate of the figures in docs/benchmarks.md; the demo itself learns more slowly.
+    # The learning rate behind the numbers in docs/benchmarks.md; the demo itself learns more slowly.
     common = [f"train.steps={args.steps}", "rollout.max_running=512", "optimizer.learning_rate=1e-3"]
     staleness = {"async": args.staleness, "sync": 0}
     overrides = {way: [*common, f"async_training.staleness_threshold={each}"] for way, each in staleness.items()}
