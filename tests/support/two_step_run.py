@@ -26,7 +26,7 @@ METRICS_OF_A_STEP = {
 class StandInFleet:
     """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
 
-    size, refused, incarnation = "nothing", False, 0
+    refused, incarnation = False, 0
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
@@ -35,11 +35,13 @@ class StandInFleet:
     def do_nothing(self, *arguments: Any, **keywords: Any) -> None:
         """Take the place of a call without an effect here."""
 
-    launch = wait_for_replicas = send_weights_to_joined = do_nothing
+    launch = wait_for_replicas = send_awaited_weights = do_nothing
     send_weights = export_model = load_state_dict = abandon_take = close = do_nothing
 
     def describe(self) -> str:
-        return self.size
+        return "nothing"
+
+    describe_size = describe
 
     def waiting_for(self, subject: str) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
