@@ -111,6 +111,7 @@ class Replicas:
                 raise
             if isinstance(exc, InputChangedError):
                 self._refusal = exc
+                self._remove(name)  # it is neither late nor silent, and must not restart: the run ends soon
                 return
             self.restart(name, f"it could not be set up in another's place: {first_line(exc)}")
             return
@@ -145,12 +146,7 @@ class Replicas:
 
     def restart(self, name: str, reason: str) -> None:
         """End the replica ``name`` and start a new one. Raises EngineError after ``rollout.max_restarts`` deaths."""
-        replica = self._replicas.pop(name)
-        self._devices.forget(name)
-        self._set_ups = {answer: other for answer, other in self._set_ups.items() if other != name}
-        self._monitor.forget(name)
-        replica.handle.kill()
-        lost = self._ledger.forget(replica.replica_id)
+        lost = self._remove(name)
         self._log(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
         deaths = self._starts - self._config.rollout.replicas + 1
         if deaths > self._config.rollout.max_restarts:
@@ -160,6 +156,15 @@ class Replicas:
                 fix="remove the cause, or raise rollout.max_restarts; resume=true continues the run",
             )
         self._start(name)
+
+    def _remove(self, name: str) -> int:
+        """End the replica ``name``; return the number of its prompts, which go to others."""
+        replica = self._replicas.pop(name)
+        self._devices.forget(name)
+        self._set_ups = {answer: other for answer, other in self._set_ups.items() if other != name}
+        self._monitor.forget(name)
+        replica.handle.kill()
+        return self._ledger.forget(replica.replica_id)
 
     def restart_late(self) -> None:
         """Restart the replicas without progress. They may still answer heartbeats."""
