@@ -80,7 +80,7 @@ class Pipeline:
                         "stopping; a step that is being trained is finished, and all finished steps are saved"
                     )
                     self._train_step()
-                return self._finish(interrupted=self.step < self._config.train.steps)
+                return self._finish()
             except TrainerDiedError as cause:
                 self._recover(cause)
             except (RunDirectoryError, InputChangedError, DataError) as error:
@@ -122,7 +122,7 @@ class Pipeline:
         if self._opened_report is not None:
             self._opened_report.close()
         self._opened_report = RunReport(self._config.dir, log=self._view.log, resume_step=self.step)
-        self._rates = StepRates(self._report.history)
+        self._rates.go_back(self._report.history)
 
     def _log_restored(self, found: RestoredRun | None) -> None:
         if found is None:
@@ -225,14 +225,20 @@ class Pipeline:
         if self._config.data.eval is not None and self._evaluation is None:
             self._evaluation = self._fleet.replicas.evaluate()
 
-    def _collect_evaluation(self, *, block: bool = False) -> Metrics | None:
-        """Add a finished evaluation to the newest line and return that line; None if there is none.
+    def _wait_for_evaluation(self) -> Metrics | None:
+        """Wait for a running evaluation, or for a signal; return like :meth:`_collect_evaluation`.
 
-        With ``block``, wait for a running evaluation. The trainers must be idle then: the replica may need weights.
+        The trainers must be idle: the replica may need weights.
         """
         with self._fleet.waiting_for("the evaluation"):
-            while block and self._evaluation is not None and not self._fleet.watch([self._evaluation]):
+            while self._evaluation is not None and not self._interrupts.pending:
+                if self._fleet.watch([self._evaluation]):
+                    break
                 self._fleet.send_awaited_weights()
+        return self._collect_evaluation()
+
+    def _collect_evaluation(self) -> Metrics | None:
+        """Add a finished evaluation to the newest line and return that line; None if there is none. Does not block."""
         if self._evaluation is None or not is_ready(self._evaluation):
             return None
         answer, self._evaluation = self._evaluation, None
@@ -249,30 +255,51 @@ class Pipeline:
 
     # -- end ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, *, interrupted: bool) -> Summary:
-        """Evaluate and save for the last time, write the model, and sum up."""
-        self._collect_evaluation(block=not interrupted)
+    def _finish(self) -> Summary:
+        """Save and evaluate for the last time, write the model, and sum up.
+
+        After a signal there is a checkpoint, but no further evaluation and no model; ``resume=true`` makes up for them.
+        """
+        self._collect_evaluation()
         if self._saved_step != self.step:
             self._save()
-        if not interrupted:
+        if not self._interrupts.pending:
+            self._interrupts.message = "stopping without the last evaluation; all steps are saved"
+            self._wait_for_evaluation()
             self._evaluate_last_weights()
+        interrupted = self._interrupts.pending
+        if not interrupted:
+            self._interrupts.message = "stopping as soon as the model is written"
             self._fleet.trainers.export_model()
         self._fleet.trainers.close()
         return summarise(self._config, self._report.history, interrupted=interrupted)
 
     def _evaluate_last_weights(self) -> None:
-        """Evaluate the last weights. If the replica dies over it, another one tries."""
-        line = None
-        while line is None and self._config.data.eval is not None:
-            self._begin_evaluation()
-            if self._evaluation is None:
-                self._fleet.wait_for_replicas()
-                self._fleet.send_awaited_weights()
-            line = self._collect_evaluation(block=True)
-        if line is not None:
-            self._view.show(line)
+        """Evaluate the last weights. If the evaluation is lost, another one begins, ``_EVALUATION_TRIES`` in all."""
+        if self._config.data.eval is None:
+            return
+        for _ in range(_EVALUATION_TRIES):
+            self._begin_last_evaluation()
+            line = self._wait_for_evaluation()
+            if line is not None:
+                self._view.show(line)
+            if line is not None or self._interrupts.pending:
+                return
+            self._fleet.watch([])  # if the replica has ended, its end may be noticed a little later than the loss
+        self._view.log(f"the evaluation of the last weights failed {_EVALUATION_TRIES} times; the run ends without it")
+
+    def _begin_last_evaluation(self) -> None:
+        """Begin an evaluation as soon as a replica runs. Return early on a signal."""
+        with self._fleet.waiting_for("a replica for the evaluation"):
+            while self._evaluation is None and not self._interrupts.pending:
+                self._begin_evaluation()
+                if self._evaluation is None:
+                    self._fleet.replicas.raise_refusal()
+                    self._fleet.watch([])
 
 
+_EVALUATION_TRIES = 3
+"""How often an evaluation of the last weights may begin."""
 _EMPTY_LEDGER = {"version": 0, "trained": 0, "next": 0, "owed": []}
 """The ledger's state before the first prompt."""
 

@@ -36,7 +36,7 @@ class StandInFleet:
         """Take the place of a call without an effect here."""
 
     launch = wait_for_replicas = send_awaited_weights = do_nothing
-    send_weights = export_model = load_state_dict = abandon_take = close = do_nothing
+    send_weights = export_model = load_state_dict = abandon_take = close = raise_refusal = do_nothing
 
     def describe(self) -> str:
         return "nothing"
@@ -70,11 +70,13 @@ class StandInFleet:
         return {"checkpoint/blocked_s": 0.5}
 
 
-def train(home: Path, fleet: StandInFleet, interrupts: Interrupts) -> None:
-    """Run the loop of ``hwrl train`` in ``home``, without processes."""
-    view = PlainView(2, stream=io.StringIO())
-    words = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
-    config = Config.model_validate({"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}, **words})
+def train(home: Path, fleet: StandInFleet, interrupts: Interrupts, **settings: Any) -> str:
+    """Run the loop of ``hwrl train`` in ``home`` with ``settings``, without processes; return the logged lines."""
+    stream = io.StringIO()
+    view = PlainView(2, stream=stream)
+    words: dict[str, Any] = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
+    words |= {"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}}
+    config = Config.model_validate({**words, **settings})
     run = Pipeline(config, view, interrupts, fleet=cast(Fleet, fleet))
     try:
         run.run()
@@ -82,3 +84,4 @@ def train(home: Path, fleet: StandInFleet, interrupts: Interrupts) -> None:
         run.close(after=error)
         raise
     run.close()
+    return stream.getvalue()
