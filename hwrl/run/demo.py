@@ -48,6 +48,7 @@ def write_demo(
     """Write data, model and configuration to ``directory``; return the configuration's path.
 
     ``digits`` has the lengths of the prompts, each equally often. No prompt is in both training and evaluation data.
+    Raises ValueError if too few texts of these lengths exist for ``prompts`` and 512 for evaluation.
     The model has ``layers`` layers of width ``hidden``, a multiple of 32.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -63,6 +64,9 @@ def write_demo(
 
 
 def _distinct_rows(rng: np.random.Generator, *, digits: Sequence[int], count: int) -> Iterator[Row]:
+    existing = sum(10**length for length in set(digits))
+    if count > existing:
+        raise ValueError(f"only {existing:,} texts have {sorted(set(digits))} digits, and {count:,} are needed")
     seen: set[str] = set()
     while len(seen) < count:
         text = "".join(str(digit) for digit in rng.integers(0, 10, size=int(rng.choice(digits))))

@@ -79,10 +79,10 @@ class RunInputs:
 
     @contextmanager
     def unchanged(self, role: Role, *, large_nbytes: int = LARGE_NBYTES) -> Iterator[None]:
-        """Let a process of ``role`` read its files in this block. It gets prompts from :meth:`read` instead.
+        """Check the files of ``role`` before and after the block. Prompts are checked by :meth:`read`.
 
-        Raises InputChangedError if a file has changed since the run began, before the block or after it. See the module
-        about files above ``large_nbytes``.
+        Raises InputChangedError if a file has changed since the run began. See the module about files above
+        ``large_nbytes``.
         """
         self._compare(role, large_nbytes)
         try:

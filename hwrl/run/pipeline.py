@@ -76,10 +76,11 @@ class Pipeline:
         while True:
             try:
                 while self.step < self._config.train.steps and not self._interrupts.pending:
-                    condition = "" if self.step >= self._first_step else "if it has begun, "
-                    self._interrupts.message = f"stopping after this step, {condition}with a checkpoint"
+                    self._interrupts.message = (
+                        "stopping; a step that is being trained is finished, and all finished steps are saved"
+                    )
                     self._train_step()
-                return self._finish(interrupted=self.step < self._config.train.steps)
+                return self._finish()
             except TrainerDiedError as cause:
                 self._recover(cause)
             except (RunDirectoryError, InputChangedError, DataError) as error:
@@ -97,9 +98,9 @@ class Pipeline:
 
     def _start(self) -> None:
         started_s = time.perf_counter()
-        self._view.log(f"building {self._fleet.size}")
+        self._view.log(f"building {self._fleet.describe_size()}")
         self._fleet.launch()
-        self._restore(resume=self._config.resume)
+        self._go_to_checkpoint_or_step_0(resume=self._config.resume)
         self._fleet.wait_for_replicas()
         self._fleet.trainers.send_weights()
         next_step = f"step {self._first_step}" if self.step < self._config.train.steps else "no step"
@@ -109,8 +110,8 @@ class Pipeline:
         )
         self._report.start_clock()
 
-    def _restore(self, *, resume: bool) -> None:
-        """Load the newest checkpoint into trainers and ledger if ``resume``; open the report at its step."""
+    def _go_to_checkpoint_or_step_0(self, *, resume: bool) -> None:
+        """Set trainers, ledger, report and rates to the newest checkpoint; to step 0 without one or ``resume``."""
         found = self._fleet.trainers.restore() if resume else None
         self.step = self._saved_step = 0 if found is None else found.step
         self._first_step = self.step + 1
@@ -121,7 +122,7 @@ class Pipeline:
         if self._opened_report is not None:
             self._opened_report.close()
         self._opened_report = RunReport(self._config.dir, log=self._view.log, resume_step=self.step)
-        self._rates = StepRates(self._report.history)
+        self._rates.go_back(self._report.history)
 
     def _log_restored(self, found: RestoredRun | None) -> None:
         if found is None:
@@ -142,7 +143,7 @@ class Pipeline:
         while True:
             try:
                 self._fleet.trainers.restart(cause)
-                self._restore(resume=True)
+                self._go_to_checkpoint_or_step_0(resume=True)
                 self._fleet.trainers.send_weights()
                 return
             except TrainerDiedError as again:
@@ -150,7 +151,7 @@ class Pipeline:
 
     @property
     def _report(self) -> RunReport:
-        assert self._opened_report is not None, "_restore opens it before the first use"
+        assert self._opened_report is not None, "_start opens it before the first use"
         return self._opened_report
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -158,15 +159,17 @@ class Pipeline:
     def _train_step(self) -> None:
         """Do one training step; start an evaluation and save a checkpoint if they are due. Return early on a signal."""
         version = self.step // self._config.async_training.trigger_parameter_sync_step
-        groups, info = self._fleet.request_batch(self._config.train.batch_groups, version)
-        if not self._wait_for_batch(info):
+        groups, answer = self._fleet.request_batch(self._config.train.batch_groups, version)
+        if not self._wait_for_batch(answer):
             self._fleet.ledger.abandon_take()
-        batch = self._fleet.ledger.value_of(info)
-        if batch is None:  # abandoned. A batch that came first counts as trained in the ledger, so we train on it
+        info = self._fleet.ledger.value_of(answer)
+        # None: we abandoned the request. If a batch came before that, the ledger counts it as trained, so we train on
+        # it.
+        if info is None:
             return
         metrics = self._fleet.trainers.step(groups)
         self.step += 1
-        line = self._record_step(metrics, batch)
+        line = self._record_step(metrics, info)
         line = self._collect_evaluation() or line
         if _is_due(self.step, self._config.eval.every_steps):
             self._begin_evaluation()
@@ -174,18 +177,18 @@ class Pipeline:
             self._save()
         self._view.show(line)
 
-    def _wait_for_batch(self, info: Answer[BatchInfo | None]) -> bool:
+    def _wait_for_batch(self, answer: Answer[BatchInfo | None]) -> bool:
         """Wait for the batch, and serve the replicas meanwhile. Return False if the run must end before it comes."""
         with self._fleet.waiting_for("a batch of finished prompts"):
-            while info not in self._fleet.watch([info]):
+            while answer not in self._fleet.watch([answer]):
                 if self._interrupts.pending or self._fleet.replicas.refused:
                     return False
-                self._fleet.send_weights_to_joined()
+                self._fleet.send_awaited_weights()
         return True
 
-    def _record_step(self, metrics: Metrics, batch: BatchInfo) -> Metrics:
+    def _record_step(self, metrics: Metrics, info: BatchInfo) -> Metrics:
         line = self._report.add(
-            self.step, {**metrics, **self._rates.metrics(metrics, batch)}, prompts=batch.sequence_numbers
+            self.step, {**metrics, **self._rates.metrics(metrics, info)}, prompts=info.sequence_numbers
         )
         if self.step == self._first_step:
             evaluates = self._config.data.eval is not None
@@ -203,7 +206,8 @@ class Pipeline:
     def _save_before(self, error: HwrlError) -> None:
         """Save the steps since the last checkpoint before ``error`` ends the run; add a note about it to ``error``.
 
-        The trainers are idle here. The report stays as it is: it may be the reason for ``error``.
+        This assumes idle trainers, and does not check it. The report stays as it is: it may be the reason for
+        ``error``.
         """
         if self._saved_step == self.step:
             return
@@ -221,14 +225,20 @@ class Pipeline:
         if self._config.data.eval is not None and self._evaluation is None:
             self._evaluation = self._fleet.replicas.evaluate()
 
-    def _collect_evaluation(self, *, block: bool = False) -> Metrics | None:
-        """Add a finished evaluation to the newest line and return that line; None if there is none.
+    def _wait_for_evaluation(self) -> Metrics | None:
+        """Wait for a running evaluation, or for a signal; return like :meth:`_collect_evaluation`.
 
-        With ``block``, wait for a running evaluation. The trainers must be idle then: the replica may need weights.
+        The trainers must be idle: the replica may need weights.
         """
         with self._fleet.waiting_for("the evaluation"):
-            while block and self._evaluation is not None and not self._fleet.watch([self._evaluation]):
-                self._fleet.send_weights_to_joined()
+            while self._evaluation is not None and not self._interrupts.pending:
+                if self._fleet.watch([self._evaluation]):
+                    break
+                self._fleet.send_awaited_weights()
+        return self._collect_evaluation()
+
+    def _collect_evaluation(self) -> Metrics | None:
+        """Add a finished evaluation to the newest line and return that line; None if there is none. Does not block."""
         if self._evaluation is None or not is_ready(self._evaluation):
             return None
         answer, self._evaluation = self._evaluation, None
@@ -245,30 +255,51 @@ class Pipeline:
 
     # -- end ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, *, interrupted: bool) -> Summary:
-        """Evaluate and save for the last time, write the model, and sum up."""
-        self._collect_evaluation(block=not interrupted)
+    def _finish(self) -> Summary:
+        """Save and evaluate for the last time, write the model, and sum up.
+
+        After a signal there is a checkpoint, but no further evaluation and no model; ``resume=true`` makes up for them.
+        """
+        self._collect_evaluation()
         if self._saved_step != self.step:
             self._save()
-        if not interrupted:
+        if not self._interrupts.pending:
+            self._interrupts.message = "stopping without the last evaluation; all steps are saved"
+            self._wait_for_evaluation()
             self._evaluate_last_weights()
+        interrupted = self._interrupts.pending
+        if not interrupted:
+            self._interrupts.message = "stopping as soon as the model is written"
             self._fleet.trainers.export_model()
         self._fleet.trainers.close()
         return summarise(self._config, self._report.history, interrupted=interrupted)
 
     def _evaluate_last_weights(self) -> None:
-        """Evaluate the last weights. If the replica dies over it, another one tries."""
-        line = None
-        while line is None and self._config.data.eval is not None:
-            self._begin_evaluation()
-            if self._evaluation is None:
-                self._fleet.wait_for_replicas()
-                self._fleet.send_weights_to_joined()
-            line = self._collect_evaluation(block=True)
-        if line is not None:
-            self._view.show(line)
+        """Evaluate the last weights. If the evaluation is lost, another one begins, ``_EVALUATION_TRIES`` in all."""
+        if self._config.data.eval is None:
+            return
+        for _ in range(_EVALUATION_TRIES):
+            self._begin_last_evaluation()
+            line = self._wait_for_evaluation()
+            if line is not None:
+                self._view.show(line)
+            if line is not None or self._interrupts.pending:
+                return
+            self._fleet.watch([])  # if the replica has ended, its end may be noticed a little later than the loss
+        self._view.log(f"the evaluation of the last weights failed {_EVALUATION_TRIES} times; the run ends without it")
+
+    def _begin_last_evaluation(self) -> None:
+        """Begin an evaluation as soon as a replica runs. Return early on a signal."""
+        with self._fleet.waiting_for("a replica for the evaluation"):
+            while self._evaluation is None and not self._interrupts.pending:
+                self._begin_evaluation()
+                if self._evaluation is None:
+                    self._fleet.replicas.raise_refusal()
+                    self._fleet.watch([])
 
 
+_EVALUATION_TRIES = 3
+"""How often an evaluation of the last weights may begin."""
 _EMPTY_LEDGER = {"version": 0, "trained": 0, "next": 0, "owed": []}
 """The ledger's state before the first prompt."""
 

@@ -19,7 +19,7 @@ import ray
 from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError
 from hwrl.run.cluster.ray_security import private_ray
-from hwrl.run.cluster.ray_session import not_started, ray_cluster
+from hwrl.run.cluster.ray_session import children_of_ray, not_started, ray_cluster
 from hwrl.run.config import load_config
 from hwrl.run.demo import main, write_demo
 from hwrl.run.inputs import is_local
@@ -54,6 +54,22 @@ def test_the_demo_is_not_written_under_a_run(tmp_path: Path, monkeypatch: pytest
         main()
     lock.close()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_demo_of_more_prompts_than_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"only 110 texts have \[1, 2\] digits, and 528 are needed"):
+        write_demo(tmp_path, seed=1, digits=(1, 2, 2), prompts=16)
+
+
+def test_threads_and_children_that_end_while_they_are_listed_are_no_children_of_ray(tmp_path: Path) -> None:
+    for task, children in (("1", "10 11 12"), ("2", "13")):
+        (tmp_path / "self/task" / task).mkdir(parents=True)
+        (tmp_path / "self/task" / task / "children").write_text(children)
+    (tmp_path / "self/task/3").mkdir()  # this thread has ended, and so has the process 11
+    for pid, command in ((10, b"/lib/ray/raylet\0-x"), (12, b"/bin/sh\0"), (13, b"/lib/ray/gcs_server\0")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_bytes(command)
+    assert sorted(children_of_ray(tmp_path)) == [10, 13]
 
 
 def test_a_ray_that_does_not_start_is_told_with_the_limit_that_may_be_the_cause() -> None:

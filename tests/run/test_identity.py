@@ -95,7 +95,7 @@ def set_up_replica(config: Config, inputs: RunInputs) -> None:
     """Set up a replica without a store to connect to."""
     ledger = cast(LedgerHandle, None)  # it is not called
     RolloutActor().set_up(
-        setup_of(config, inputs), replica="replica-0", incarnation="replica-0#1", seed=1, ledger=ledger
+        setup_of(config, inputs), replica="replica-0", replica_id="replica-0#1", seed=1, ledger=ledger
     )
 
 

@@ -93,7 +93,7 @@ def test_replicas_that_hold_a_prompt_too_long_are_named_and_lose_it() -> None:
         await begin(actor)
         await actor.lease(1, "a#0")
         await asyncio.sleep(0.12)  # the deadline itself, not a wait for something
-        assert await actor.overdue() == ["a#0"]
+        assert await actor.expire_overdue() == ["a#0"]
         assert [lease.sequence_number for lease in await actor.lease(2, "b#1")] == [0, 1]
 
     asyncio.run(scene())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hwrl.checkpoint import DurableFS
+from hwrl.errors import EngineError
+from hwrl.rollout import Evaluation
+from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.processes.actors import BatchInfo
+from hwrl.run.processes.actors import BatchInfo, RestoredRun
 from hwrl.run.report import read_metrics
 from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
@@ -35,3 +39,119 @@ def test_a_batch_that_the_ledger_gave_before_the_run_was_interrupted_is_trained_
     train(tmp_path, BatchInTheLastMoment(tmp_path, interrupts, given=given), interrupts)
     assert [line["step"] for line in read_metrics(tmp_path)] == [1] * given
     assert (tmp_path / CHECKPOINT).exists() == given
+
+
+class TrainerDiesInStepTwo(StandInFleet):
+    """The trainer dies once, after the first step. The replica lives on: it generates for 10 s before each batch."""
+
+    died = False
+    batches = 0
+
+    def value_of(self, info: str) -> BatchInfo | None:
+        self.batches += 1
+        return BatchInfo([self._step + 1], {}, {"replica-0#0": {"idle_s": 0.0, "generate_s": 10.0 * self.batches}})
+
+    def step(self, groups: list[Any]) -> dict[str, float]:
+        if self._step == 1 and not self.died:
+            self.died = True
+            raise TrainerDiedError("killed")
+        return super().step(groups)
+
+    def restart(self, cause: Exception) -> None:
+        pass
+
+    def restore(self) -> RestoredRun:
+        return RestoredRun(1, {}, [], [])
+
+
+def test_the_first_line_after_a_trainers_death_has_no_totals_from_before_the_last_line(tmp_path: Path) -> None:
+    train(tmp_path, TrainerDiesInStepTwo(tmp_path, DurableFS()), Interrupts())
+    assert [line["rollout/generate_s"] for line in read_metrics(tmp_path)] == [10.0, 20.0], "not 30.0"
+
+
+class EvaluatingFleet(StandInFleet):
+    """Evaluates. ``events`` has the evaluations, the waits for them, the saves and the export."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home, DurableFS())
+        self.events: list[str] = []
+
+    def evaluate(self) -> Future[Evaluation]:
+        self.events.append("evaluate")
+        assert self.events.count("evaluate") <= 4, "without an end"
+        return Future()
+
+    def watch(self, answers: list[Any]) -> list[Any]:
+        if not (answers and isinstance(answers[0], Future)):
+            return answers
+        self.events.append("wait")
+        assert self.events.count("wait") <= 4, "without an end"
+        return self.answer(answers[0])
+
+    def answer(self, evaluation: Future[Evaluation]) -> list[Any]:
+        evaluation.set_result(Evaluation(1, 0, {"reward": 0.5}))
+        return [evaluation]
+
+    def save(self, ledger: dict[str, Any]) -> dict[str, float]:
+        self.events.append("save")
+        return super().save(ledger)
+
+    def export_model(self) -> None:
+        self.events.append("export")
+
+
+def train_with_evaluations(
+    home: Path, fleet: EvaluatingFleet, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch, *, every_steps: int
+) -> str:
+    """Run two steps without a save between them. An evaluation begins after ``every_steps``, and one at the end."""
+    monkeypatch.setattr("hwrl.run.pipeline.is_ready", lambda answer: answer.done())
+    monkeypatch.setattr("hwrl.run.pipeline.value_of", lambda answer: answer.result())
+    settings = {"data": {"train": home, "eval": home}, "eval": {"every_steps": every_steps}}
+    return train(home, fleet, interrupts, checkpoint={"save_every_steps": 0}, **settings)
+
+
+def test_the_last_checkpoint_is_saved_before_the_evaluations_that_a_run_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = EvaluatingFleet(tmp_path)
+    train_with_evaluations(tmp_path, fleet, Interrupts(), monkeypatch, every_steps=2)
+    assert fleet.events == ["evaluate", "save", "wait", "evaluate", "wait", "export"]
+    assert read_metrics(tmp_path)[-1]["eval/reward"] == 0.5
+
+
+class SignalInAnEvaluation(EvaluatingFleet):
+    """A signal comes while the run waits for an evaluation, which does not end."""
+
+    def __init__(self, home: Path, interrupts: Interrupts) -> None:
+        super().__init__(home)
+        self._interrupts = interrupts
+
+    def answer(self, evaluation: Future[Evaluation]) -> list[Any]:
+        self._interrupts.pending = True
+        return []
+
+
+@pytest.mark.parametrize("every_steps", [0, 2])
+def test_after_a_signal_a_run_does_not_wait_for_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int
+) -> None:
+    interrupts = Interrupts()
+    fleet = SignalInAnEvaluation(tmp_path, interrupts)
+    train_with_evaluations(tmp_path, fleet, interrupts, monkeypatch, every_steps=every_steps)
+    assert sorted(fleet.events) == ["evaluate", "save", "wait"]
+    assert (tmp_path / CHECKPOINT).read_text() == "2"
+
+
+class EvaluationsAreLost(EvaluatingFleet):
+    """Each evaluation is lost with its replica."""
+
+    def answer(self, evaluation: Future[Evaluation]) -> list[Any]:
+        evaluation.set_exception(EngineError("there is no evaluation", why="the rollouter has ended"))
+        return [evaluation]
+
+
+def test_a_run_gives_up_the_last_evaluation_after_three_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = EvaluationsAreLost(tmp_path)
+    logged = train_with_evaluations(tmp_path, fleet, Interrupts(), monkeypatch, every_steps=0)
+    assert fleet.events == ["save", *["evaluate", "wait"] * 3, "export"]
+    assert "the evaluation of the last weights failed 3 times" in logged

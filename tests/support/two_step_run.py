@@ -26,7 +26,7 @@ METRICS_OF_A_STEP = {
 class StandInFleet:
     """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
 
-    size, refused, incarnation = "nothing", False, 0
+    refused, incarnation = False, 0
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0
@@ -35,11 +35,13 @@ class StandInFleet:
     def do_nothing(self, *arguments: Any, **keywords: Any) -> None:
         """Take the place of a call without an effect here."""
 
-    launch = wait_for_replicas = send_weights_to_joined = do_nothing
-    send_weights = export_model = load_state_dict = abandon_take = close = do_nothing
+    launch = wait_for_replicas = send_awaited_weights = do_nothing
+    send_weights = export_model = load_state_dict = abandon_take = close = raise_refusal = do_nothing
 
     def describe(self) -> str:
-        return self.size
+        return "nothing"
+
+    describe_size = describe
 
     def waiting_for(self, subject: str) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
@@ -68,11 +70,13 @@ class StandInFleet:
         return {"checkpoint/blocked_s": 0.5}
 
 
-def train(home: Path, fleet: StandInFleet, interrupts: Interrupts) -> None:
-    """Run the loop of ``hwrl train`` in ``home``, without processes."""
-    view = PlainView(2, stream=io.StringIO())
-    words = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
-    config = Config.model_validate({"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}, **words})
+def train(home: Path, fleet: StandInFleet, interrupts: Interrupts, **settings: Any) -> str:
+    """Run the loop of ``hwrl train`` in ``home`` with ``settings``, without processes; return the logged lines."""
+    stream = io.StringIO()
+    view = PlainView(2, stream=stream)
+    words: dict[str, Any] = {"model": {"path": home}, "data": {"train": home}, "reward": {"function": "a:b"}}
+    words |= {"dir": home, "train": {"steps": 2}, "checkpoint": {"save_every_steps": 1}}
+    config = Config.model_validate({**words, **settings})
     run = Pipeline(config, view, interrupts, fleet=cast(Fleet, fleet))
     try:
         run.run()
@@ -80,3 +84,4 @@ def train(home: Path, fleet: StandInFleet, interrupts: Interrupts) -> None:
         run.close(after=error)
         raise
     run.close()
+    return stream.getvalue()

@@ -80,17 +80,25 @@ def _watch_shutdown(ended: threading.Event, log: Callable[[str], None]) -> None:
             return
         log(f"waiting for Ray to end its processes for {count * _SHUTDOWN_LOG_S:g} s")
         if count == _SHUTDOWN_LOGS_BEFORE_KILL:
-            for pid in _children_of_ray():
+            for pid in children_of_ray():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _children_of_ray() -> list[int]:
-    """Return the children of this process that belong to Ray: raylet, GCS and their helpers."""
-    children = [
-        int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-    ]
-    return [pid for pid in children if b"/ray/" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def children_of_ray(proc: Path = Path("/proc")) -> list[int]:
+    """Return the children of this process that belong to Ray: raylet, GCS and their helpers.
+
+    A thread or a child may end before we read its file under ``proc``; it is left out.
+    """
+    children: list[int] = []
+    for task in (proc / "self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            children += [int(pid) for pid in (task / "children").read_text().split()]
+    of_ray = []
+    for pid in children:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            of_ray += [pid] if b"/ray/" in (proc / f"{pid}/cmdline").read_bytes() else []
+    return of_ray
 
 
 # -- a private Ray on this machine ----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ _CLOSE_TIMEOUT_S = 5.0
 class Fleet:
     """All processes of a run, as Ray actors: :attr:`ledger`, :attr:`trainers` and :attr:`replicas`.
 
-    A wait is a loop around :meth:`watch`, which checks heartbeats and time limits, logs long waits, and replaces dead
+    A wait is a loop around :meth:`watch`, which checks heartbeats and time limits, logs long waits, and restarts dead
     replicas. A dead trainer rank raises TrainerDiedError: call ``trainers.restart``. A dead ledger ends the run with an
     EngineError.
     """
@@ -72,22 +72,21 @@ class Fleet:
         self.trainers.wait_until_set_up(set_up)
 
     def wait_for_replicas(self) -> None:
-        """Return when every replica has joined and waits for weights."""
+        """Return when every replica is set up and waits for weights."""
         with self.waiting_for("the replicas to be set up"):
-            while self.replicas.are_joining:
+            while self.replicas.are_being_set_up:
                 self.watch([])
         self.replicas.raise_refusal()
 
-    @property
-    def size(self) -> str:
-        """The numbers of processes, in words."""
+    def describe_size(self) -> str:
+        """Return the numbers of processes, in words."""
         return f"{self._config.train.ranks} trainer rank(s), {self._config.rollout.replicas} rollout replica(s)"
 
     def describe(self) -> str:
         """Return the processes, their reported devices, and the transport of weights, in words."""
         plan = self._devices.plan
         return (
-            f"hwrl on {self._backend.info.name}: {self.size}; {self._devices.describe()}; "
+            f"hwrl on {self._backend.info.name}: {self.describe_size()}; {self._devices.describe()}; "
             f"weights travel by {plan.transport}: {plan.why_transport}"
         )
 
@@ -98,9 +97,9 @@ class Fleet:
         self.replicas.raise_refusal()
         return self.ledger.take(count, version)
 
-    def send_weights_to_joined(self) -> None:
-        """Send the newest weights to late replicas. The trainers must be idle."""
-        if self.trainers.joined_replicas():
+    def send_awaited_weights(self) -> None:
+        """Send the newest weights if a replica waits for them. The trainers must be idle."""
+        if self.trainers.replicas_awaiting_weights():
             self.trainers.send_weights()
 
     # -- waiting ---------------------------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ class Fleet:
     def watch(self, answers: Sequence[Answer[Any]]) -> list[Answer[Any]]:
         """Wait up to ``POLL_S`` for the next event; return those of ``answers`` that are ready.
 
-        Replaces dead, silent and late replicas. Raises TrainerDiedError or EngineError if a trainer rank or the ledger
+        Restarts dead, silent and late replicas. Raises TrainerDiedError or EngineError if a trainer rank or the ledger
         is silent.
         """
         self._check_processes()
@@ -130,12 +129,12 @@ class Fleet:
         self._monitor.update()
         for name, reason in self._monitor.unresponsive().items():
             if name in self.replicas:
-                self.replicas.replace(name, reason)
+                self.replicas.restart(name, reason)
             elif name == LEDGER:
                 raise ledger_died(reason)
             else:
                 raise TrainerDiedError(f"{name}: {reason}")
-        self.replicas.replace_late()
+        self.replicas.restart_late()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

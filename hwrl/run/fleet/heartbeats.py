@@ -36,7 +36,7 @@ class _Heartbeat:
     answer: Answer[float]
     sent_s: float
     silent_s: float = 0.0
-    step_s: float = 0.0
+    turn_s: float = 0.0
     is_up: bool = False  # whether it has answered once; it is starting before
 
 
@@ -77,16 +77,16 @@ class Heartbeats:
         """Return the seconds of silence of each actor; 0.0 during its start."""
         return {name: heartbeat.silent_s for name, heartbeat in self._heartbeats.items()}
 
-    def steps(self) -> dict[str, float]:
-        """Return for how many seconds each actor's loop has been in its present step, by its last answer."""
-        return {name: heartbeat.step_s for name, heartbeat in self._heartbeats.items()}
+    def loop_turns(self) -> dict[str, float]:
+        """Return for how many seconds the present turn of each actor's loop has lasted, by its last answer."""
+        return {name: heartbeat.turn_s for name, heartbeat in self._heartbeats.items()}
 
     def _read(self, heartbeat: _Heartbeat, now_s: float) -> None:
         heartbeat.silent_s = 0.0
         if now_s - heartbeat.sent_s < _INTERVAL_S:
             return
         try:
-            heartbeat.step_s = value_of(heartbeat.answer)
+            heartbeat.turn_s = value_of(heartbeat.answer)
             heartbeat.is_up = True
         except RayError:  # it is dead, and the other calls of it fail too
             return

@@ -39,9 +39,9 @@ class ProcessMonitor:
         """Return whether the process has answered once."""
         return self._heartbeats.is_up(name)
 
-    def step_s(self, name: str) -> float:
-        """Return for how many seconds the process's loop has been in its present step."""
-        return self._heartbeats.steps().get(name, 0.0)
+    def loop_turn_s(self, name: str) -> float:
+        """Return for how many seconds the present turn of the process's loop has lasted."""
+        return self._heartbeats.loop_turns().get(name, 0.0)
 
     def unresponsive(self) -> dict[str, str]:
         """Return the processes that have been silent for too long, each with a sentence about it."""

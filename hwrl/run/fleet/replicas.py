@@ -1,10 +1,11 @@
-"""The rollout replicas of a run: start them, let them join, and replace the dead and the hanging ones."""
+"""The rollout replicas of a run: start them, set them up, and restart the dead and the hanging ones."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayTaskError
@@ -22,8 +23,8 @@ from hwrl.run.processes.handles import ReplicaHandle
 if TYPE_CHECKING:
     from hwrl.rollout import Evaluation
 
-_TRANSFERS_IN_A_STEP = 4
-"""The most transfers in one step of a rollouter's loop."""
+_TRANSFERS_IN_A_TURN = 4
+"""The most transfers in one turn of a rollouter's loop."""
 _SEEDS = 1 << 31
 """The number of seeds that every library accepts."""
 
@@ -31,7 +32,7 @@ _SEEDS = 1 << 31
 @dataclass(frozen=True)
 class _Replica:
     handle: ReplicaHandle
-    incarnation: str
+    replica_id: str  # of this life alone, in the ledger
     is_replacement: bool  # the device may stay full for a while after the death of the one before
     started_s: float
     run: Answer[None] | None = None  # None while it is being set up
@@ -45,10 +46,10 @@ class _RunningEvaluation:
 
 
 class Replicas:
-    """Starts the replicas, and replaces each dead one under its old name, up to ``rollout.max_restarts`` times.
+    """Starts the replicas, and restarts dead ones under their old names, up to ``rollout.max_restarts`` times.
 
-    A new replica is *joining* until it is set up, and then runs until the end. Each of the ``answers`` is an event when
-    it is ready: pass it to :meth:`handle_event`.
+    A replica is set up first, and then runs until the end. Each of the ``answers`` is an event when it is ready: pass
+    it to :meth:`handle_event`.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Replicas:
         self._config, self._devices, self._ledger, self._monitor = config, devices, ledger, monitor
         self._setup_of, self._seed, self._log = setup_of, seed, log
         self._replicas: dict[str, _Replica] = {}
-        self._joining: dict[Answer[HeldDevices | None], str] = {}
+        self._set_ups: dict[Answer[HeldDevices | None], str] = {}
         self._starts = 0
         self._evaluation: _RunningEvaluation | None = None
         self._refusal: InputChangedError | None = None
@@ -77,45 +78,46 @@ class Replicas:
 
     @property
     def answers(self) -> list[Answer[Any]]:
-        """The answers of all replicas that join or run. Each means an event when it is ready."""
-        return [*self._running(), *self._joining]
+        """The answers of all replicas that are being set up or run. Each means an event when it is ready."""
+        return [*self._running(), *self._set_ups]
 
     @property
-    def are_joining(self) -> bool:
-        """Whether a replica is being set up."""
-        return bool(self._joining)
+    def are_being_set_up(self) -> bool:
+        """Whether a replica is still being set up."""
+        return bool(self._set_ups)
 
     def handle_event(self, answer: Answer[Any]) -> None:
-        """Let a joined replica run, or replace an ended one. Ignores answers of other processes."""
+        """Let a replica run when it is set up, or restart an ended one. Ignores answers of other processes."""
         running = self._running()
         if answer in running:
-            self.replace(running[answer], why_ended(answer))
-        elif answer in self._joining:
-            self._finish_joining(answer)
+            self.restart(running[answer], why_ended(answer))
+        elif answer in self._set_ups:
+            self._finish_set_up(answer)
 
     def _running(self) -> dict[Answer[Any], str]:
         return {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
 
-    def _finish_joining(self, answer: Answer[HeldDevices | None]) -> None:
-        """Let the replica run. A death replaces it; another error of a first replica ends the run."""
-        name = self._joining.pop(answer)
+    def _finish_set_up(self, answer: Answer[HeldDevices | None]) -> None:
+        """Let the replica run. After a death it restarts; another error of a first replica ends the run."""
+        name = self._set_ups.pop(answer)
         replica = self._replicas[name]
         try:
             self._devices.check_report(name, value_of(answer))
         except DEATHS as exc:
-            self.replace(name, first_line(exc))
+            self.restart(name, first_line(exc))
             return
         except (HwrlError, RayTaskError) as exc:
             if not replica.is_replacement:
                 raise
             if isinstance(exc, InputChangedError):
                 self._refusal = exc
+                self._remove(name)  # it is neither late nor silent, and must not restart: the run ends soon
                 return
-            self.replace(name, f"it could not be set up in another's place: {first_line(exc)}")
+            self.restart(name, f"it could not be set up in another's place: {first_line(exc)}")
             return
-        self._replicas[name] = replace(replica, run=replica.handle.run())
+        self._replicas[name] = dataclasses.replace(replica, run=replica.handle.run())
 
-    # -- start and replace -----------------------------------------------------------------------------------------
+    # -- start and restart -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start all replicas. Does not wait for them."""
@@ -123,33 +125,28 @@ class Replicas:
             self._start(name)
 
     def _start(self, name: str) -> None:
-        """Start the replica ``name``. Prompts and metrics belong to its incarnation.
+        """Start the replica ``name``. Its prompts and metrics belong to its replica id.
 
         A replacement has the name of the dead replica, so that a weight transfer stops waiting for the dead one.
         """
         start, self._starts = self._starts, self._starts + 1
-        incarnation = f"{name}#{start}"
+        replica_id = f"{name}#{start}"
         handle = ReplicaHandle(**self._devices.ray_options(name))
         is_replacement = start >= self._config.rollout.replicas
-        self._replicas[name] = _Replica(handle, incarnation, is_replacement=is_replacement, started_s=time.monotonic())
+        self._replicas[name] = _Replica(handle, replica_id, is_replacement=is_replacement, started_s=time.monotonic())
         self._monitor.watch(name, handle)
-        joining = handle.set_up(
+        set_up = handle.set_up(
             self._setup_of(name),
             replica=name,
-            incarnation=incarnation,
+            replica_id=replica_id,
             seed=(self._seed + 1009 * start) % _SEEDS,
             ledger=self._ledger.handle,
         )
-        self._joining[joining] = name
+        self._set_ups[set_up] = name
 
-    def replace(self, name: str, reason: str) -> None:
+    def restart(self, name: str, reason: str) -> None:
         """End the replica ``name`` and start a new one. Raises EngineError after ``rollout.max_restarts`` deaths."""
-        replica = self._replicas.pop(name)
-        self._devices.forget(name)
-        self._joining = {answer: other for answer, other in self._joining.items() if other != name}
-        self._monitor.forget(name)
-        replica.handle.kill()
-        lost = self._ledger.forget(replica.incarnation)
+        lost = self._remove(name)
         self._log(f"rollout {name} ended ({reason}); {lost} prompts go to others, a new replica starts")
         deaths = self._starts - self._config.rollout.replicas + 1
         if deaths > self._config.rollout.max_restarts:
@@ -160,27 +157,40 @@ class Replicas:
             )
         self._start(name)
 
-    def replace_late(self) -> None:
-        """Replace the replicas without progress. They may still answer heartbeats."""
-        for name, reason in self._late().items():
-            self.replace(name, reason)
+    def _remove(self, name: str) -> int:
+        """End the replica ``name``; return the number of its prompts, which go to others."""
+        replica = self._replicas.pop(name)
+        self._devices.forget(name)
+        self._set_ups = {answer: other for answer, other in self._set_ups.items() if other != name}
+        self._monitor.forget(name)
+        replica.handle.kill()
+        return self._ledger.forget(replica.replica_id)
 
-    def _late(self) -> dict[str, str]:
-        """Return the replicas without progress, each with its exceeded limit."""
+    def restart_late(self) -> None:
+        """Restart the replicas without progress. They may still answer heartbeats."""
+        for name, reason in self._expire_late().items():
+            self.restart(name, reason)
+
+    def _expire_late(self) -> dict[str, str]:
+        """Take back overdue prompts and give up a late evaluation.
+
+        Return all replicas without progress, each with its exceeded limit.
+        """
         late, now_s = {}, time.monotonic()
         start_s, group_s = self._config.timeouts.start_s, self._config.rollout.group_timeout_s
-        step_s = group_s + _TRANSFERS_IN_A_STEP * (group_s + self._config.weights.timeout_s)
-        overdue = self._ledger.overdue()
+        turn_s = group_s + _TRANSFERS_IN_A_TURN * (group_s + self._config.weights.timeout_s)
+        overdue = self._ledger.expire_overdue()
         for name, replica in self._replicas.items():
-            if replica.incarnation in overdue:
+            if replica.replica_id in overdue:
                 late[name] = f"it held a prompt for more than rollout.group_timeout_s={group_s:g}"
             elif replica.run is None and now_s - replica.started_s > start_s:
                 late[name] = f"it was not set up within timeouts.start_s={start_s:g}"
-            elif self._monitor.step_s(name) > step_s:
-                late[name] = f"its loop has been in one step for {self._monitor.step_s(name):.0f} s"
-        return late | self._late_evaluation(now_s)
+            elif self._monitor.loop_turn_s(name) > turn_s:
+                late[name] = f"one turn of its loop has lasted for {self._monitor.loop_turn_s(name):.0f} s"
+        return late | self._expire_evaluation(now_s)
 
-    def _late_evaluation(self, now_s: float) -> dict[str, str]:
+    def _expire_evaluation(self, now_s: float) -> dict[str, str]:
+        """Give up the evaluation after its time limit; return its replica if it still works on it."""
         evaluation, limit_s = self._evaluation, self._config.timeouts.evaluation_s
         if evaluation is None or now_s - evaluation.began_s <= limit_s:
             return {}

@@ -42,13 +42,13 @@ class RunLedger:
         """End a waiting :meth:`take`."""
         self._wait(self.handle.abandon_take(), "abandon_take")
 
-    def forget(self, replica: str) -> int:
-        """Take back all prompts of a dead replica; return their number."""
-        return self._wait(self.handle.forget(replica), "forget")
+    def forget(self, replica_id: str) -> int:
+        """Take back all prompts of a dead replica; return their number. A replacement of it has another id."""
+        return self._wait(self.handle.forget(replica_id), "forget")
 
-    def overdue(self) -> list[str]:
-        """Take back prompts after their deadline; return the replicas that held them."""
-        return self._wait(self.handle.overdue(), "overdue")
+    def expire_overdue(self) -> list[str]:
+        """Take back prompts after their deadline; return the ids of the replicas that held them."""
+        return self._wait(self.handle.expire_overdue(), "expire_overdue")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

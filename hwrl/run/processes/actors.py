@@ -90,7 +90,8 @@ class RestoredRun:
 class LedgerActor:
     """Serves the prompt ledger to the replicas and the driver. A request waits until the ledger can answer it.
 
-    ``replica`` is the name of one incarnation of a replica. After ``forget``, the ledger ignores it.
+    A ``replica_id`` names one life of a replica, like ``replica-0#3``; its replacement has another one. After
+    ``forget``, the ledger ignores it.
     """
 
     def __init__(self, config: Config) -> None:
@@ -111,21 +112,21 @@ class LedgerActor:
         """Answer a heartbeat."""
         return 0.0
 
-    async def lease(self, count: int, replica: str) -> list[PromptLease]:
-        """Lend up to ``count`` prompts to ``replica``. Waits up to ``LEASE_WAIT_S`` for the first one."""
+    async def lease(self, count: int, replica_id: str) -> list[PromptLease]:
+        """Lend up to ``count`` prompts to a replica. Waits up to ``LEASE_WAIT_S`` for the first one."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(self._ledger.capacity), LEASE_WAIT_S)
-            if replica in self._forgotten:
+            if replica_id in self._forgotten:
                 return []
-            return self._ledger.lease(count, replica=replica, now_s=time.monotonic())
+            return self._ledger.lease(count, replica=replica_id, now_s=time.monotonic())
 
-    async def complete(self, groups: Sequence[PromptGroup], replica: str, stats: dict[str, float]) -> None:
+    async def complete(self, groups: Sequence[PromptGroup], replica_id: str, stats: dict[str, float]) -> None:
         """Accept finished groups, and the running totals of their replica."""
         async with self._changed:
-            if replica in self._forgotten:
+            if replica_id in self._forgotten:
                 return
-            self._replica_totals[replica] = stats
+            self._replica_totals[replica_id] = stats
             for group in groups:
                 with self._fatal_errors():
                     self._ledger.complete(group)
@@ -145,21 +146,21 @@ class LedgerActor:
         except EngineError as exc:
             self._fatal = exc
 
-    async def forget(self, replica: str) -> int:
+    async def forget(self, replica_id: str) -> int:
         """Put back all prompts of a dead replica; return their number."""
         async with self._changed:
-            self._forgotten.add(replica)
-            lost = self._ledger.forget_replica(replica)
-            self._replica_totals.pop(replica, None)
+            self._forgotten.add(replica_id)
+            lost = self._ledger.forget_replica(replica_id)
+            self._replica_totals.pop(replica_id, None)
             self._changed.notify_all()
             return lost
 
-    async def overdue(self) -> list[str]:
-        """Put back the prompts past their deadline; return the replicas that held them."""
+    async def expire_overdue(self) -> list[str]:
+        """Put back the prompts past their deadline; return the ids of the replicas that held them."""
         async with self._changed:
-            late = self._ledger.expire(time.monotonic())
+            replica_ids = self._ledger.expire(time.monotonic())
             self._changed.notify_all()
-            return late
+            return replica_ids
 
     async def take(self, count: int, version: int) -> tuple[list[PromptGroup], BatchInfo | None]:
         """Note that ``version`` is published. Then return a batch as soon as the staleness rules allow one.
@@ -201,18 +202,18 @@ class LedgerActor:
 
 
 class RemoteLedger:
-    """The ledger for a rollouter in another process."""
+    """The ledger for the rollouter of one replica, in another process."""
 
-    def __init__(self, ledger: LedgerHandle, *, replica: str) -> None:
-        self._ledger, self._replica = ledger, replica
+    def __init__(self, ledger: LedgerHandle, *, replica_id: str) -> None:
+        self._ledger, self._replica_id = ledger, replica_id
 
     def lease(self, count: int) -> Future[list[PromptLease]]:
         """Request prompts."""
-        return self._ledger.lease(count, self._replica).future()
+        return self._ledger.lease(count, self._replica_id).future()
 
     def complete(self, groups: Sequence[PromptGroup], stats: dict[str, float]) -> None:
         """Hand in finished groups."""
-        self._ledger.complete(groups, self._replica, stats)
+        self._ledger.complete(groups, self._replica_id, stats)
 
     def fail(self, lease: PromptLease, reason: str) -> None:
         """Report a failed prompt."""
@@ -249,13 +250,15 @@ class RolloutActor:
         self._rollouter: Rollouter | None = None
 
     def alive(self) -> float:
-        """Answer a heartbeat: return for how many seconds the present step of the rollouter's loop has lasted."""
+        """Answer a heartbeat: return for how many seconds the present turn of the rollouter's loop has lasted."""
         return 0.0 if self._rollouter is None else self._rollouter.step_s()
 
     def set_up(
-        self, setup: ProcessSetup, *, replica: str, incarnation: str, seed: int, ledger: LedgerHandle
+        self, setup: ProcessSetup, *, replica: str, replica_id: str, seed: int, ledger: LedgerHandle
     ) -> HeldDevices | None:
         """Build the replica, which then waits for weights; return its devices.
+
+        ``replica`` is its name, which a replacement gets too. The ledger knows it by ``replica_id``.
 
         This is no part of ``__init__``, because Ray reports errors of an actor's ``__init__`` poorly.
         """
@@ -269,7 +272,7 @@ class RolloutActor:
                 replica=replica,
                 seed=seed,
                 store_address=setup.store_address,
-                ledger=RemoteLedger(ledger, replica=incarnation),
+                ledger=RemoteLedger(ledger, replica_id=replica_id),
             )
             self._evaluation_prompts = evaluation_prompts(setup.config, setup.inputs)
         return _report_devices(self._devices)
@@ -332,9 +335,9 @@ class TrainActor:
         with get_backend().allocating("the transfer of weights"):
             self._rank.send_weights()
 
-    def joined_replicas(self) -> tuple[str, ...]:
-        """Return the replicas that joined after the newest weights were sent."""
-        return self._rank.joined_replicas()
+    def replicas_awaiting_weights(self) -> tuple[str, ...]:
+        """Return the replicas that connected after the newest weights were sent."""
+        return self._rank.replicas_awaiting_weights()
 
     def step(self, groups: Sequence[PromptGroup]) -> Metrics:
         """Train one step; return its metrics."""

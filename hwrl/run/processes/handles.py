@@ -35,7 +35,7 @@ class ActorHandle:
         self._actor: Any = remote_class.options(**options).remote(*arguments)
 
     def alive(self) -> Answer[float]:
-        """Send a heartbeat; the answer says for how many seconds the actor's loop has been in its present step."""
+        """Send a heartbeat; the answer says for how many seconds the present turn of the actor's loop has lasted."""
         return _send(self._actor.alive.options(concurrency_group=_HEARTBEAT_GROUP))
 
     def kill(self) -> None:
@@ -63,9 +63,9 @@ class TrainerHandle(ActorHandle):
         """Send the current weights to the replicas."""
         return _send(self._actor.send_weights)
 
-    def joined_replicas(self) -> Answer[tuple[str, ...]]:
-        """Return the replicas that joined after the newest weights were sent."""
-        return _send(self._actor.joined_replicas)
+    def replicas_awaiting_weights(self) -> Answer[tuple[str, ...]]:
+        """Return the replicas that connected after the newest weights were sent."""
+        return _send(self._actor.replicas_awaiting_weights)
 
     def step(self, groups: Answer[list[PromptGroup]]) -> Answer[Metrics]:
         """Train one step and send the weights if they are due; the answer has the step's metrics."""
@@ -91,10 +91,10 @@ class ReplicaHandle(ActorHandle):
         super().__init__(RolloutActor, max_concurrency=4, **options)
 
     def set_up(
-        self, setup: ProcessSetup, *, replica: str, incarnation: str, seed: int, ledger: LedgerHandle
+        self, setup: ProcessSetup, *, replica: str, replica_id: str, seed: int, ledger: LedgerHandle
     ) -> Answer[HeldDevices | None]:
         """Build the replica; the answer names its devices."""
-        return _send(self._actor.set_up, setup, replica=replica, incarnation=incarnation, seed=seed, ledger=ledger)
+        return _send(self._actor.set_up, setup, replica=replica, replica_id=replica_id, seed=seed, ledger=ledger)
 
     def run(self) -> Answer[None]:
         """Roll out until :meth:`stop`; the answer comes when the replica ends."""
@@ -110,30 +110,33 @@ class ReplicaHandle(ActorHandle):
 
 
 class LedgerHandle(ActorHandle):
-    """The handle of the ledger: see :class:`~hwrl.run.processes.actors.LedgerActor`. Replicas get it, too."""
+    """The handle of the ledger: see :class:`~hwrl.run.processes.actors.LedgerActor`. Replicas get it, too.
+
+    A ``replica_id`` names one life of a replica.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(LedgerActor, config, num_cpus=0)
 
-    def lease(self, count: int, replica: str) -> Answer[list[PromptLease]]:
+    def lease(self, count: int, replica_id: str) -> Answer[list[PromptLease]]:
         """Request prompts for a replica."""
-        return _send(self._actor.lease, count, replica)
+        return _send(self._actor.lease, count, replica_id)
 
-    def complete(self, groups: Sequence[PromptGroup], replica: str, stats: dict[str, float]) -> Answer[None]:
+    def complete(self, groups: Sequence[PromptGroup], replica_id: str, stats: dict[str, float]) -> Answer[None]:
         """Hand in a replica's finished groups and its running totals."""
-        return _send(self._actor.complete, groups, replica, stats)
+        return _send(self._actor.complete, groups, replica_id, stats)
 
     def fail(self, lease: PromptLease, reason: str) -> Answer[None]:
         """Report a failed prompt."""
         return _send(self._actor.fail, lease, reason)
 
-    def forget(self, replica: str) -> Answer[int]:
+    def forget(self, replica_id: str) -> Answer[int]:
         """Take back all prompts of a dead replica; the answer is their number."""
-        return _send(self._actor.forget, replica)
+        return _send(self._actor.forget, replica_id)
 
-    def overdue(self) -> Answer[list[str]]:
-        """Take back prompts after their deadline; the answer names the replicas that held them."""
-        return _send(self._actor.overdue)
+    def expire_overdue(self) -> Answer[list[str]]:
+        """Take back prompts after their deadline; the answer has the ids of the replicas that held them."""
+        return _send(self._actor.expire_overdue)
 
     def take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:
         """Request a batch. The groups and their description are two answers: the driver reads the second one only."""

@@ -69,8 +69,8 @@ class TrainerRank:
             if name in sent:
                 self._sent_between_steps[name] = self._sent_between_steps.get(name, 0.0) + sent[name]
 
-    def joined_replicas(self) -> tuple[str, ...]:
-        """Return the replicas that joined after the newest weights were sent; always none on ranks above 0."""
+    def replicas_awaiting_weights(self) -> tuple[str, ...]:
+        """Return the replicas that connected after the newest weights were sent; always none on ranks above 0."""
         return () if self._sender is None else self._sender.joiners()
 
     def _send(self) -> Metrics:

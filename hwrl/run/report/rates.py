@@ -22,9 +22,18 @@ class StepRates:
 
     def __init__(self, history: list[Metrics]) -> None:
         self._last_totals: dict[str, dict[str, float]] = {}
-        self._last_s = time.perf_counter()
-        self._trained_tokens = history[-1].get("response/tokens_total", 0.0) if history else 0.0
         self._rollout_idle_ratio = 0.0
+        self.go_back(history)
+
+    def go_back(self, history: list[Metrics]) -> None:
+        """Go back to the end of ``history`` with the trained tokens.
+
+        The replicas keep their totals when the trainer goes back to a checkpoint. So the next window still begins at
+        the last call of :meth:`metrics`; before the first call, it begins now.
+        """
+        self._trained_tokens = history[-1].get("response/tokens_total", 0.0) if history else 0.0
+        if not self._last_totals:
+            self._last_s = time.perf_counter()
 
     def metrics(self, trained: Metrics, batch: BatchInfo) -> Metrics:
         """Return the rates since the last call. ``trained`` holds the trainer's metrics of the step on ``batch``."""
