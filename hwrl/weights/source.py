@@ -20,7 +20,8 @@ from hwrl.weights.layout import NamedTensor
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
 _END = -1
-_HOLDS_TENSORS = (list, tuple, type({}.items()))  # other collections may make their items as they are read
+_HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
+"""Collections that keep their items alive; others may make them as they are read."""
 
 
 @dataclass(frozen=True)

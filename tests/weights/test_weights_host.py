@@ -295,7 +295,8 @@ def test_a_sender_that_was_closed_and_publishes_again_is_read_from_its_new_files
 
 
 def test_held_weights_are_read_ahead_as_gathering_and_to_their_end_also_if_they_are_wrong(store: Store) -> None:
-    ended, wrong = [], torch.zeros(3)
+    ended: list[torch.Tensor] = []
+    wrong = torch.zeros(3)
 
     def read(*, second: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         assert not torch.is_grad_enabled()
