@@ -5,7 +5,7 @@ from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, Syn
 from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
-from hwrl.weights.slabs import BroadcastBuffer
+from hwrl.weights.slabs import SlabRing
 from hwrl.weights.source import SharedReads, SharedWeights, WeightShard, WeightSource, gather_weights
 from hwrl.weights.transport import ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS, TransportName
@@ -14,13 +14,13 @@ __all__ = [
     "POLICY",
     "POLICY_BASE",
     "TRANSPORTS",
-    "BroadcastBuffer",
     "NamedTensor",
     "PolicySender",
     "Received",
     "ReceiverTiming",
     "SharedReads",
     "SharedWeights",
+    "SlabRing",
     "SyncPlan",
     "SyncReport",
     "TransferReport",

@@ -26,7 +26,7 @@ class Note(StrEnum):
     LAYOUT = "layout"
     PROPOSAL = "proposal"
     READY = "ready"
-    PREPARE = "prepare"
+    START = "start"
     VOTE = "vote"
     DECISION = "decision"
     TRANSPORT = "transport"
@@ -34,8 +34,8 @@ class Note(StrEnum):
     EXCLUDED = "excluded"
 
 
-class Prepare(StrEnum):
-    """The sender's answer when it stops waiting for receivers."""
+class Start(StrEnum):
+    """The sender's answer to the receivers' READY, when it stops waiting for more of them."""
 
     GO = "go"
     """All receivers are ready: the transfer begins."""
@@ -117,7 +117,7 @@ class Limits:
         return self.timeout_s - self.votes_s
 
     @property
-    def prepare_s(self) -> float:
+    def start_s(self) -> float:
         """How long a receiver waits for the sender's answer: the sender waits ``timeout_s`` for other receivers."""
         return self.timeout_s + self.slack_s
 
@@ -137,12 +137,12 @@ class TransportPayload:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A version that the sender offers: phase one of the commit.
+    """A version that the sender offers; it begins the first phase of the commit.
 
     ``number`` grows with every proposal of every sender of the link. ``layout`` is the layout's hash. ``to`` are the
     join numbers of the receivers, in rank order from 1; empty if the transport keeps versions. ``timeout_s`` is the
-    sender's: receivers derive their own limits from it. ``before`` is the number of the last version that was stored
-    whole, 0 if there is none or if the transport keeps no versions.
+    sender's: receivers derive their own limits from it. ``last_stored_number`` is the number of the
+    last proposal whose version was stored whole, 0 if there is none or if the transport keeps no versions.
     """
 
     number: int
@@ -152,7 +152,7 @@ class Proposal:
     layout: str
     to: tuple[int, ...]
     timeout_s: float
-    before: int
+    last_stored_number: int
     metadata: dict[str, str | int | float]
     payload: TransportPayload
 
@@ -203,14 +203,18 @@ class ControlChannel:
         """Store ``layout`` under its hash."""
         self._keys.set(_key(Note.LAYOUT, layout.hash), layout.to_json())
 
+    def reserve_number(self) -> int:
+        """Return a new proposal's number; no other sender gets it, not even a deposed one that is still at work."""
+        return self._keys.add("proposal numbers", 1)
+
     def propose(self, proposal: Proposal) -> None:
         """Show ``proposal`` to the receivers; they see all of it or nothing."""
         self._keys.set(_key(Note.PROPOSAL, proposal.number), json.dumps(asdict(proposal)))
-        self._keys.add("proposals", 1)
+        self._keys.raise_to("newest proposal", proposal.number)
 
-    def prepare(self, proposal: Proposal, answer: Prepare) -> None:
+    def start(self, proposal: Proposal, start: Start) -> None:
         """Tell the receivers to begin the transfer, or that the proposal is withdrawn."""
-        self._keys.set(_key(Note.PREPARE, proposal.number), answer)
+        self._keys.set(_key(Note.START, proposal.number), start)
 
     def decide(self, proposal: Proposal, decision: Decision) -> None:
         """Tell the receivers how the proposal ended."""
@@ -231,7 +235,7 @@ class ControlChannel:
 
     def forget(self, proposal: Proposal) -> None:
         """Delete the messages about a proposal that no receiver waits for."""
-        keys = [_key(note, proposal.number) for note in (Note.PREPARE, Note.DECISION, Note.PROPOSAL)]
+        keys = [_key(note, proposal.number) for note in (Note.START, Note.DECISION, Note.PROPOSAL)]
         keys += [_key(note, proposal.number, member) for note in (Note.READY, Note.VOTE) for member in proposal.to]
         for key in keys:
             self._keys.delete(key)
@@ -282,7 +286,7 @@ class ControlChannel:
 
     def newest(self) -> int:
         """Return the newest proposal's number, 0 before the first. One short round trip."""
-        return self._keys.add("proposals", 0)
+        return int(self._keys.get("newest proposal") or 0)
 
     def epoch(self) -> int:
         """Return the newest sender's number, 0 before the first."""
@@ -297,10 +301,10 @@ class ControlChannel:
         """Block until proposal ``number`` is there or ``timeout_s`` passed."""
         self._wait({_key(Note.PROPOSAL, number): number}, timeout_s)
 
-    def wait_for_prepare(self, proposal: Proposal, *, timeout_s: float) -> Prepare | None:
+    def wait_for_start(self, proposal: Proposal, *, timeout_s: float) -> Start | None:
         """Block until the sender has answered; None after ``timeout_s``."""
-        text = self._wait_and_get(_key(Note.PREPARE, proposal.number), timeout_s)
-        return None if text is None else _read_kind("the word to begin", text, Prepare)
+        text = self._wait_and_get(_key(Note.START, proposal.number), timeout_s)
+        return None if text is None else _read_kind("the start", text, Start)
 
     def wait_for_decision(self, proposal: Proposal, *, timeout_s: float) -> Decision | None:
         """Block until the sender has decided; None after ``timeout_s``."""
@@ -378,6 +382,21 @@ class _Keys:
         with store_failures():
             found = self._store.compare_set(key, _ABSENT, _ABSENT)
         return None if found == _ABSENT.encode() else found
+
+    def raise_to(self, key: str, number: int) -> None:
+        """Set ``key`` to ``number`` unless it holds a larger one; mostly one round trip."""
+        expected = str(number - 1) if number > 1 else ""
+        while True:
+            with store_failures():
+                found = self._store.compare_set(key, expected, str(number)).decode()
+            if found == str(number):
+                return
+            if found == expected:  # also returned if the key is missing; only "" writes it then
+                expected = ""
+            elif int(found) > number:
+                return
+            else:
+                expected = found
 
     def delete(self, key: str) -> None:
         with store_failures():

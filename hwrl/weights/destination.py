@@ -11,7 +11,7 @@ from hwrl.errors import LayoutMismatchError
 from hwrl.interfaces import Backend
 from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.layout import Entry, WeightLayout
-from hwrl.weights.slabs import BroadcastBuffer, Checksums, SlabLease
+from hwrl.weights.slabs import Checksums, SlabLease, SlabRing
 
 
 class Destination(Protocol):
@@ -68,7 +68,7 @@ class InPlace:
         for entry in layout.entries:
             _check_target(entry, targets.get(entry.name), backend.device(), layout.slab_nbytes)
         self.tensors: Mapping[str, torch.Tensor] = {e.name: targets[e.name].detach() for e in layout.entries}
-        self._layout, self._buffer = layout, BroadcastBuffer(layout, backend=backend, slabs=slabs)
+        self._layout, self._buffer = layout, SlabRing(layout, backend=backend, slabs=slabs)
         aliases = [(self.tensors[e.name], self.tensors[e.alias_of]) for e in layout.entries if e.alias_of is not None]
         self._untied = [(alias, first) for alias, first in aliases if alias.data_ptr() != first.data_ptr()]
         self._integers: dict[int, list[list[torch.Tensor]]] = {}

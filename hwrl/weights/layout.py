@@ -77,11 +77,17 @@ class Slab:
 class WeightLayout:
     """Names, dtypes, shapes and offsets of a model's tensors, and their division into slabs.
 
-    A tensor of at least ``own_nbytes`` travels in slabs of its own, so it can be sent from where it lies. Smaller ones
-    share slabs, and begin there at multiples of ``alignment`` bytes. Tensors that already lie one behind the
-    other in one storage share slabs whatever their size: such a slab is sent as it lies, too. Tensors of one storage,
-    offset, shape and stride (tied weights) take their bytes once. A tensor larger than a slab is divided by bytes.
-    Slabs are ordered by their last tensors. Immutable; equal layouts have equal hashes.
+    There are two modes:
+
+    - Scattered tensors: a tensor of at least ``own_nbytes`` (at most a quarter of a slab) has slabs of its own, so it
+      can be sent from where it lies. Smaller ones share slabs.
+    - Flat tensors, one behind the other in one storage: they share slabs whatever their size, and a slab can be sent
+      from where it lies. These slabs are twice as large.
+
+    Tensors that share a slab begin there at multiples of ``alignment`` bytes. A tensor larger than a slab is divided by
+    bytes. Tensors of one storage, offset, shape and stride (tied weights) take their bytes once. A slab of small
+    tensors stays open while large ones pass, so slabs are in the order in which they close. Immutable; equal layouts
+    have equal hashes.
 
     >>> layout = WeightLayout.plan([("w", torch.zeros(300)), ("scale", torch.tensor(1.0))])
     >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes, layout.payload_nbytes
@@ -114,7 +120,9 @@ class WeightLayout:
         ties = find_ties(tensors)
         rows = [(name, tensor.dtype, tuple(tensor.shape), ties.get(name)) for name, tensor in tensors]
         lying = _flat_alignment([tensor for name, tensor in tensors if name not in ties])
-        if flat or lying is not None:  # without a ring, slabs may be larger
+        if flat or lying is not None:
+            # These slabs are usually sent in place, so they take twice the size. A slot of a ring is then twice as
+            # large, too: the other end may need one.
             return _build(rows, 2 * slab_nbytes, _MAX_NBYTES, lying or ALIGNMENT_NBYTES)
         return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes // 4), ALIGNMENT_NBYTES)
 

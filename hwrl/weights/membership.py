@@ -45,8 +45,8 @@ class Membership:
         """Return the members without ``version``, in join order."""
         return [member for member in sorted(self.members) if self.served.get(member) != version]
 
-    def joiners(self) -> tuple[str, ...]:
-        """Return the replica names of the members without any version."""
+    def unserved(self) -> tuple[str, ...]:
+        """Return the replica names of the members that have committed no version of this sender."""
         return tuple(name for member, name in self.members.items() if member not in self.served)
 
     def exclude(self, members: Collection[int], why: str) -> dict[str, str]:

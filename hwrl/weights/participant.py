@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.weights.control import DecisionKind, Prepare, Proposal, Vote, VoteKind
+from hwrl.weights.control import DecisionKind, Proposal, Start, Vote, VoteKind
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
@@ -35,8 +35,8 @@ class Participant:
         try:
             return self._fetch(receiving, sums, clock)
         except TransferFailedError as exc:
-            before = receiving.proposal.before
-            earlier = receiving.channel.proposal(before) if before > after else None
+            number = receiving.proposal.last_stored_number
+            earlier = receiving.channel.proposal(number) if number > after else None
             if earlier is None:
                 raise
             _log.warning("version %d is received instead: %s", earlier.version, exc)
@@ -46,7 +46,7 @@ class Participant:
         """Take part in a two-phase commit: report ready, receive, vote, and wait for the decision."""
         receiving.channel.report_ready(receiving.proposal, receiving.member)
         with clock("rendezvous"):
-            if receiving.wait_for_prepare() is not Prepare.GO:
+            if receiving.wait_for_start() is not Start.GO:
                 return None
         with clock(self._transport.stage), torch.no_grad():
             vote = self._receive_and_compare(receiving, sums, clock)

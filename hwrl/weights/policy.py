@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hwrl.weights.control import Metadata
+from hwrl.weights.layout import find_ties
 from hwrl.weights.report import TransferReport
 from hwrl.weights.sender import WeightSender
 from hwrl.weights.source import WeightSource
@@ -68,19 +69,19 @@ class PolicySender:
         metadata: Metadata | None = None,
     ) -> None:
         self._base_identity, self._metadata = base, dict(metadata or {})
-        self._policy = connect(POLICY)
-        self._base = connect(POLICY_BASE) if base is not None and not always_base else None
+        self._policy_sender = connect(POLICY)
+        self._base_sender = connect(POLICY_BASE) if base is not None and not always_base else None
 
     def plan(self) -> SyncPlan:
         """Return the plan for a version sent now; cheap."""
         if self._base_identity is None:
             return SyncPlan("full", "the whole model is trained")
-        if self._base is None:
+        if self._base_sender is None:
             return SyncPlan("base + adapter", "always_base is set")
-        lacking = self._base.joiners()
+        lacking = self._base_sender.joiners()
         if lacking:
             return SyncPlan("base + adapter", f"not held by {', '.join(lacking)}")
-        if self._base.keeps_versions and self._base.version is None:
+        if self._base_sender.keeps_versions and self._base_sender.version is None:
             return SyncPlan("base + adapter", "not in the host's store")
         return SyncPlan("adapter", "every receiver holds the base, or finds it in the host's store")
 
@@ -92,26 +93,26 @@ class PolicySender:
         """
         plan = self.plan()
         if self._base_identity is None:
-            return SyncReport(plan, self._policy.publish(version, model, self._metadata))
+            return SyncReport(plan, self._policy_sender.publish(version, model, self._metadata))
         _log.info("version %d: %s", version, plan)
         metadata = {**self._metadata, "base": self._base_identity}
-        if self._base is None:
-            both = self._policy.publish(version, model + adapter, metadata)
-            adapter_nbytes = sum(tensor.nbytes for _, tensor in adapter.metadata())
+        if self._base_sender is None:
+            both = self._policy_sender.publish(version, model + adapter, metadata)
+            adapter_nbytes = _nbytes_of(adapter)
             return SyncReport(plan, both, None, both.nbytes - adapter_nbytes, adapter_nbytes)
-        base = _send_base(self._base, self._base_identity, model) if plan.sends_base else None
-        sent = self._policy.publish(version, adapter, metadata)
+        base = _send_base(self._base_sender, self._base_identity, model) if plan.sends_base else None
+        sent = self._policy_sender.publish(version, adapter, metadata)
         return SyncReport(plan, sent, base, 0 if base is None else base.nbytes, sent.nbytes)
 
     def joiners(self) -> tuple[str, ...]:
-        """Return the replicas waiting for the newest version; like :meth:`WeightSender.joiners`."""
-        return self._policy.joiners()
+        """Return the replicas that joined POLICY and have no version from this sender; :meth:`WeightSender.joiners`."""
+        return self._policy_sender.joiners()
 
     def close(self) -> None:
         """Close the links."""
-        self._policy.close()
-        if self._base is not None:
-            self._base.close()
+        self._policy_sender.close()
+        if self._base_sender is not None:
+            self._base_sender.close()
 
 
 def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> TransferReport:
@@ -119,3 +120,10 @@ def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> Tran
     if not report.excluded:  # a silent receiver may still read
         sender.release()  # the next base may never come, and the ring is device memory
     return report
+
+
+def _nbytes_of(source: WeightSource) -> int:
+    """Return the bytes of the source's tensors, tied ones once."""
+    named = list(source.metadata())
+    ties = find_ties(named)
+    return sum(tensor.nbytes for name, tensor in named if name not in ties)

@@ -144,7 +144,7 @@ class WeightReceiver:
             if not self._transports[proposal.transport].keeps_versions:
                 aborted = proposal  # the sender may take its time for the next round, too
                 limits = Limits(proposal.timeout_s, self._timing.slack_s)
-                deadline = max(deadline, time.monotonic() + limits.prepare_s)
+                deadline = max(deadline, time.monotonic() + limits.start_s)
 
     def close(self) -> None:
         """Leave the link and free the memory; received tensors must not be used later."""

@@ -107,13 +107,14 @@ class WeightSender:
         return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
 
     def joiners(self) -> tuple[str, ...]:
-        """Return the replicas that joined and have no version from this sender yet; cheap.
+        """Return the replicas that joined and have committed no version from this sender since; cheap.
 
-        They get one by the next ``publish``, of a new version or of the newest again. Always empty if versions are
-        stored: receivers then fetch them without the sender.
+        A receiver with an older version of this sender is not among them. They get a version by the next ``publish``,
+        of a new one or of the newest again. Always empty with the host transport, because receivers fetch stored
+        versions without the sender.
         """
         self._membership.refresh()
-        return () if self.keeps_versions else self._membership.joiners()
+        return () if self.keeps_versions else self._membership.unserved()
 
     def wait_for_receivers(self, count: int, *, timeout_s: float = 60.0) -> None:
         """Block until ``count`` receivers have joined; raises CommTimeoutError with the names of those that have."""

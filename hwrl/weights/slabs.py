@@ -19,7 +19,8 @@ from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, v
 from hwrl.weights.source import WeightSource
 
 _log = logging.getLogger("hwrl.weights")
-# Tensors are copied as integers of the same item size: a batched copy of floats may change the bits of a NaN.
+# Tensors are copied as integers of the same item size: a batched copy of small floats goes through a wider type, which
+# may change the bits of a NaN. torch has no integer of 16 bytes, but it copies complex128 without a conversion.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -164,14 +165,14 @@ class SlabLease:
             return
         if self._slot.generation != self._generation:
             raise WeightsError(
-                f"slab {self.index} is no longer in the broadcast buffer",
+                f"slab {self.index} is no longer in the ring",
                 why=f"its slot is at generation {self._slot.generation}, the lease at {self._generation}",
                 fix="broadcast each lease before taking the next ones",
             )
         self._slot.in_use = pending
 
 
-class BroadcastBuffer:
+class SlabRing:
     """A ring of ``slabs`` preallocated slabs on the device: tensors are sent from it and received into it.
 
     A slab is lent without a copy if its tensors already lie in memory as the layout says: one contiguous tensor, a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -20,6 +20,8 @@ from hwrl.weights.layout import NamedTensor
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
 _END = -1
+_HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
+"""Collections that keep their items alive; others may make them as they are read."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class WeightSource:
         if isinstance(weights, WeightSource):
             return weights
         named = list(weights) if isinstance(weights, Iterator) else weights
-        return cls(lambda: iter(named), lambda: iter(named), isinstance(named, Sequence | ItemsView))
+        return cls(lambda: iter(named), lambda: iter(named), isinstance(named, _HOLDS_TENSORS))
 
     @classmethod
     def from_module(
@@ -157,13 +159,17 @@ class WeightShard:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """A tensor on its way. ``whole`` is None except on the first rank; ``landed`` pairs its parts with buffers."""
+    """A tensor on its way. On the first rank ``whole`` is the tensor; each part of it is received into a buffer.
+
+    A buffer is the part itself if the part is contiguous. On the other ranks ``sent`` keeps the shard under way alive.
+    """
 
     name: str
     nbytes: int
     whole: torch.Tensor | None = None
-    landed: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    part_buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     pending: Sequence[Pending] = ()
+    sent: torch.Tensor | None = None
 
 
 def gather_weights(
@@ -191,9 +197,9 @@ def gather_weights(
 def _finish(one: _Gathering) -> Iterator[NamedTensor]:
     for pending in one.pending:
         pending.wait()
-    for part, received in one.landed:
-        if received is not part:
-            part.copy_(received)
+    for part, buffer in one.part_buffers:
+        if buffer is not part:
+            part.copy_(buffer)
     if one.whole is not None:
         yield one.name, one.whole
 
@@ -215,9 +221,9 @@ def _gather(
     if group.rank == 0:
         return _receive_shards(name, tensor, group, wanted)
     mine = tensor.tensor.to(wanted).contiguous()
-    sent = [group.send(mine, dst=0, async_op=True)] if mine.numel() else []
+    pending = [group.send(mine, dst=0, async_op=True)] if mine.numel() else []
     nbytes = math.prod(tensor.shape) * wanted.itemsize
-    return _Gathering(name, nbytes, landed=[(mine, mine)], pending=sent)  # keeps the shard alive until it is sent
+    return _Gathering(name, nbytes, pending=pending, sent=mine)
 
 
 def _receive_shards(name: str, shard: WeightShard, group: Group, dtype: torch.dtype) -> _Gathering:
@@ -225,13 +231,11 @@ def _receive_shards(name: str, shard: WeightShard, group: Group, dtype: torch.dt
     whole = torch.empty(shard.shape, dtype=dtype, device=mine.device)
     parts = whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
     parts[0].copy_(mine)
-    landed = [(part, part if part.is_contiguous() else torch.empty_like(part, memory_format=_DENSE)) for part in parts]
-    received = [
-        group.recv(received, src=rank, async_op=True)
-        for rank, (_, received) in enumerate(landed)
-        if rank and received.numel()
+    buffers = [part if part.is_contiguous() else torch.empty_like(part, memory_format=_DENSE) for part in parts]
+    pending = [
+        group.recv(buffer, src=rank, async_op=True) for rank, buffer in enumerate(buffers) if rank and buffer.numel()
     ]
-    return _Gathering(name, whole.nbytes, whole, landed[1:], received)
+    return _Gathering(name, whole.nbytes, whole, list(zip(parts, buffers, strict=True))[1:], pending)
 
 
 # -- reads of all ranks together -------------------------------------------------------------------------------------

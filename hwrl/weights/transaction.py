@@ -1,4 +1,8 @@
-"""The sender's side of a commit: two-phase commit over all receivers, or storing a version for later."""
+"""The sender's side of a commit: two-phase commit over all receivers, or storing a version for later.
+
+A round of the two-phase commit has four steps: rendezvous, transfer, votes, decision. The first phase (prepare) is the
+proposal, the transfer and the votes; the second phase is the decision.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import torch
 
 from hwrl.comm import first_line
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Prepare, Proposal, VoteKind
+from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Proposal, Start, VoteKind
 from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import TensorReader
@@ -67,7 +71,7 @@ class SenderLink:
         self, version: int, metadata: dict[str, str | int | float], to: Sequence[int], clock: StageClock
     ) -> Proposal:
         """Return the next proposal; receivers cannot see it yet."""
-        number = self.channel.newest() + 1
+        number = self.channel.reserve_number()
         return Proposal(
             number=number,
             epoch=self.epoch,
@@ -76,7 +80,7 @@ class SenderLink:
             layout=self.layout.hash,
             to=tuple(to),
             timeout_s=self.limits.timeout_s,
-            before=0 if self.stored is None else self.stored.number,
+            last_stored_number=0 if self.stored is None else self.stored.number,
             metadata=metadata,
             payload=self.end.open(number, tuple(to), clock),
         )
@@ -120,18 +124,21 @@ def store_version(
     Returns how many receivers had joined. If writing fails, the version before stays.
     """
     reader = TensorReader(link.layout, source)
-    reader.read_ahead()
-    link.membership.refresh()
-    receivers = len(link.membership.members)
-    proposal = link.draft(version, metadata, (), clock)
-    link.propose(proposal)
-    sending = SenderRound(proposal, link.channel, link.membership)
     try:
-        with clock(link.transport.stage), torch.no_grad(), clock.span(link.backend):
-            link.end.send(sending, reader, clock)
+        with clock("gather"), torch.no_grad():
+            reader.read_ahead()
+        link.membership.refresh()
+        receivers = len(link.membership.members)
+        proposal = link.draft(version, metadata, (), clock)
+        link.propose(proposal)
+        sending = SenderRound(proposal, link.channel, link.membership)
+        try:
+            with clock(link.transport.stage), torch.no_grad():
+                link.end.send(sending, reader, clock)
+        finally:
+            link.end.end_round(sending)
     finally:
         reader.close()
-        link.end.end_round(sending)
     link.forget_proposals_before(proposal)
     link.stored = proposal
     return CommitOutcome(receivers, {})
@@ -215,7 +222,7 @@ class Transaction:
         """Return whether the version was committed."""
         reader = TensorReader(self._link.layout, self._source)
         try:
-            return self._prepare(sending, reader) and self._send_and_decide(sending, reader)
+            return self._rendezvous(sending, reader) and self._send_and_decide(sending, reader)
         except BaseException as exc:
             self.give_up(exc)  # at once: reading the source to its end may take long
             raise
@@ -223,16 +230,16 @@ class Transaction:
             reader.close()
             self._link.end.end_round(sending)
 
-    def _prepare(self, sending: SenderRound, reader: TensorReader) -> bool:
-        """Phase one: wait until all receivers are ready. Returns False, and excludes the late ones, if some are not."""
+    def _rendezvous(self, sending: SenderRound, reader: TensorReader) -> bool:
+        """Wait until all receivers are ready. Returns False, and excludes the late ones, if some are not."""
         proposal, timeout_s = sending.proposal, self._link.limits.timeout_s
-        with self._clock("gather"):
+        with self._clock("gather"), torch.no_grad():
             reader.read_ahead()  # receivers are getting ready meanwhile
         with self._clock("rendezvous"):
             late = sending.wait_for_ready(timeout_s)
             self._seen |= sending.seen
             self._exclude(late, f"it did not come to receive within {timeout_s:g} s")
-            self._link.channel.prepare(proposal, Prepare.WITHDRAWN if late else Prepare.GO)
+            self._link.channel.start(proposal, Start.WITHDRAWN if late else Start.GO)
         if late:
             self._last_failure = f"of {len(proposal.to)} receivers, {len(late)} did not come or were replaced"
             return False
@@ -240,7 +247,7 @@ class Transaction:
         return True
 
     def _send_and_decide(self, sending: SenderRound, reader: TensorReader) -> bool:
-        """Phase two: send, count the votes, and decide."""
+        """Transfer the tensors, collect the votes, and decide."""
         deadline = time.monotonic() + self._link.limits.timeout_s
         failure = self._send(sending, reader)
         with self._clock("vote"):
@@ -253,7 +260,7 @@ class Transaction:
     def _send(self, sending: SenderRound, reader: TensorReader) -> CommError | None:
         link = self._link
         try:
-            with self._clock(link.transport.stage), torch.no_grad(), self._clock.span(link.backend):
+            with self._clock(link.transport.stage), torch.no_grad():
                 link.end.send(sending, reader, self._clock)
         except CommError as exc:
             link.end.abort()

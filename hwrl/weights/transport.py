@@ -16,7 +16,7 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommError, CommTimeoutError, TransferFailedError
 from hwrl.interfaces import Backend
-from hwrl.weights.control import ControlChannel, Decision, Limits, Note, Prepare, Proposal, TransportPayload, Vote
+from hwrl.weights.control import ControlChannel, Decision, Limits, Note, Proposal, Start, TransportPayload, Vote
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.membership import Membership
@@ -37,7 +37,10 @@ class TransportSender(Protocol):
         """Prepare proposal ``number`` to receivers ``to``; return the part of the proposal for their ends."""
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
-        """Move the tensors of ``reader``, then the checksums. Raises CommError if this round is lost."""
+        """Move the tensors of ``reader``, then the checksums. Raises CommError if this round is lost.
+
+        ``clock.span`` measures from the first tensor on, without the connecting before it.
+        """
 
     def abort(self) -> None:
         """End all operations under way, here and at the receivers. Does not wait for them."""
@@ -107,7 +110,8 @@ class Transport:
 
     ``keeps_versions`` False: all receivers take part in each transfer, and commit together. True: a version is stored
     whole, the sender goes on, and receivers fetch it when they are ready. ``packs_large_tensors`` asks for a layout
-    that packs as many tensors as possible. ``stage`` is the name of ``send`` and ``receive`` in reports.
+    that packs every tensor below a quarter of a slab, the most that a layout packs. ``stage`` is the name of ``send``
+    and ``receive`` in reports.
     """
 
     payload: type[TransportPayload]
@@ -251,9 +255,9 @@ class ReceiverRound:
         """Vote."""
         self.channel.cast_vote(self.proposal, self.member, vote)
 
-    def wait_for_prepare(self) -> Prepare | None:
-        """Wait for the sender's word to begin; None if the proposal ended without it."""
-        return self._wait(Note.PREPARE, self.channel.wait_for_prepare, self.limits.prepare_s)
+    def wait_for_start(self) -> Start | None:
+        """Wait for the sender's answer to READY; None if the proposal ended without it."""
+        return self._wait(Note.START, self.channel.wait_for_start, self.limits.start_s)
 
     def wait_for_decision(self) -> Decision | None:
         """Wait for the sender's decision; None if another proposal or sender came instead."""

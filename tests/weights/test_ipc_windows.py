@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,16 @@ import torch
 from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
-from hwrl.weights import WeightReceiver, WeightSender, WeightSource
-from hwrl.weights.transport import SenderRound
+from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
+from hwrl.weights.destination import FlatVersion
+from hwrl.weights.report import StageClock
+from hwrl.weights.slabs import Checksums
+from hwrl.weights.transport import ReceiverContext, SenderRound
 from hwrl.weights.transports.ipc import IpcReceiver
-from tests.support.weight_link import opened_memories, received_by
+from hwrl_cpu import INFO, CpuBackend
+from tests.support.weight_link import opened_memories, received_by, store
+
+__all__ = ["store"]  # the fixture
 
 SLAB_NBYTES = 1 << 16
 SLABS = 4
@@ -168,7 +176,7 @@ def fail_and_send_again(rank: int, address: str) -> Any:
         with pytest.raises(ValueError, match="no more weights"):
             sender.publish(2, Tied(fails=True))
         assert opened_memories(int(store.get("pid"))) == 0, "a receiver has open what is freed from here on"
-        assert store.num_keys() <= keys + 5, "of two offers only ready, prepare, vote, decision and proposal are left"
+        assert store.num_keys() <= keys + 5, "of two offers only ready, start, vote, decision and proposal are left"
         return seconds_to_publish(sender, 3, Tied(fails=False))
 
 
@@ -178,7 +186,7 @@ def test_a_sender_that_fails_goes_on_when_nobody_reads_and_sends_again_at_once()
     assert right and seconds < 8.0
 
 
-def interrupt_the_vote(rank: int, address: str) -> Any:
+def interrupt_the_vote(rank: int, address: str, times: int) -> Any:
     store = connect_store(address)
     if rank == 1:
         with WeightReceiver(store, replica="r1") as receiver:
@@ -190,24 +198,51 @@ def interrupt_the_vote(rank: int, address: str) -> Any:
             return is_model(received, 2)
     with sender_to(store) as sender:
         sender.publish(1, model_of(1).items())
-        wait, waits = SenderRound.wait_for_votes, iter((KeyboardInterrupt,))
+        wait, waits = SenderRound.wait_for_votes, iter([KeyboardInterrupt] * times)
 
-        def interrupted_once(sending: SenderRound, timeout_s: float) -> Any:
+        def interrupted(sending: SenderRound, timeout_s: float) -> Any:
             for error in waits:
                 raise error
             return wait(sending, timeout_s)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SenderRound, "wait_for_votes", interrupted_once)
+            patch.setattr(SenderRound, "wait_for_votes", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sender.publish(2, model_of(2).items())
         return seconds_to_publish(sender, 2, model_of(2).items())
 
 
-def test_after_an_interrupted_vote_the_version_is_sent_again_at_once() -> None:
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "also while the sender gives up"])
+def test_after_an_interrupted_vote_the_version_is_sent_again_at_once(times: int) -> None:
     store = serve_store()
-    seconds, right = run_processes(interrupt_the_vote, 2, store_address(store))
+    seconds, right = run_processes(interrupt_the_vote, 2, store_address(store), times)
     assert right and seconds < 3.0
+
+
+class LosingSecond(CpuBackend):
+    """Opens a memory, and fails at the next."""
+
+    def __init__(self) -> None:
+        super().__init__(INFO)
+        self.opened: list[weakref.ref[torch.Tensor]] = []
+
+    def open_memory(self, handle: Any) -> torch.Tensor:
+        if self.opened:
+            raise CommError("the memory is gone", why="a test", fix="none")
+        memory = torch.zeros(64, dtype=torch.uint8)
+        self.opened.append(weakref.ref(memory))
+        return memory
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_if_one_memory_cannot_be_opened_those_before_it_are_closed_at_once(store: Store, stay: bool) -> None:
+    backend, layout = LosingSecond(), WeightLayout.plan([("w", torch.zeros(9))])
+    note = {"handles": [{"a": 1}, {"a": 2}], "stay": [stay, stay], "places": [[0, 0], [1, 0]]}
+    receiving: Any = SimpleNamespace(wait_for_note=lambda key: json.dumps(note).encode())
+    destination, sums = FlatVersion.on(backend.device(), layout), Checksums(layout, device=backend.device())
+    with pytest.raises(CommError, match="the memory is gone") as error:
+        IpcReceiver(ReceiverContext(store, backend, SLABS)).receive(receiving, destination, sums, StageClock())
+    assert error.traceback and backend.opened[0]() is None
 
 
 def send_nothing(rank: int, address: str) -> Any:

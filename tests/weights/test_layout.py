@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hwrl.comm import Pending, raw_bytes
 from hwrl.errors import LayoutMismatchError, WeightsError
-from hwrl.weights import BroadcastBuffer, WeightLayout, WeightSource
+from hwrl.weights import SlabRing, WeightLayout, WeightSource
 from hwrl.weights.control import VoteKind
 from hwrl.weights.destination import FlatVersion
 from hwrl.weights.slabs import Checksums, TensorReader
@@ -51,7 +51,7 @@ def _reader(layout: WeightLayout, named: Named) -> TensorReader:
 
 def _sent(layout: WeightLayout, named: Named) -> FlatVersion:
     """Carry every slab as a transport would, and check its checksum on both sides."""
-    buffer = BroadcastBuffer(layout, backend=CPU)
+    buffer = SlabRing(layout, backend=CPU)
     flat = FlatVersion.on(torch.device("cpu"), layout)
     ours, theirs = Checksums(layout, device=torch.device("cpu")), Checksums(layout, device=torch.device("cpu"))
     reader = _reader(layout, named)
@@ -208,7 +208,7 @@ def test_the_checksum_finds_every_changed_byte(nbytes: int, place: int, change: 
 def test_large_contiguous_tensors_are_lent_as_they_lie() -> None:
     big, turned = torch.randn(64, 64), torch.randn(64, 64).T
     layout = WeightLayout.plan([("big", big), ("turned", turned)], slab_nbytes=8192)
-    buffer = BroadcastBuffer(layout, backend=CPU)
+    buffer = SlabRing(layout, backend=CPU)
     reader = _reader(layout, [("big", big), ("turned", turned)])
     leases = [buffer.pack(index, reader.tensors_of(slab)) for index, slab in enumerate(layout.slabs)]
     assert [lease.copied for lease in leases] == [False, False, True, True]
@@ -231,21 +231,21 @@ class _Done(Pending):
 def test_a_slot_is_packed_again_only_after_its_broadcast() -> None:
     named = [(f"t{number}", torch.full((200,), number, dtype=torch.uint8)) for number in range(12)]
     layout = WeightLayout.plan(named, slab_nbytes=1024)
-    buffer, reader = BroadcastBuffer(layout, backend=CPU, slabs=2), _reader(layout, named)
+    buffer, reader = SlabRing(layout, backend=CPU, slabs=2), _reader(layout, named)
     first, broadcast = buffer.pack(0, reader.tensors_of(layout.slabs[0])), _Done()
     first.in_use_until(broadcast)
     buffer.pack(1, reader.tensors_of(layout.slabs[1]))
     assert not broadcast.waited
     buffer.pack(2, reader.tensors_of(layout.slabs[2]))
     assert broadcast.waited
-    with pytest.raises(WeightsError, match="slab 0 is no longer in the broadcast buffer"):
+    with pytest.raises(WeightsError, match="slab 0 is no longer in the ring"):
         first.in_use_until(broadcast)
 
 
 def test_packing_again_allocates_no_slab() -> None:
     named = [(f"t{number}", torch.zeros(3, 5).T) for number in range(200)]
     layout = WeightLayout.plan(named, slab_nbytes=1 << 16)
-    buffer = BroadcastBuffer(layout, backend=CPU)
+    buffer = SlabRing(layout, backend=CPU)
 
     def pack() -> list[int]:
         reader = _reader(layout, named)

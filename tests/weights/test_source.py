@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -102,3 +104,23 @@ def test_of_a_sharded_module_the_first_rank_reads_whole_tensors_and_the_others_n
     assert whole.keys() == expected.keys()
     for name, tensor in expected.items():
         assert whole[name].dtype == tensor.dtype and torch.equal(whole[name], tensor), name
+
+
+class Lazy(Mapping[str, torch.Tensor]):
+    """Makes each tensor when it is read."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.zeros(3)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("a", "b"))
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_only_lists_tuples_and_items_of_dicts_hold_their_tensors() -> None:
+    named = {"a": torch.zeros(3)}
+    held = (named.items(), OrderedDict(named).items(), list(named.items()), tuple(named.items()), iter(named.items()))
+    assert all(WeightSource.of(weights).holds_tensors for weights in held)
+    assert not WeightSource.of(Lazy().items()).holds_tensors

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hwrl.comm import Store
-from hwrl.weights import PolicySender
+from hwrl.weights import PolicySender, WeightSource
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.adapter_link import BASE, REQUESTS, Replica, Trainer, nbytes_of, readable
 from tests.support.adapters import expected, reference, tokens_of
@@ -203,3 +203,16 @@ def test_a_base_in_the_hosts_store_takes_no_device_memory(store: Store) -> None:
     sender.send(1, model=readable(base), adapter=readable(adapter))
     assert CpuBackend(INFO).memory_info().allocated_nbytes - before < 1 << 20, "1 MiB of the 8 that were packed"
     sender.close()
+
+
+@pytest.mark.parametrize("always_base", [True, False])
+def test_tied_tensors_of_an_adapter_count_once(store: Store, always_base: bool) -> None:
+    shared = torch.zeros(10)
+    adapter = WeightSource.of([("a", shared), ("b", shared), ("c", torch.zeros(5))])
+    model = WeightSource.of([("w", torch.zeros(100))])
+    sender = PolicySender(
+        lambda name: sender_of(store, name=name, transport="host"), base=BASE, always_base=always_base
+    )
+    report = sender.send(1, model=model, adapter=adapter)
+    sender.close()
+    assert (report.base_nbytes, report.adapter_nbytes) == (400, 60)

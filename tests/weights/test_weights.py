@@ -4,7 +4,7 @@ import json
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,19 @@ from hwrl.errors import (
 )
 from hwrl.weights import TRANSPORTS, ReceiverTiming, WeightReceiver, WeightSource
 from hwrl.weights.control import ControlChannel, Decision, Proposal, Vote
+from hwrl.weights.transports.device import Lanes
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import CorruptingBackend
-from tests.support.weight_link import beside, exchange, model_of, receiver_of, sender_of, store
+from tests.support.weight_link import (
+    beside,
+    channel_of,
+    exchange,
+    model_of,
+    newest_proposal,
+    receiver_of,
+    sender_of,
+    store,
+)
 
 __all__ = ["store"]  # the fixture
 
@@ -358,7 +368,7 @@ _PROPOSAL: dict[str, Any] = {
     "layout": "",
     "to": [1, 2],
     "timeout_s": 60.0,
-    "before": 0,
+    "last_stored_number": 0,
     "metadata": {"step": 1, "note": "x", "loss": 0.5},
     "payload": {"group": "1.1", "lanes": 1},
 }
@@ -441,3 +451,35 @@ def test_a_reader_of_weights_is_closed_before_the_error_reaches_the_caller(
         assert weights.closed, raised
         with pytest.raises((TransferFailedError, CommTimeoutError)):
             waiting()
+
+
+def test_two_senders_at_once_never_use_one_number_and_the_newest_proposal_is_there(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        proposal, channel, other = newest_proposal(store), channel_of(store), channel_of(store)
+        numbers = [one.reserve_number() for one in (channel, other, channel, other)]
+        assert numbers == [2, 3, 4, 5]
+        for number, newest in ((3, 3), (2, 3), (5, 5), (4, 5)):
+            channel.propose(replace(proposal, number=number, version=number))
+            found = other.proposal(other.newest())
+            assert other.newest() == newest and found is not None and found.version == newest
+        exchange(sender, [receiver], 6)
+
+
+def test_a_first_number_without_a_proposal_hides_no_later_one(store: Store) -> None:
+    channel_of(store).reserve_number()
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        exchange(sender, [receiver], 1)
+        assert channel_of(store).newest() == 2
+
+
+def test_the_time_of_a_transfer_does_not_include_connecting(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Lanes):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            time.sleep(1.0)
+
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        monkeypatch.setattr("hwrl.weights.transports.device.Lanes", Slow)
+        report = exchange(sender, [receiver], 1)
+        assert 0.0 < report.transfer_s < 1.0 < report.seconds["wire"]

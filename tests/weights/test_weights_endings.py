@@ -12,7 +12,7 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import CommError, ConfigError, LayoutMismatchError, TransferFailedError
 from hwrl.weights import ReceiverTiming, WeightSource
-from hwrl.weights.control import Note, Prepare
+from hwrl.weights.control import Note, Start
 from hwrl.weights.transports.device import DeviceReceiver
 from hwrl.weights.transports.ipc import IpcReceiver
 from tests.support.weight_link import (
@@ -146,7 +146,7 @@ class Instant(DeviceReceiver):
         return sums.values.clone()  # type: ignore[no-any-return]  # a tensor
 
 
-@pytest.mark.parametrize("note", ["prepare", "decision"])
+@pytest.mark.parametrize("note", ["start", "decision"])
 def test_a_dead_sender_is_waited_for_no_longer_than_its_own_limits(store: Store, note: str) -> None:
     options: dict[str, Any] = {"timing": ReceiverTiming(slack_s=0.1), "transports": received_by("device", Instant)}
     with sender_of(store) as sender, receiver_of(store, **options) as receiver:
@@ -154,10 +154,10 @@ def test_a_dead_sender_is_waited_for_no_longer_than_its_own_limits(store: Store,
         channel, newest = channel_of(store), newest_proposal(store)
         dead = replace(newest, number=newest.number + 1, version=2, timeout_s=0.2)
         if note == "decision":
-            channel.prepare(dead, Prepare.GO)
+            channel.start(dead, Start.GO)
         channel.propose(dead)
         begin = time.monotonic()
-        limit_s = {"prepare": 0.3, "decision": 0.5}[note]
+        limit_s = {"start": 0.3, "decision": 0.5}[note]
         with pytest.raises(TransferFailedError, match=rf"the sender's '{note}' did not come within {limit_s} s"):
             receiver.receive(timeout_s=60.0)
         assert time.monotonic() - begin < SOON_S and receiver.version == 1

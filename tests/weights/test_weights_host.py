@@ -1,8 +1,10 @@
 """The rules of the host transport, with sender and receivers as threads of one process."""
 
 import contextlib
+import functools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,11 @@ import torch
 from hwrl.comm import Store
 from hwrl.errors import (
     CommTimeoutError,
+    LayoutMismatchError,
     TransferFailedError,
     UnsupportedError,
 )
-from hwrl.weights import WeightReceiver
+from hwrl.weights import WeightReceiver, WeightSource
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import ReceiverContext
 from hwrl.weights.transports.host import HostReceiver
@@ -129,7 +132,7 @@ def test_as_many_versions_are_kept_as_are_read(store: Store, tmp_path: Path) -> 
             claims.callback(reader.close)
             proposal = newest_proposal(store)
             layout = channel_of(store).layout(proposal)
-            claimed.append(claims.enter_context(reader.claim(proposal, layout, StageClock())))
+            claimed.append(claims.enter_context(reader.hold(proposal, layout, StageClock())))
         sender.publish(3, model_of(3))
         assert [version.slabs[0][:4].view(torch.float32).item() for version in claimed if version] == [1.0, 2.0]
         with pytest.raises(TransferFailedError, match="receivers have been reading all 2 older"):
@@ -281,3 +284,36 @@ def test_no_event_is_recorded_again_while_a_stream_may_wait_for_it(store: Store)
         assert torch.equal(receiver.receive(timeout_s=1.0)["w"], _slabs(1)[0][1])
     assert len(mine.waited) == len(theirs.waited) == 4
     assert (mine.again, theirs.again) == (0, 0)
+
+
+def test_a_sender_that_was_closed_and_publishes_again_is_read_from_its_new_files(store: Store) -> None:
+    with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
+        for version in (1, 2):
+            sender.publish(version, model_of(version))
+            assert receiver.receive(timeout_s=1.0)["w"][0].item() == version
+            sender.close()
+
+
+def test_held_weights_are_read_ahead_as_gathering_and_to_their_end_also_if_they_are_wrong(store: Store) -> None:
+    ended: list[torch.Tensor] = []
+    wrong = torch.zeros(3)
+
+    def read(*, second: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        assert not torch.is_grad_enabled()
+        time.sleep(0.2)
+        yield "a", tensor
+        yield "b", second
+        yield "c", tensor
+        ended.append(second)
+
+    tensor = torch.zeros(8)
+    metadata = [(name, tensor.clone()) for name in "abc"]
+    sources = [
+        WeightSource(lambda: iter(metadata), functools.partial(read, second=second), holds_tensors=True)
+        for second in (tensor, wrong)
+    ]
+    with sender_of(store, transport="host") as sender:
+        assert sender.publish(1, sources[0]).seconds["gather"] >= 0.2
+        with pytest.raises(LayoutMismatchError, match="'b' was planned as"):
+            sender.publish(2, sources[1])
+        assert len(ended) == 2

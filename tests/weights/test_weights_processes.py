@@ -204,7 +204,7 @@ def test_receivers_keep_the_old_version_when_the_sender_dies_and_follow_a_restar
 def _hold_a_claim(rank: int, address: str) -> None:
     store = connect_store(address)
     proposal, receiver = newest_proposal(store), HostReceiver(ReceiverContext(store, _cpu(), 4))
-    with receiver.claim(proposal, channel_of(store).layout(proposal), StageClock()) as version:
+    with receiver.hold(proposal, channel_of(store).layout(proposal), StageClock()) as version:
         assert version is not None
         store.set("claimed", "")
         await_keys(store, ["never"], timeout_s=50.0)

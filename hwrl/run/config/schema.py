@@ -246,7 +246,7 @@ class WeightsConfig(Section):
     send_base: Literal["needed", "always"] = "needed"
     """With an adapter, send the base only to replicas without it, or ``always``: with every version, for comparison."""
     update_weights_bucket_megabytes: Mebibytes | None = None
-    """Size of a slab of the broadcast buffer, MiB; null: a default for the device."""
+    """Size of a slab of the slab ring, MiB; null: a default for the device."""
     timeout_s: Seconds = 60.0
     """Time limit for a replica to take part in a transfer; then it is excluded and must join again."""
 

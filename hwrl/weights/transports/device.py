@@ -17,7 +17,7 @@ from hwrl.interfaces import Backend, Capability
 from hwrl.weights.control import Limits, Proposal, TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import BroadcastBuffer, Checksums, SlabLease, TensorReader
+from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
 
@@ -86,7 +86,7 @@ class DeviceSender:
 
     def __init__(self, context: SenderContext) -> None:
         self._context = context
-        self._buffer = BroadcastBuffer(context.layout, backend=context.backend, slabs=context.slabs)
+        self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._sums = Checksums(context.layout, device=context.backend.device())
         self._lanes: Lanes | None = None
 
@@ -102,13 +102,17 @@ class DeviceSender:
         """Broadcast the slabs in the layout's order, then the checksums."""
         if self._lanes is None:
             self._lanes = Lanes(self._context.store, sending.proposal, rank=0, backend=self._context.backend)
+        with clock.span(self._context.backend):
+            self._send_slabs(self._lanes, reader, clock)
+
+    def _send_slabs(self, lanes: Lanes, reader: TensorReader, clock: StageClock) -> None:
         under_way = collections.deque[tuple[Pending, SlabLease, list[torch.Tensor]]]()
         for index, slab in enumerate(self._context.layout.slabs):
             with clock("gather"):
                 tensors = reader.tensors_of(slab)
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
-            pending = self._lanes.broadcast(lease.memory)
+            pending = lanes.broadcast(lease.memory)
             lease.in_use_until(pending)
             under_way.append((pending, lease, tensors))
             self._sums.add(index, lease.memory)
@@ -117,7 +121,7 @@ class DeviceSender:
         reader.finish()
         for pending, *_ in under_way:
             pending.wait()
-        self._lanes.broadcast(self._sums.values).wait()
+        lanes.broadcast(self._sums.values).wait()
 
     def abort(self) -> None:
         """Close the groups."""

@@ -16,15 +16,15 @@ from hwrl.weights.control import Proposal, TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import BroadcastBuffer, Checksums, TensorReader
+from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 from hwrl.weights.transports.host_versions import (
     DirectoryFiles,
     HostPayload,
-    HostVersion,
     MemoryFiles,
+    VersionFile,
     is_alive,
-    open_version,
+    open_version_file,
     payload_of,
     version_nbytes,
 )
@@ -38,7 +38,7 @@ _LOOK_S = 0.2
 class HostSender:
     """Writes a ring of files, one version each. It overwrites neither the newest version nor one that is being read.
 
-    A receiver claims a version by a shared lock on its file; the system releases the lock if the receiver is killed.
+    A receiver holds a version by a shared lock on its file; the system releases the lock if the receiver is killed.
     The sender takes the exclusive lock for the moment in which it gives the file to another proposal. Receivers may
     read a version while it is written, as far as its header says. Each process maps and page-locks a file once.
     ``close`` deletes the directory; the next sender deletes the directory of a killed one.
@@ -47,9 +47,9 @@ class HostSender:
     def __init__(self, context: SenderContext) -> None:
         self._layout, self._backend = context.layout, context.backend
         self._slabs, self._timeout_s = context.slabs, context.limits.timeout_s
-        self._files = MemoryFiles() if context.directory is None else DirectoryFiles(context.directory)
-        self._versions: list[HostVersion | None] = [None] * context.versions
-        self._buffer = BroadcastBuffer(context.layout, backend=context.backend, slabs=context.slabs)
+        self._maker = MemoryFiles() if context.directory is None else DirectoryFiles(context.directory)
+        self._files: list[VersionFile | None] = [None] * context.versions
+        self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._sums = Checksums(context.layout, device=context.backend.device())
         # Two streams: slabs are copied to the host without a gap while later ones are packed and summed.
         self._packing, self._copying = context.backend.stream(), context.backend.stream()
@@ -59,26 +59,27 @@ class HostSender:
         self._newest_slot: int | None = None
 
     def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> HostPayload:
-        """Claim a free file for proposal ``number``; blocks until there is one."""
+        """Take a free file for proposal ``number``; blocks until there is one."""
         with clock("claim"):
-            slot = self._claim(number, clock)
-        made = [version for version in self._versions if version is not None]  # they are made in order
+            slot = self._take_free_file(number, clock)
+        made = [file for file in self._files if file is not None]  # they are made in order
         return HostPayload(
-            directory=self._files.directory,
+            directory=self._maker.directory,
             pid=os.getpid(),
             slot=slot,
-            files=tuple(self._files.number(index, version.file) for index, version in enumerate(made)),
-            inodes=tuple(version.inode for version in made),
+            files=tuple(self._maker.number(index, file.descriptor) for index, file in enumerate(made)),
+            inodes=tuple(file.inode for file in made),
         )
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
-        """Copy the tensors to the claimed file; if this fails, the file says so to its readers."""
+        """Copy the tensors to the file taken by :meth:`open`; if this fails, the file says so to its readers."""
         slot = payload_of(sending.proposal).slot
-        version = self._version(slot)
+        file = self._file(slot)
         try:
-            self._write(version, reader, clock)
+            with clock.span(self._backend):
+                self._write(file, reader, clock)
         except BaseException:
-            version.announce(_TORN)
+            file.announce(_TORN)
             raise
         finally:  # the caller may change the tensors, and the file gets another version
             self._packing.synchronize()
@@ -100,61 +101,60 @@ class HostSender:
 
     def close(self) -> None:
         """Delete the files. A receiver that reads one finishes undisturbed."""
-        for version in self._versions:
-            if version is not None:
-                version.close()
-        self._versions = []
-        self._files.close()
+        for file in self._files:
+            if file is not None:
+                file.close()
+        self._files = []
+        self._maker.close()
 
-    def _claim(self, number: int, clock: StageClock) -> int:
+    def _take_free_file(self, number: int, clock: StageClock) -> int:
         """Give proposal ``number`` a file that nobody reads and that does not hold the newest version."""
         with clock("register"):
-            for slot in _FIRST_SLOTS[: len(self._versions)]:
-                self._version(slot)
+            for slot in _FIRST_SLOTS[: len(self._files)]:
+                self._file(slot)
         deadline = time.monotonic() + self._timeout_s
         while True:
-            for slot in range(len(self._versions)):
+            for slot in range(len(self._files)):
                 if slot == self._newest_slot:
                     continue
                 with clock("register"):
-                    version = self._version(slot)
-                if version.begin(number):
+                    file = self._file(slot)
+                if file.begin(number):
                     return slot
             if time.monotonic() > deadline:
                 raise TransferFailedError(
                     "there is no free place for a new version",
-                    why=f"receivers have been reading all {len(self._versions) - 1} older ones for "
-                    f"{self._timeout_s:g} s",
+                    why=f"receivers have been reading all {len(self._files) - 1} older ones for {self._timeout_s:g} s",
                     fix="end receivers that hang, or give the WeightSender more versions",
                 )
             time.sleep(0.001)
 
-    def _version(self, slot: int) -> HostVersion:
-        version = self._versions[slot]
-        if version is None:
-            file = self._files.make(slot, nbytes=version_nbytes(self._layout))
-            version = self._versions[slot] = HostVersion(file, self._layout, backend=self._backend)
-        return version
+    def _file(self, slot: int) -> VersionFile:
+        file = self._files[slot]
+        if file is None:
+            descriptor = self._maker.make(slot, nbytes=version_nbytes(self._layout))
+            file = self._files[slot] = VersionFile(descriptor, self._layout, backend=self._backend)
+        return file
 
-    def _write(self, version: HostVersion, reader: TensorReader, clock: StageClock) -> None:
+    def _write(self, file: VersionFile, reader: TensorReader, clock: StageClock) -> None:
         held: collections.deque[list[torch.Tensor]] = collections.deque()  # the tensors of slabs still being copied
         copied = 0
-        for index, target in enumerate(version.slabs):
+        for index, target in enumerate(file.slabs):
             with clock("gather"):
                 held.append(reader.tensors_of(self._layout.slabs[index]))
             self._copy_slab(index, target, held[-1])
             while copied <= index and (self._copied[copied].query() or len(held) > self._slabs):
                 self._copied[copied].synchronize()
-                copied = version.announce(copied + 1)
+                copied = file.announce(copied + 1)
                 held.popleft()
         reader.finish()
         with self._copying:
-            version.sums.copy_(self._sums.values, non_blocking=True)
+            file.sums.copy_(self._sums.values, non_blocking=True)
         for index in range(copied, len(self._copied)):
             self._copied[index].synchronize()
-            version.announce(index + 1)
+            file.announce(index + 1)
         self._copying.synchronize()
-        version.announce(len(self._copied) + 1)
+        file.announce(len(self._copied) + 1)
 
     def _copy_slab(self, index: int, target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         self._packing.wait_stream(self._backend.current_stream())
@@ -175,7 +175,7 @@ class HostReceiver:
     def __init__(self, context: ReceiverContext) -> None:
         self._backend = context.backend
         self._sender = ("", 0, 0)
-        self._versions: dict[int, HostVersion] = {}
+        self._files: dict[int, VersionFile] = {}
         self._copying, self._summing = context.backend.stream(), context.backend.stream()
         self._arrived: dict[int, Any] = {}  # an event for each slab, kept for the next version
 
@@ -186,13 +186,13 @@ class HostReceiver:
 
         Raises TransferFailedError if the files are gone or are not the sender's, or if the sender failed or died.
         """
-        with self.claim(receiving.proposal, receiving.layout, clock) as version:
-            if version is None:
+        with self.hold(receiving.proposal, receiving.layout, clock) as file:
+            if file is None:
                 return None
             try:
                 with clock.span(self._backend):
-                    whole = self._follow(version, receiving, destination, sums)
-                return version.sums.to(sums.values.device, copy=True) if whole else None
+                    whole = self._follow(file, receiving, destination, sums)
+                return file.sums.to(sums.values.device, copy=True) if whole else None
             finally:  # the queued copies still read the file
                 self._copying.synchronize()
                 self._summing.synchronize()
@@ -202,34 +202,32 @@ class HostReceiver:
 
     def close(self) -> None:
         """Unmap the files."""
-        for version in self._versions.values():
-            version.close()
-        self._versions = {}
+        for file in self._files.values():
+            file.close()
+        self._files = {}
 
     @contextlib.contextmanager
-    def claim(self, proposal: Proposal, layout: WeightLayout, clock: StageClock) -> Iterator[HostVersion | None]:
+    def hold(self, proposal: Proposal, layout: WeightLayout, clock: StageClock) -> Iterator[VersionFile | None]:
         """Keep the proposed version from being overwritten; yields None if a newer one has already replaced it."""
         with clock("register"):
-            version = self._version(proposal, layout)
-        claimed = version.claim(proposal.number)
+            file = self._file(proposal, layout)
+        held = file.hold(proposal.number)
         try:
-            yield version if claimed else None
+            yield file if held else None
         finally:
-            version.release()
+            file.let_go()
 
-    def _follow(
-        self, version: HostVersion, receiving: ReceiverRound, destination: Destination, sums: Checksums
-    ) -> bool:
+    def _follow(self, file: VersionFile, receiving: ReceiverRound, destination: Destination, sums: Checksums) -> bool:
         """Queue the copy of each slab as soon as it is written; return False if a newer proposal came."""
         current = self._backend.current_stream()
         self._copying.wait_stream(current)
-        taken, slabs = 0, len(version.slabs)
+        taken, slabs = 0, len(file.slabs)
         while taken <= slabs:
-            written = self._wait_for_more(version, receiving, taken)
+            written = self._wait_for_more(file, receiving, taken)
             if written is None:
                 return False
             for index in range(taken, min(written, slabs)):
-                self._take_slab(index, version.slabs[index], destination, sums)
+                self._take_slab(index, file.slabs[index], destination, sums)
             taken = written
         current.wait_stream(self._summing)
         return True
@@ -246,12 +244,12 @@ class HostReceiver:
             destination.store(lease)
             lease.in_use_until(self._summing.record_event())
 
-    def _wait_for_more(self, version: HostVersion, receiving: ReceiverRound, taken: int) -> int | None:
+    def _wait_for_more(self, file: VersionFile, receiving: ReceiverRound, taken: int) -> int | None:
         """Wait until more than ``taken`` slabs are written; return how many, or None if a newer proposal came."""
         look = time.monotonic() + _LOOK_S
         alive = True
         while True:
-            written = version.written()  # after the look at the sender: it may have finished just before it died
+            written = file.written()  # after the look at the sender: it may have finished just before it died
             if written > taken:
                 return written
             if written == _TORN or not alive:
@@ -263,7 +261,7 @@ class HostReceiver:
             if time.monotonic() > receiving.deadline:
                 raise CommTimeoutError(
                     f"version {receiving.proposal.version} is still being written",
-                    why=f"{taken} of {len(version.slabs)} slabs are there",
+                    why=f"{taken} of {len(file.slabs)} slabs are there",
                     fix="receive again, with a longer timeout_s",
                 )
             if time.monotonic() > look:
@@ -273,7 +271,7 @@ class HostReceiver:
             else:
                 time.sleep(_POLL_S)
 
-    def _version(self, proposal: Proposal, layout: WeightLayout) -> HostVersion:
+    def _file(self, proposal: Proposal, layout: WeightLayout) -> VersionFile:
         payload = payload_of(proposal)
         sender = (payload.directory, payload.pid, proposal.epoch)
         if sender != self._sender:
@@ -286,9 +284,12 @@ class HostReceiver:
                 fix="use the same hwrl on both sides",
             )
         for slot in range(len(payload.files)):
-            if slot not in self._versions:
-                self._versions[slot] = open_version(proposal, slot, layout, backend=self._backend)
-        return self._versions[payload.slot]
+            known = self._files.get(slot)
+            if known is not None and known.inode != payload.inodes[slot]:  # the sender was closed, and made new files
+                self._files.pop(slot).close()
+            if slot not in self._files:
+                self._files[slot] = open_version_file(proposal, slot, layout, backend=self._backend)
+        return self._files[payload.slot]
 
 
 HOST = Transport(HostPayload, HostSender, HostReceiver, keeps_versions=True, stage="copy")

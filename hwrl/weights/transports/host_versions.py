@@ -110,7 +110,7 @@ def _allocate(file: int, *, nbytes: int, where: str) -> None:
         ) from exc
 
 
-def open_version(proposal: Proposal, slot: int, layout: WeightLayout, *, backend: Backend) -> HostVersion:
+def open_version_file(proposal: Proposal, slot: int, layout: WeightLayout, *, backend: Backend) -> VersionFile:
     """Map file ``slot`` of the proposal's sender.
 
     Raises TransferFailedError if the file is missing or is not the sender's.
@@ -120,7 +120,7 @@ def open_version(proposal: Proposal, slot: int, layout: WeightLayout, *, backend
     try:
         why = _why_not(file, payload, slot)
         if why is None:
-            return HostVersion(file, layout, backend=backend)
+            return VersionFile(file, layout, backend=backend)
     except (OSError, ValueError, RuntimeError) as exc:
         why = f"{type(exc).__name__}: {exc}"
     except BaseException:
@@ -166,16 +166,19 @@ def _why_not(file: int, payload: HostPayload, slot: int) -> str | None:
     return None
 
 
-class HostVersion:
-    """One version's file, mapped by this process: ``slabs`` and ``sums``, page-locked, with a header between them."""
+class VersionFile:
+    """A file that holds one version at a time, mapped by this process.
 
-    def __init__(self, file: int, layout: WeightLayout, *, backend: Backend) -> None:
-        self.file, self._header_at = file, _header_at(layout)
+    ``slabs`` and ``sums`` are page-locked memory of the file; a header lies between them.
+    """
+
+    def __init__(self, descriptor: int, layout: WeightLayout, *, backend: Backend) -> None:
+        self.descriptor, self._header_at = descriptor, _header_at(layout)
         at, nbytes = _sums_at(layout), version_nbytes(layout)
-        found = os.fstat(file).st_size
+        found = os.fstat(descriptor).st_size
         if found != nbytes:  # reading beyond the end would kill this process
             raise ValueError(f"the file has {found:,} bytes, and this layout takes {nbytes:,}")
-        mapping = mmap.mmap(file, nbytes)
+        mapping = mmap.mmap(descriptor, nbytes)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self.slabs = FlatVersion(layout, flat=memory).slabs
         self.sums = memory[at : at + Checksums.nbytes(layout)].view(torch.int64)
@@ -188,53 +191,53 @@ class HostVersion:
     @property
     def inode(self) -> int:
         """The file's identity: another file may get the same path."""
-        return os.fstat(self.file).st_ino
+        return os.fstat(self.descriptor).st_ino
 
     # -- the writer -------------------------------------------------------------------------------------------------
 
     def begin(self, number: int) -> bool:
         """Give the file to proposal ``number``, with no slab written; return False if a receiver reads the file."""
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         self._number = number
         self.announce(0)
-        fcntl.flock(self.file, fcntl.LOCK_UN)
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         return True
 
     def announce(self, slabs: int) -> int:
         """Write how many slabs are there, one more after the checksums; return the number."""
-        os.pwrite(self.file, _HEADER.pack(self._number, slabs), self._header_at)
+        os.pwrite(self.descriptor, _HEADER.pack(self._number, slabs), self._header_at)
         return slabs
 
     # -- a reader ---------------------------------------------------------------------------------------------------
 
-    def claim(self, number: int) -> bool:
-        """Keep the file as it is until :meth:`release`; return whether it holds proposal ``number``."""
+    def hold(self, number: int) -> bool:
+        """Keep the file as it is until :meth:`let_go`; return whether it holds proposal ``number``."""
         try:
-            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:  # the sender is just giving it to another proposal
             return False
         return self._header()[0] == number
 
-    def release(self) -> None:
+    def let_go(self) -> None:
         """Let the sender overwrite the file."""
-        fcntl.flock(self.file, fcntl.LOCK_UN)
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def written(self) -> int:
         """Return the last announced number."""
         return self._header()[1]
 
     def _header(self) -> tuple[int, int]:
-        number, slabs = _HEADER.unpack(os.pread(self.file, _HEADER.size, self._header_at))
+        number, slabs = _HEADER.unpack(os.pread(self.descriptor, _HEADER.size, self._header_at))
         return number, slabs
 
     def close(self) -> None:
         """Unlock the memory and close the file; the memory is unmapped with this object."""
         if self._lock is not None:
             self._lock.close()
-        os.close(self.file)
+        os.close(self.descriptor)
 
 
 def _header_at(layout: WeightLayout) -> int:

@@ -19,7 +19,7 @@ from hwrl.memory.fingerprint import bytes_of
 from hwrl.weights.control import TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
-from hwrl.weights.slabs import BroadcastBuffer, Checksums, SlabLease, TensorReader
+from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
 _NO_WINDOW = "null"
@@ -53,7 +53,7 @@ class IpcSender:
         self._max_under_way = min(2, context.slabs)
         self._slots = context.slabs // self._max_under_way
         slabs = self._slots * self._max_under_way
-        self._buffer = BroadcastBuffer(context.layout, backend=context.backend, slabs=slabs)
+        self._buffer = SlabRing(context.layout, backend=context.backend, slabs=slabs)
         self._sums = Checksums(context.layout, device=context.backend.device())
         self._under_way: collections.deque[_LentWindow] = collections.deque()
         self._sending: SenderRound | None = None
@@ -66,6 +66,10 @@ class IpcSender:
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         """Show the slabs window by window, the checksums in the last one; wait until all windows are taken."""
         self._sending = sending
+        with clock.span(self._backend):
+            self._show_slabs(sending, reader, clock)
+
+    def _show_slabs(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         handles: dict[int, Handle] = {}
         window = _LentWindow(handles)
         for index, slab in enumerate(self._layout.slabs):
@@ -93,14 +97,16 @@ class IpcSender:
 
     def end_round(self, sending: SenderRound) -> None:
         """Drop the lent memory when no receiver reads it, or when the silent ones had their time; delete the notes."""
-        if self._under_way and not sending.votes_counted:  # the sender failed; receivers learn of it now
-            sending.wait_for_votes(self._limits.votes_s)
-        self._sending = None
-        self._under_way.clear()
-        for number in range(self._shown + 1):
-            sending.forget(_window_key(number), of_receivers=False)
-            sending.forget(_taken_key(number), of_receivers=True)
-        self._shown = 0
+        try:
+            if self._under_way and not sending.votes_counted:  # the sender failed; receivers learn of it now
+                sending.wait_for_votes(self._limits.votes_s)
+        finally:
+            shown, self._shown = self._shown, 0
+            self._sending = None
+            self._under_way.clear()
+            for number in range(shown + 1):
+                sending.forget(_window_key(number), of_receivers=False)
+                sending.forget(_taken_key(number), of_receivers=True)
 
     def forget(self, payloads: Sequence[TransportPayload], *, kept: Sequence[TransportPayload]) -> None:
         """Do nothing: each round deletes its notes."""
@@ -238,12 +244,12 @@ class IpcReceiver:
             for index, (number, offset) in enumerate(window.places, first):
                 if index == sums.slabs:
                     theirs = torch.empty_like(sums.values)
-                    theirs.copy_(_part(memories[number], offset, theirs.nbytes).view(torch.int64))
+                    theirs.copy_(_part(memories, number, offset, theirs.nbytes).view(torch.int64))
                     break
                 stream = self._streams[index % len(self._streams)]
                 with stream:
                     lease = destination.memory_for(index)
-                    lease.memory.copy_(_part(memories[number], offset, lease.memory.numel()), non_blocking=True)
+                    lease.memory.copy_(_part(memories, number, offset, lease.memory.numel()), non_blocking=True)
                     sums.add(index, lease.memory)
                     destination.store(lease)
                     lease.in_use_until(stream.record_event())
@@ -254,26 +260,30 @@ class IpcReceiver:
         return theirs
 
     def _open(self, window: Window, opened: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the memories of ``window``; lasting ones are opened once."""
-        memories = []
-        for handle, stays in zip(window.handles, window.stay, strict=True):
-            key = json.dumps(handle, sort_keys=True)
-            memory = opened[key] if key in opened else self._backend.open_memory(handle)
-            if stays:
-                opened[key] = memory
-            memories.append(memory)
+        """Return the memories of ``window``; lasting ones are opened once. Closes them if one cannot be opened."""
+        memories: list[torch.Tensor] = []
+        try:
+            for handle, stays in zip(window.handles, window.stay, strict=True):
+                key = json.dumps(handle, sort_keys=True)
+                memories.append(opened[key] if key in opened else self._backend.open_memory(handle))
+                if stays:
+                    opened[key] = memories[-1]
+        except BaseException:
+            memories.clear()  # the traceback keeps this frame
+            raise
         return memories
 
 
-def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    if offset + nbytes > memory.numel():
-        raise _unreadable(f"bytes {offset} to {offset + nbytes} of a memory of {memory.numel()}")
-    return memory[offset : offset + nbytes]
+def _part(memories: list[torch.Tensor], number: int, offset: int, nbytes: int) -> torch.Tensor:
+    available = memories[number].numel()  # no local name for the memory: an error's traceback would keep it open
+    if offset + nbytes > available:
+        raise _unreadable(f"bytes {offset} to {offset + nbytes} of a memory of {available}")
+    return memories[number][offset : offset + nbytes]
 
 
 def _unreadable(why: str) -> TransferFailedError:
     return TransferFailedError("the sender's memory cannot be opened", why=why, fix="use the same hwrl on both sides")
 
 
-# Each tensor that is sent in place is a memory to open, so as many as possible are packed.
+# Each tensor that is sent in place is a memory to open, so all tensors below a quarter of a slab are packed.
 IPC = Transport(IpcPayload, IpcSender, IpcReceiver, packs_large_tensors=True)
