@@ -8,8 +8,8 @@ from hwrl.errors import CheckpointError
 
 
 def _view(saves: dict[int, str], *, announced: int = -1) -> RankInventory:
-    complete = {f"global_step_{step}": save_id for step, save_id in saves.items()}
-    return RankInventory(NodeInventory(host="h", complete=complete, skipped={}, announced=announced))
+    intact = {f"global_step_{step}": save_id for step, save_id in saves.items()}
+    return RankInventory(NodeInventory(host="h", intact=intact, skipped={}, announced=announced))
 
 
 def test_a_step_counts_only_if_all_nodes_have_it_of_the_same_save() -> None:
