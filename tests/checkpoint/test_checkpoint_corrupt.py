@@ -26,7 +26,6 @@ from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, find_checkpo
 from hwrl.checkpoint.format.copies import copy_for_torch
 from hwrl.checkpoint.format.layout import are_apart
 from hwrl.checkpoint.format.manifest import hold_for_reading, inspect_checkpoint, verify_files
-from hwrl.cli import main
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
@@ -488,27 +487,3 @@ def test_the_step_of_a_checkpoint_with_wrong_content_can_be_saved_again_and_noth
     assert resumed is not None and (resumed.step, state["count"], resumed.skipped) == (2, 22, [])
     aside = list(tmp_path.glob(".broken_global_step_2.*"))
     assert [path.joinpath("__0_0.distcp").read_bytes() for path in aside] == [wrong]
-
-
-def test_an_incomplete_checkpoint_keeps_its_name_until_its_step_is_saved_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another program may own it: a trainer of another framework saves under the same names."""
-    _saved(tmp_path)
-    _truncate(tmp_path / "global_step_2")
-    foreign = tmp_path / "global_step_5"
-    foreign.mkdir()
-    (foreign / "model.pt").write_bytes(b"weights")
-    state = {"weight": torch.zeros(64), "count": 0}
-    with CheckpointManager(tmp_path, backend=BACKEND) as manager:
-        resumed = manager.resume(state)
-        assert resumed is not None and (resumed.step, len(resumed.skipped)) == (1, 2)
-        manager.save(3, state)
-        assert (tmp_path / "global_step_2").exists() and foreign.exists()
-        assert main(["checkpoints", "ls", str(tmp_path)]) == 0
-        listed = capsys.readouterr().out
-        assert "global_step_2 is not complete" in listed and "global_step_5 is not complete" in listed
-        manager.save(5, state)
-    [aside] = tmp_path.glob(".broken_global_step_5.*")
-    assert (aside / "model.pt").read_bytes() == b"weights"
-    assert [info.step for info in find_checkpoints(tmp_path)[0]] == [1, 3, 5]
