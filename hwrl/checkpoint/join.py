@@ -18,7 +18,7 @@ from hwrl.checkpoint.format.manifest import (
     CheckpointInfo,
     corrupt_error,
     find_checkpoints,
-    in_use,
+    hold_for_reading,
     read_extra,
     verify_files,
 )
@@ -45,11 +45,11 @@ def join_parts(directories: Sequence[Path], out: Path, *, step: int | None = Non
         raise _failed(manifest.step, f"{out} is one of the directories with the parts", fix="give another --out")
     with contextlib.ExitStack() as stack:
         for part in parts:
-            stack.enter_context(in_use(part))
+            stack.enter_context(hold_for_reading(part))
         fs = DurableFS()
         target = CheckpointDirectory(out, fs)
         stack.callback(target.close)
-        newest = max((info.step for info in target.complete()), default=-1)
+        newest = max((info.step for info in target.intact()), default=-1)
         if newest >= manifest.step:
             raise _failed(manifest.step, f"{out} already holds step {newest}, complete", fix="give another --out")
         with _drafting(target, manifest.step) as draft:
@@ -93,10 +93,10 @@ def _drafting(target: CheckpointDirectory, step: int) -> Iterator[Path]:
         if not isinstance(exc, OSError):
             raise
         why = f"{exc.strerror}: {exc.filename or target.path}"
-        complete: list[CheckpointInfo] = []
+        intact: list[CheckpointInfo] = []
         with contextlib.suppress(CheckpointNotFoundError):  # the same disk may refuse this too
-            complete = target.complete()
-        if any(info.step == step for info in complete):
+            intact = target.intact()
+        if any(info.step == step for info in intact):
             why = f"it is complete in {target.path}, but its name may not be durable or not in the tracker ({why})"
         raise _failed(step, why, fix="fix the cause, or give another --out") from exc
 

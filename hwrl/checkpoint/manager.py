@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, usable
+from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, os_errors_as_checkpoint_errors
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.extra import copy_extra
 from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints
@@ -114,7 +114,7 @@ class CheckpointManager:
         except Exception:
             self._release_directory()
             raise
-        damaged: list[Path] = []
+        failed_verification: list[Path] = []
         self._saving = SaveProtocol(
             path=self.directory,
             agreement=self._agreement,
@@ -123,9 +123,9 @@ class CheckpointManager:
             fs=fs,
             keep=max_ckpt_to_keep,
             tuning=tuning,
-            damaged=damaged,
+            failed_verification=failed_verification,
         )
-        self._resuming = ResumeProtocol(self.directory, self._agreement, node, damaged)
+        self._resuming = ResumeProtocol(self.directory, self._agreement, node, failed_verification)
 
     def _correct_tracker(self, newest: int) -> None:
         """Have the tracker name the newest complete checkpoint: its writer may have died before it did so.
@@ -133,7 +133,7 @@ class CheckpointManager:
         A reader fails if the tracker names an incomplete checkpoint, and silently starts afresh if there is none.
         """
         if self._locked_directory is not None and newest >= 0:
-            with usable(self.directory):
+            with os_errors_as_checkpoint_errors(self.directory):
                 self._locked_directory.set_tracker(newest)
 
     # -- saving -------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class CheckpointManager:
                 extra=copy_extra(extra),
                 rank_extra=copy_extra(rank_extra),
                 export=export,
-                continues=previous_error is None,
+                previous_save_succeeded=previous_error is None,
                 state=capture_state(state, self._staging, copy=self._async_save, offloader=offloader),
             )
         if self._async_save:
@@ -260,7 +260,7 @@ class CheckpointManager:
     # -- finding and loading ------------------------------------------------------------------------------------
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return the complete checkpoints, oldest first. Sizes are checked, hashes are not."""
+        """Return the checkpoints intact on this disk, oldest first. Sizes are checked, hashes are not."""
         return find_checkpoints(self.directory)[0]
 
     def resume(self, state: dict[str, Any], *, step: int | None = None) -> Resumed | None:
@@ -268,8 +268,10 @@ class CheckpointManager:
 
         ``state`` has the structure of the saved state, perhaps sharded over another number of ranks. Its tensors are
         overwritten in place, other values replaced. The hash of every file is verified before anything is loaded, and
-        no pickle is executed. A bad checkpoint is skipped, logged and reported in ``skipped``. The next ``save``
-        renames it to ``.broken_…``: its step can be saved again, and nothing is lost.
+        no pickle is executed. A bad checkpoint is skipped, logged and reported in ``skipped``. If a hash is wrong, the
+        next ``save`` renames it to ``.broken_…``: its step can be saved again, and nothing is lost. If a file is
+        missing or has the wrong size, or the manifest is bad, it keeps its name until its step is saved again: another
+        program may own it.
 
         Raises :class:`~hwrl.errors.CheckpointNotFoundError` if there are checkpoints but none is good (training never
         starts afresh silently); :class:`~hwrl.errors.CheckpointError` if the checkpoint does not fit ``state``;
@@ -277,8 +279,11 @@ class CheckpointManager:
         be read. Only in the last case may ``state`` be partly overwritten.
         """
         call = self._begin_call("nothing can be loaded", CheckpointError)
-        self.wait()
+        previous_error = self._previous_error()
         self._agreement.begin_call(call)
+        if previous_error is not None:
+            with self._agreement.vote():  # the other ranks may have no error: they begin the inventory
+                raise previous_error
         inventory = take_inventory(self._agreement, self._locked_directory)
         return self._resuming.resume(state, inventory, step=step)
 

@@ -67,13 +67,14 @@ class _UnwantedNames(Message):
 class ResumeProtocol:
     """Loads checkpoints in ``path``, on all ranks of ``agreement`` together.
 
-    Checkpoints with wrong content are added to ``damaged``: the next save puts them aside.
+    Checkpoints with wrong content are added to ``failed_verification``. This list is shared with ``SaveProtocol``: its
+    next save puts them aside and empties the list.
     """
 
     path: Path
     agreement: Agreement
     node: Node
-    damaged: list[Path]
+    failed_verification: list[Path]
 
     def resume(self, state: dict[str, Any], inventory: Inventory, *, step: int | None) -> Resumed | None:
         """Load the newest good checkpoint, or exactly ``step``, into ``state``."""
@@ -87,10 +88,10 @@ class ResumeProtocol:
             path = self.path / step_name(candidate)
             reason = self._find_damage(path)
             if reason is None:
-                return self._load(inspect_checkpoint(path), state, skipped)
+                return self._load(path, state, skipped)
             _log.warning("skipping %s: %s", path, reason)
             skipped.append(Skipped(path, reason))
-            self.damaged.append(path)
+            self.failed_verification.append(path)
         if not candidates and not inventory.lost:
             return None
         if step is not None:
@@ -131,11 +132,12 @@ class ResumeProtocol:
             return exc.why
         return None
 
-    def _load(self, info: CheckpointInfo, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
-        """Load ``info`` into ``state``. No rank begins before the state of every rank is known to fit."""
-        reader = LayoutReader(info)
+    def _load(self, path: Path, state: dict[str, Any], skipped: list[Skipped]) -> Resumed:
+        """Load ``path`` into ``state``. No rank begins before the state of every rank is known to fit."""
         with torch.device("cpu"):  # torch's reader must not allocate on the caller's default device
             with self.agreement.round() as ranks:
+                info = inspect_checkpoint(path)
+                reader = LayoutReader(info)
                 with distinct_names(CheckpointError):
                     require_memory(flatten_state_dict(state)[0])
                 load = plan_load(info, reader, reader.read_metadata(), state)

@@ -130,13 +130,13 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 
 def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint import in_use, verify_files
+    from hwrl.checkpoint import hold_for_reading, verify_files
 
     complete, skipped = _find(args)
     broken = {one.path.name: one.reason for one in skipped}
     for info in complete:
         try:
-            with in_use(info):
+            with hold_for_reading(info):
                 verify_files(info, info.manifest.files)
         except CheckpointCorruptError as exc:
             if info.path.exists():  # otherwise the trainer has removed it meanwhile
@@ -152,7 +152,7 @@ def _verify(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
 
 
 def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
-    from hwrl.checkpoint import EXTRA_NAME, corrupt_error, in_use, read_extra, read_tensors, verify_files
+    from hwrl.checkpoint import EXTRA_NAME, corrupt_error, hold_for_reading, read_extra, read_tensors, verify_files
 
     if args.out.exists():
         raise ConfigError(f"{args.out} exists", why="nothing is overwritten", fix="choose another directory")
@@ -169,7 +169,7 @@ def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
             why="--model names it",
             fix="give --model the directory that training began from",
         )
-    with in_use(info):
+    with hold_for_reading(info):
         verify_files(info, info.manifest.files)
         weights = read_tensors(info, prefix="model.")
         adapter = read_extra(info)[0].get("adapter")
@@ -262,14 +262,14 @@ def _prune(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
         )
     directory = CheckpointDirectory(args.dir, DurableFS())
     try:
-        complete = directory.complete()
+        complete = directory.intact()
         before = {info.step: info.nbytes for info in complete}
         for info in complete[-args.keep :]:
             verify_files(info, info.manifest.files)  # a damaged checkpoint must not outlive a good one
         if before and not any(info.manifest.nodes > 1 for info in complete):
             directory.set_tracker(max(before))  # other nodes may lack a part; only its trainer knows
         directory.retain(args.keep)
-        kept = {info.step for info in directory.complete()}
+        kept = {info.step for info in directory.intact()}
     finally:
         directory.close()
     removed = [step for step in before if step not in kept]

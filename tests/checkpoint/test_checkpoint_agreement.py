@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
+from hwrl.checkpoint import CheckpointInfo, CheckpointManager, DurableFS, LocalShards, find_checkpoints, resume
+from hwrl.checkpoint.format.manifest import corrupt_error, inspect_checkpoint
 from hwrl.checkpoint.saving.agreement import Agreement, Message
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.errors import CheckpointError, ConfigError, HwrlError
+from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError, ConfigError, HwrlError
 from hwrl.memory import Offloader
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
@@ -290,3 +291,84 @@ def _give_torchs_group(group: Group, directory: Path) -> None:
 
 def test_torchs_own_group_is_refused_and_the_call_that_is_named_helps(tmp_path: Path) -> None:
     on_ranks(_give_torchs_group, 2, tmp_path)
+
+
+# -- a resume ---------------------------------------------------------------------------------------------------
+
+
+def _resume_after_a_failed_save(group: Group, directory: Path) -> tuple[str, int]:
+    """Rank 0 waits for the failed save; rank 1 hears of it in ``resume``."""
+    state = {"weight": torch.ones(4) * group.rank}
+    with open_manager(group, directory, async_save=True, fs=FullOnce(group.rank)) as manager:
+        manager.save(1, state)
+        if group.rank == 0:
+            with pytest.raises(CheckpointSaveError):
+                manager.wait()
+        begin_s = time.monotonic()
+        with pytest.raises(CheckpointSaveError) as caught:
+            manager.resume(state)
+        assert time.monotonic() - begin_s < TIMEOUT_S / 2
+        manager.save(2, state)
+        resumed = manager.resume(state)
+        assert resumed is not None
+    return str(caught.value), resumed.step
+
+
+class FullOnce(DurableFS):
+    """Rank 1 cannot write step 1."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def before(self, operation: str, path: Path) -> None:
+        if self.rank == 1 and "global_step_1." in str(path):
+            raise OSError(28, "no room", str(path))
+
+
+def test_a_previous_failure_raised_by_the_resume_of_one_rank_ends_that_of_all(tmp_path: Path) -> None:
+    for text, step in on_ranks(_resume_after_a_failed_save, 2, tmp_path):
+        assert "step 1 was not saved" in text and step == 2
+
+
+def _resume_unreadable(group: Group, directory: Path) -> str:
+    state = {"weight": torch.ones(4)}
+    calls = 0
+
+    def inspect_until_verified(path: Path) -> CheckpointInfo:
+        nonlocal calls
+        calls += 1
+        if group.rank == 1 and calls == 2:
+            raise corrupt_error(path, "the disk is gone")
+        return inspect_checkpoint(path)
+
+    with open_manager(group, directory) as manager, pytest.MonkeyPatch.context() as patch:
+        manager.save(1, state)
+        patch.setattr(resume, "inspect_checkpoint", inspect_until_verified)
+        begin_s = time.monotonic()
+        with pytest.raises(CheckpointCorruptError) as caught:
+            manager.resume(state)
+        assert time.monotonic() - begin_s < TIMEOUT_S / 2
+    return str(caught.value)
+
+
+def test_a_manifest_that_one_rank_cannot_read_after_the_verification_fails_the_resume_on_all(tmp_path: Path) -> None:
+    assert all("the disk is gone" in text for text in on_ranks(_resume_unreadable, 2, tmp_path))
+
+
+# -- empty pieces -----------------------------------------------------------------------------------------------
+
+
+def _save_with_an_empty_piece(group: Group, directory: Path) -> list[float]:
+    piece = torch.arange(4.0) if group.rank == 0 else torch.empty(0)
+    busy = torch.zeros(64 if group.rank == 0 else 0)  # torch gives equal items to the rank with less to write
+    state = {"one": LocalShards((4,), torch.float32, {(0,): piece}), f"busy{group.rank}": busy}
+    with open_manager(group, directory) as manager:
+        manager.save(1, state)
+        plain = {"one": torch.zeros(4), f"busy{group.rank}": busy}
+        manager.resume(plain)
+    return plain["one"].tolist()
+
+
+def test_a_rank_with_an_empty_piece_does_not_take_the_place_of_the_rank_with_the_content(tmp_path: Path) -> None:
+    assert on_ranks(_save_with_an_empty_piece, 2, tmp_path) == [[0.0, 1.0, 2.0, 3.0]] * 2

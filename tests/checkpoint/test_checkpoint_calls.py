@@ -15,6 +15,7 @@ import torch
 
 from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, SaveTuning
 from hwrl.checkpoint.format.seal import seal
+from hwrl.cli import main
 from hwrl.errors import CheckpointError, CheckpointSaveError, ConfigError
 from hwrl_cpu import INFO, CpuBackend
 
@@ -220,3 +221,31 @@ def test_a_manager_that_is_dropped_frees_the_directory_when_its_save_is_written(
             assert time.monotonic() < deadline_s
     with again:
         assert [info.step for info in again.checkpoints()] == [1]
+
+
+# -- incomplete directories ---------------------------------------------------------------------------------------
+
+
+def test_an_incomplete_checkpoint_keeps_its_name_until_its_step_is_saved_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another program may own it: trainers of other frameworks save under the same names."""
+    foreign = tmp_path / "global_step_5"
+    foreign.mkdir()
+    (foreign / "model.pt").write_bytes(b"weights")
+    with manager(tmp_path) as saving:
+        saving.save(1, small(1))
+        saving.save(2, small(2))
+        with (tmp_path / "global_step_2" / "extra.json").open("r+b") as file:
+            file.truncate(3)
+        resumed = saving.resume(small(0))
+        assert resumed is not None and (resumed.step, len(resumed.skipped)) == (1, 2)
+        saving.save(3, small(3))
+        assert (tmp_path / "global_step_2").exists() and foreign.exists()
+        assert main(["checkpoints", "ls", str(tmp_path)]) == 0
+        listed = capsys.readouterr().out
+        assert "global_step_2 is not complete" in listed and "global_step_5 is not complete" in listed
+        saving.save(5, small(5))
+        assert [info.step for info in saving.checkpoints()] == [1, 3, 5]
+    [aside] = tmp_path.glob(".broken_global_step_5.*")
+    assert (aside / "model.pt").read_bytes() == b"weights"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from hwrl.checkpoint import CheckpointManager, DurableFS, Manifest, find_checkpoints
 from hwrl.checkpoint.format.copies import copy_for_torch
 from hwrl.checkpoint.format.layout import are_apart
-from hwrl.checkpoint.format.manifest import in_use, inspect_checkpoint, verify_files
+from hwrl.checkpoint.format.manifest import hold_for_reading, inspect_checkpoint, verify_files
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from hwrl.testing.processes import run_processes
 from hwrl_cpu import INFO, CpuBackend
@@ -450,7 +450,7 @@ def _open_read_only(rank: int, home: Path) -> str:
     complete, skipped = find_checkpoints(home)
     assert [info.step for info in complete] == [1, 2] and not skipped
     for info in complete:
-        with in_use(info):
+        with hold_for_reading(info):
             verify_files(info, info.manifest.files)
     with pytest.raises(CheckpointError) as caught:
         CheckpointManager(home, backend=BACKEND)

@@ -8,8 +8,8 @@ from hwrl.errors import CheckpointError
 
 
 def _view(saves: dict[int, str], *, announced: int = -1) -> RankInventory:
-    complete = {f"global_step_{step}": save_id for step, save_id in saves.items()}
-    return RankInventory(NodeInventory(host="h", complete=complete, skipped={}, announced=announced))
+    intact = {f"global_step_{step}": save_id for step, save_id in saves.items()}
+    return RankInventory(NodeInventory(host="h", intact=intact, skipped={}, announced=announced))
 
 
 def test_a_step_counts_only_if_all_nodes_have_it_of_the_same_save() -> None:
@@ -29,3 +29,9 @@ def test_ranks_that_see_each_other_are_a_node_and_what_does_not_fit_is_refused()
     assert group_by_sight([Sight("a", [0, 1]), Sight("a", [0, 1]), Sight("b", [2])]) == [[0, 1], [2]]
     with pytest.raises(CheckpointError, match="rank 0 on a among them"):
         group_by_sight([Sight("a", [0, 1]), Sight("b", [1])])
+
+
+@pytest.mark.parametrize("ranks", [[], [1]])
+def test_a_rank_without_its_own_file_learns_that_another_run_writes_there(ranks: list[int]) -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)rank 0 on a already has a writer.*is gone"):
+        group_by_sight([Sight("a", ranks), Sight("a", ranks)])

@@ -2,17 +2,19 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hwrl.checkpoint import CheckpointManager
+from hwrl.checkpoint import CheckpointManager, DurableFS, hold_for_reading
 from hwrl.checkpoint.directory.lock import LOCK_NAME, DirectoryLock, find_owner
-from hwrl.errors import CheckpointError
+from hwrl.errors import CheckpointCorruptError, CheckpointError
 from hwrl.testing.processes import Processes
 from hwrl_cpu import INFO, CpuBackend
 
@@ -83,3 +85,51 @@ def test_who_only_asks_for_the_owner_keeps_nobody_out(tmp_path: Path) -> None:
     threading.Timer(0.2, asking.close).start()
     _manager(tmp_path).close()
     assert asking.closed
+
+
+class Reading(DurableFS):
+    """Tries to begin reading a checkpoint in the moment before it is removed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: list[str] = []
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "rename" and path.name.startswith("global_step"):
+            with (path / "MANIFEST.json").open("rb") as manifest:
+                try:
+                    fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.refused.append(path.name)
+
+
+def test_no_reader_begins_while_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    fs = Reading()
+    with CheckpointManager(tmp_path, backend=CpuBackend(INFO), fs=fs, max_ckpt_to_keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"count": step})
+        assert [info.step for info in manager.checkpoints()] == [2]
+    assert fs.refused == ["global_step_1"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "saved again"])
+def test_a_reader_that_locks_after_the_removal_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    with _manager(tmp_path) as manager:
+        manager.save(1, {"count": 1})
+        [info] = manager.checkpoints()
+    flock = fcntl.flock
+
+    def remove_first(file: Any, operation: int) -> None:
+        moved = info.path.rename(tmp_path / "moved")
+        if again:
+            shutil.copytree(moved, info.path)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with (
+        pytest.raises(CheckpointCorruptError, match="replaced meanwhile" if again else "No such file"),
+        hold_for_reading(info),
+    ):
+        raise AssertionError("it holds nothing")

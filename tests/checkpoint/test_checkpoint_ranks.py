@@ -197,6 +197,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_pat
         assert len(here[name]) == len(there[name]) == 1, "step 2 only"
         assert "step 2 was not saved\n  why: rank 1: OSError: [Errno 28]" in here[name][0]
         assert "step 2 was not saved\n  why: OSError: [Errno 28]" in there[name][0]
+        assert "; \n" not in here[name][0], "no separator without a second reason"
         assert [info.step for info in find_checkpoints(tmp_path / name)[0]] == [1, 3]
         assert not list((tmp_path / name).glob(".tmp*"))
 

@@ -5,9 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, Manifest
+from hwrl.checkpoint import CheckpointManager, DurableFS, LocalShards, Manifest, SaveTuning
 from hwrl.checkpoint.format.seal import seal
+from hwrl.checkpoint.saving.staging import StagingMemory
+from hwrl.checkpoint.saving.state import capture_state
 from hwrl.errors import CheckpointError, CheckpointSaveError, MemoryStateError
+from hwrl_cpu import INFO, CpuBackend
+
+BACKEND = CpuBackend(INFO)
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
@@ -72,3 +77,32 @@ def test_pieces_of_another_shape_or_without_memory_are_refused(tmp_path: Path) -
 def test_nothing_can_be_computed_with_pieces() -> None:
     with pytest.raises(TypeError, match="for checkpoints only"):
         cut(WHOLE, RUNS).clone()
+
+
+def test_no_copy_of_a_piece_has_a_gradient_function(tmp_path: Path) -> None:
+    staging = StagingMemory(BACKEND, SaveTuning(), on_device=False)
+    pieces = cut(WHOLE, RUNS)
+    for piece in pieces.pieces.values():
+        piece.requires_grad_()
+    captured = capture_state({"one": pieces}, staging, copy=True, offloader=None)
+    assert len(captured.on_host) == len(RUNS)
+    assert not any(copy.requires_grad for copy in captured.on_host.values())
+    captured.close()
+    staging.close()
+    with CheckpointManager(tmp_path, async_save=True, backend=BACKEND) as manager:
+        manager.save(1, {"one": pieces})
+        plain = {"one": torch.zeros(4, 10)}
+        manager.resume(plain)
+    assert torch.equal(plain["one"], WHOLE)
+
+
+def test_an_empty_piece_does_not_replace_a_part_with_the_same_offset(tmp_path: Path) -> None:
+    values = torch.arange(8.0)
+    state = {"one": LocalShards((8,), torch.float32, {(0,): values, (4,): torch.empty(0)})}
+    with CheckpointManager(tmp_path, backend=BACKEND, tuning=SaveTuning(item_nbytes=16)) as manager:  # [0, 4), [4, 8)
+        manager.save(1, state)
+        plain, none = {"one": torch.zeros(8)}, {"empty": LocalShards((0, 3), torch.float32, {})}
+        manager.resume(plain)
+        manager.save(2, none)
+        assert manager.resume(none) is not None, "a tensor without elements is saved"
+    assert torch.equal(plain["one"], values)

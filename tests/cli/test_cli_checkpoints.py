@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hwrl.checkpoint import CheckpointManager, find_checkpoints
 from hwrl.checkpoint.directory.lock import LOCK_NAME, DirectoryLock
-from hwrl.checkpoint.format.manifest import in_use
+from hwrl.checkpoint.format.manifest import hold_for_reading
 from hwrl.cli import main
 from hwrl.models import load_model
 from hwrl.run.demo import write_demo
@@ -186,7 +186,7 @@ def test_what_is_damaged_while_it_is_copied_is_not_joined(
 def test_what_somebody_reads_is_kept_until_the_next_save(home: Path) -> None:
     oldest = find_checkpoints(home)[0][0]
     with _manager(home, max_ckpt_to_keep=1) as manager:
-        with in_use(oldest):
+        with hold_for_reading(oldest):
             manager.save(4, {"weight": torch.ones(1)})
             assert [info.step for info in manager.checkpoints()] == [1, 4]
         manager.save(5, {"weight": torch.ones(1)})

@@ -11,10 +11,14 @@ from pathlib import Path
 
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.directory.lock import DirectoryLock
-from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints, is_in_use, step_name, step_of
+from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints, hold_for_removal, step_name, step_of
 from hwrl.errors import CheckpointError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
+"""The tracker file: the newest complete step, as a plain integer.
+
+Other programs read it, to find the step to resume from. hwrl reads it only to tell which steps all nodes once held.
+"""
 DRAFT_PREFIX, TRASH_PREFIX, BROKEN_PREFIX = ".tmp_", ".trash_", ".broken_"
 _UNFINISHED = re.compile(  # only names from hwrl: nothing is lost if a user opens the wrong directory
     r"\.tmp_global_step_\d+\.[0-9a-f]{16}|\.tmp_mark_[0-9a-f]{16}|\.trash_global_step_\d+\.[0-9a-f]{8}"
@@ -33,11 +37,11 @@ class CheckpointDirectory:
 
     def __init__(self, path: Path, fs: DurableFS) -> None:
         self.path, self._fs = path, fs
-        with usable(path):
+        with os_errors_as_checkpoint_errors(path):
             fs.mkdir(path)
             self._lock = DirectoryLock(path)
         try:
-            with usable(path):
+            with os_errors_as_checkpoint_errors(path):
                 _read_tracker(path)  # refuse a directory in the tracker's place now, not after a save
                 self._sweep()
         except CheckpointError:
@@ -81,24 +85,21 @@ class CheckpointDirectory:
             return -1
 
     def set_tracker(self, step: int) -> None:
-        """Make the tracker name ``step``, in one step."""
+        """Atomically write ``step`` into the tracker file."""
         if _read_tracker(self.path) != (text := str(step).encode()):
             self._fs.replace_file(self.path / TRACKER_NAME, text)
 
     def retain(self, keep: int | None) -> None:
-        """Remove complete checkpoints beyond the newest ``keep``; None keeps all. Incomplete ones stay.
+        """Remove intact checkpoints beyond the newest ``keep``; None keeps all. Incomplete ones stay.
 
-        A checkpoint in use by another process (:func:`~hwrl.checkpoint.in_use`) stays until the next save. The part
-        of one node is not counted while it is newer than the tracker: other nodes may lack theirs.
+        A checkpoint held by a reader (:func:`~hwrl.checkpoint.hold_for_reading`) stays until the next save. The part of
+        one node is not counted while it is newer than the tracker: other nodes may lack theirs.
         """
         if keep is None:
             return
-        counted = [info for info in self.complete() if info.manifest.nodes == 1 or info.step <= self.announced]
+        counted = [info for info in self.intact() if info.manifest.nodes == 1 or info.step <= self.announced]
         for info in counted[:-keep]:
-            if is_in_use(info.path):
-                _log.info("keeping %s for now: a process reads it", info.path)
-            else:
-                self._discard(info.path)
+            self._discard(info.path)
 
     def put_aside(self, paths: Collection[Path]) -> None:
         """Rename bad checkpoints: their steps can be saved again, and nothing of them is deleted."""
@@ -107,14 +108,19 @@ class CheckpointDirectory:
                 self._fs.rename(path, path.with_name(f"{BROKEN_PREFIX}{path.name}.{os.urandom(4).hex()}"))
                 self._fs.sync_directory(self.path)
 
-    def complete(self) -> list[CheckpointInfo]:
-        """Return the complete checkpoints, oldest first."""
+    def intact(self) -> list[CheckpointInfo]:
+        """Return the checkpoints intact on this disk, oldest first. Other nodes may lack their parts."""
         return find_checkpoints(self.path)[0]
 
     def _discard(self, path: Path) -> None:
+        """Remove a checkpoint, unless a process reads it."""
         # Renamed first: a crash while it is emptied leaves no half checkpoint under a checkpoint's name.
         trash = path.with_name(f"{TRASH_PREFIX}{path.name}.{os.urandom(4).hex()}")
-        self._fs.rename(path, trash)
+        with hold_for_removal(path) as is_free:
+            if not is_free:
+                _log.info("keeping %s for now: a process reads it", path)
+                return
+            self._fs.rename(path, trash)
         self._fs.sync_directory(self.path)
         self._fs.remove_tree(trash)
 
@@ -149,7 +155,7 @@ def draft_path(directory: Path, step: int, save_id: str) -> Path:
 
 
 @contextlib.contextmanager
-def usable(directory: Path) -> Iterator[None]:
+def os_errors_as_checkpoint_errors(directory: Path) -> Iterator[None]:
     """Raise CheckpointError for an OSError in the block. The block opens ``directory``."""
     try:
         yield

@@ -11,7 +11,7 @@ from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
 from hwrl.checkpoint.format.archive import require_stored
 from hwrl.checkpoint.format.layout import Json, write_torch_metadata
 from hwrl.checkpoint.format.loading import read_entries
-from hwrl.checkpoint.format.manifest import LAYOUT_NAME, CheckpointInfo, corrupt_error, in_use, verify_files
+from hwrl.checkpoint.format.manifest import LAYOUT_NAME, CheckpointInfo, corrupt_error, hold_for_reading, verify_files
 
 
 def copy_files(
@@ -39,7 +39,7 @@ def copy_for_torch(info: CheckpointInfo, directory: Path, *, aside: str, fs: Dur
     Every file is verified. The copies are durable, but the names in ``directory`` are not. Raises
     :class:`~hwrl.errors.CheckpointCorruptError` if the checkpoint is damaged, and OSError from ``directory``.
     """
-    with in_use(info):
+    with hold_for_reading(info):
         verify_files(info, [LAYOUT_NAME])
         entries = read_entries(info)
         rest = [entry for entry in entries if entry["name"] != aside]

@@ -93,7 +93,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One complete checkpoint on disk."""
+    """One checkpoint on a disk, intact there. Other nodes may lack their parts."""
 
     path: Path
     manifest: Manifest
@@ -173,7 +173,7 @@ def read_extra(info: CheckpointInfo) -> tuple[dict[str, Any], list[dict[str, Any
 
 
 def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[CheckpointInfo], list[Skipped]]:
-    """Return the complete checkpoints in ``directory``, oldest step first, and the incomplete ones.
+    """Return the checkpoints intact in ``directory``, oldest step first, and the incomplete ones.
 
     Takes no lock and changes nothing; hashes are not read. Safe beside a running trainer. Raises
     :class:`~hwrl.errors.CheckpointNotFoundError` if ``directory`` cannot be read.
@@ -186,41 +186,47 @@ def find_checkpoints(directory: str | os.PathLike[str]) -> tuple[list[Checkpoint
             why=f"{exc.strerror}: {exc.filename}",
             fix="give the directory that holds global_step_N/; of a run, its checkpoints/",
         ) from exc
-    complete, skipped = [], []
+    intact, skipped = [], []
     for path in paths:
         if step_of(path.name) is None:
             continue
         try:
-            complete.append(inspect_checkpoint(path))
+            intact.append(inspect_checkpoint(path))
         except CheckpointCorruptError as exc:
             if os.path.lexists(path):  # otherwise a trainer has removed it meanwhile
                 skipped.append(Skipped(path, exc.why))
-    return sorted(complete, key=lambda info: info.step), sorted(skipped, key=lambda one: one.path)
+    return sorted(intact, key=lambda info: info.step), sorted(skipped, key=lambda one: one.path)
 
 
 @contextlib.contextmanager
-def in_use(info: CheckpointInfo) -> Iterator[None]:
+def hold_for_reading(info: CheckpointInfo) -> Iterator[None]:
     """Keep a trainer from removing the checkpoint during the block. CheckpointCorruptError if it is gone.
 
     It is a shared lock on the manifest. It ends with the process.
     """
-    try:
-        manifest = (info.path / MANIFEST_NAME).open("rb")
-    except OSError as exc:
-        raise corrupt_error(info.path, _reason(exc)) from exc
-    with manifest:
-        fcntl.flock(manifest, fcntl.LOCK_SH)
+    path = info.path / MANIFEST_NAME
+    with contextlib.ExitStack() as stack:
+        try:
+            manifest = stack.enter_context(path.open("rb"))
+            fcntl.flock(manifest, fcntl.LOCK_SH)
+            is_there = os.path.samestat(os.fstat(manifest.fileno()), path.stat())
+        except OSError as exc:
+            raise corrupt_error(info.path, _reason(exc)) from exc
+        if not is_there:  # removed between the open and the lock, and saved again
+            raise corrupt_error(info.path, "it was replaced meanwhile")
         yield
 
 
-def is_in_use(path: Path) -> bool:
-    """Return whether a process reads the checkpoint in ``path`` inside of :func:`in_use`."""
+@contextlib.contextmanager
+def hold_for_removal(path: Path) -> Iterator[bool]:
+    """Yield True if no process holds the checkpoint in ``path`` for reading; none can begin to during the block."""
     with (path / MANIFEST_NAME).open("r+b") as manifest:  # NFS refuses an exclusive lock on a file opened for reading
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
-    return False
+            yield False
+            return
+        yield True
 
 
 def corrupt_error(path: Path, reason: str) -> CheckpointCorruptError:

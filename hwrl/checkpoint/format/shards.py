@@ -67,7 +67,8 @@ def local_parts(state: Mapping[str, Any]) -> list[tuple[PartKey, torch.Tensor]]:
     parts: list[tuple[PartKey, torch.Tensor]] = []
     for name, value in state.items():
         if isinstance(value, LocalShards):
-            parts += [((name, offset), piece) for offset, piece in value.pieces.items()]
+            parts += [((name, offset), piece.detach()) for offset, piece in value.pieces.items()]
         elif isinstance(value, torch.Tensor):
-            parts.append(((name, None), value.to_local() if isinstance(value, DTensor) else value.detach()))
+            local = value.to_local() if isinstance(value, DTensor) else value
+            parts.append(((name, None), local.detach()))
     return parts

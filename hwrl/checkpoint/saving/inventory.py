@@ -17,22 +17,22 @@ from hwrl.checkpoint.saving.agreement import Agreement, Message
 class NodeInventory(Message):
     """The checkpoints on one node's disk.
 
-    ``complete`` maps directory names to save ids, ``skipped`` maps the other names to the reason, and ``announced`` is
-    the step in the tracker (-1 if there is none).
+    ``intact`` maps the names of directories intact on this disk to save ids, ``skipped`` maps the other names to the
+    reason, and ``announced`` is the step in the tracker (-1 if there is none).
     """
 
     host: str
-    complete: dict[str, str]
+    intact: dict[str, str]
     skipped: dict[str, str]
     announced: int
 
     @classmethod
     def read(cls, directory: CheckpointDirectory, *, without: Collection[Path] = ()) -> NodeInventory:
-        """Read the inventory from the disk. The checkpoints in ``without`` are damaged, and left out."""
-        complete, skipped = find_checkpoints(directory.path)
+        """Read the inventory from the disk. The checkpoints in ``without`` are left out: a hash is wrong."""
+        intact, skipped = find_checkpoints(directory.path)
         return cls(
             host=socket.gethostname(),
-            complete={info.path.name: info.manifest.save_id for info in complete if info.path not in without},
+            intact={info.path.name: info.manifest.save_id for info in intact if info.path not in without},
             skipped={one.path.name: one.reason for one in skipped},
             announced=directory.announced,
         )
@@ -60,7 +60,7 @@ class RankInventory(Message):
 class Inventory(Message):
     """The checkpoints of all nodes.
 
-    ``complete`` has the steps held by all nodes from the same save, oldest first; ``skipped`` maps the other
+    ``complete`` has the steps intact on all nodes, from the same save, oldest first; ``skipped`` maps the other
     directories to the reason. ``lost`` says whether one of those may have been complete. It is False if only some nodes
     committed a first step: no tracker named it, so no reader relied on it.
     """
@@ -75,8 +75,8 @@ class Inventory(Message):
         return max(self.complete, default=-1)
 
     def uncommitted(self, directory: CheckpointDirectory) -> list[Path]:
-        """Return the checkpoints in ``directory`` newer than the newest step of all nodes."""
-        return [info.path for info in directory.complete() if info.step > self.newest]
+        """Return the intact checkpoints in ``directory`` newer than the newest complete step."""
+        return [info.path for info in directory.intact() if info.step > self.newest]
 
 
 def take_inventory(agreement: Agreement, directory: CheckpointDirectory | None) -> Inventory:
@@ -87,21 +87,21 @@ def take_inventory(agreement: Agreement, directory: CheckpointDirectory | None) 
 
 
 def merge_inventories(answers: Sequence[RankInventory]) -> Inventory:
-    """Merge the inventories of all nodes. A step is complete if every node has it, from the same save."""
+    """Merge the inventories of all nodes. A step is complete if it is intact on every node, from the same save."""
     nodes = [answer.node for answer in answers if answer.node is not None]
     holders = {
-        name: [number for number, node in enumerate(nodes) if name in node.complete]
-        for name in {name for node in nodes for name in node.complete}
+        name: [number for number, node in enumerate(nodes) if name in node.intact]
+        for name in {name for node in nodes for name in node.intact}
     }
-    on_all = {name for name in holders if len({node.complete.get(name) for node in nodes}) == 1}
+    on_all = {name for name in holders if len({node.intact.get(name) for node in nodes}) == 1}
     newest = max(map(_step, on_all), default=-1)
     # An older partial step was complete once: the nodes remove old steps one after the other.
     partial = {name: having for name, having in holders.items() if name not in on_all and _step(name) > newest}
     skipped = {name: _why_partial(nodes, having) for name, having in partial.items()}
-    damaged = {name: reason for node in nodes for name, reason in node.skipped.items()}
+    incomplete = {name: reason for node in nodes for name, reason in node.skipped.items()}
     announced = max(node.announced for node in nodes)
-    lost = bool(damaged) or any(_step(name) <= announced for name in partial)
-    return Inventory(sorted(map(_step, on_all)), dict(sorted((skipped | damaged).items())), lost)
+    lost = bool(incomplete) or any(_step(name) <= announced for name in partial)
+    return Inventory(sorted(map(_step, on_all)), dict(sorted((skipped | incomplete).items())), lost)
 
 
 def _why_partial(nodes: Sequence[NodeInventory], having: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hwrl.checkpoint.directory.checkpoint_directory import DRAFT_PREFIX, usable
+from hwrl.checkpoint.directory.checkpoint_directory import DRAFT_PREFIX, os_errors_as_checkpoint_errors
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.saving.agreement import Agreement, Message
 from hwrl.errors import CheckpointError
@@ -85,7 +85,7 @@ def find_nodes(directory: Path, fs: DurableFS, agreement: Agreement, *, look_s: 
     marker = directory / f"{DRAFT_PREFIX}mark_{os.urandom(8).hex()}"
     try:
         with agreement.round() as ranks:
-            with usable(directory):
+            with os_errors_as_checkpoint_errors(directory):
                 fs.mkdir(directory)
                 fs.write_file(marker, b"")
             markers = ranks.gather(_Marker(marker.name))
@@ -113,6 +113,12 @@ def _look_for(names: Sequence[str], directory: Path, *, look_s: float) -> list[i
 def group_by_sight(sights: Sequence[Sight]) -> list[list[int]]:
     """Return the ranks of each node: they see each other's files, and no others."""
     for rank, sight in enumerate(sights):
+        if rank not in sight.ranks:
+            raise CheckpointError(
+                f"the checkpoint directory of rank {rank} on {sight.host} already has a writer",
+                why="the file that this rank left there is gone: another run opened the directory or saved there",
+                fix="end that run, or choose another directory",
+            )
         for other in sight.ranks:
             if sights[other].ranks != sight.ranks:
                 raise CheckpointError(

@@ -50,7 +50,10 @@ class SaveProtocol:
     """Saves one step at a time, on all ranks of ``agreement`` together.
 
     ``path`` holds the checkpoints. ``directory`` is there on the first rank of each node: this rank creates, renames
-    and removes the entries of ``path``. ``damaged`` are checkpoints with wrong content; the next save puts them aside.
+    and removes the entries of ``path``.
+
+    ``failed_verification`` are checkpoints with wrong content. This list is shared with :class:`ResumeProtocol`, which
+    fills it on every rank. The first rank of each node puts them aside in its next save, and empties its list.
     """
 
     path: Path
@@ -60,13 +63,14 @@ class SaveProtocol:
     fs: DurableFS
     keep: int | None
     tuning: SaveTuning
-    damaged: list[Path]
+    failed_verification: list[Path]
 
     def save(self, captured: CapturedSave) -> None:
         """Write and commit ``captured``, and release its state.
 
-        When this returns, the checkpoint is durable, the tracker names it, and older ones are removed. Raises
-        CheckpointSaveError on all ranks if any rank fails.
+        When this returns, the checkpoint is durable, the tracker names it, and older ones are removed, unless every
+        rank is about to raise its previous failure; then nothing is saved. Raises CheckpointSaveError on all ranks if
+        any rank fails.
         """
         self.agreement.begin_call(captured.call)
         try:
@@ -108,17 +112,21 @@ class SaveProtocol:
             self._remove_draft(agreed.draft)
             raise
         except Exception as exc:  # a rank is silent, or was; the step may be complete unless this rank has its draft
-            is_saved = not self._remove_draft(agreed.draft)
-            raise (_in_doubt if is_saved else _not_saved)(step, _reason(exc)) from exc
+            may_be_complete = not self._remove_draft(agreed.draft)
+            raise (_in_doubt if may_be_complete else _not_saved)(step, _reason(exc)) from exc
 
     # -- captured -> agreed -------------------------------------------------------------------------------------
 
     def _agree(self, captured: CapturedSave) -> AgreedSave | None:
-        """Have all ranks begin the same save; None if none of them continues after a failure of the previous one."""
+        """Have all ranks begin the same save; None if every rank raises its previous failure."""
         with self.agreement.round() as ranks:
-            own = RankInventory.read(self.directory, without=self.damaged)
+            own = RankInventory.read(self.directory, without=self.failed_verification)
             request = SaveRequest(
-                captured.step, captured.continues, captured.extra, captured.rank_extra, inventory=own.node
+                captured.step,
+                captured.previous_save_succeeded,
+                captured.extra,
+                captured.rank_extra,
+                inventory=own.node,
             )
             requests = ranks.gather(request)
             order = ranks.broadcast(None if requests is None else self._order(captured.step, requests), SaveOrder)
@@ -133,7 +141,7 @@ class SaveProtocol:
     def _order(self, step: int, requests: Sequence[SaveRequest]) -> SaveOrder:
         """Check the requests of the ranks; return the save of all ranks."""
         inventory = merge_inventories([RankInventory(request.inventory) for request in requests])
-        if not any(request.continues for request in requests):
+        if not any(request.previous_save_succeeded for request in requests):
             return SaveOrder(None, inventory)
         if len({request.step for request in requests}) > 1:
             raise _not_saved(step, f"the ranks are at steps {[request.step for request in requests]}")
@@ -173,8 +181,8 @@ class SaveProtocol:
         directory = self._own_directory
         if agreed.inventory.complete:
             directory.set_tracker(agreed.inventory.newest)
-        directory.put_aside(sorted({*self.damaged, *agreed.inventory.uncommitted(directory)}))
-        self.damaged.clear()  # their names are free again, for good checkpoints
+        directory.put_aside(sorted({*self.failed_verification, *agreed.inventory.uncommitted(directory)}))
+        self.failed_verification.clear()  # their names are free again, for good checkpoints
         directory.begin(agreed.captured.step, agreed.save_id)
 
     # -- planned -> written -------------------------------------------------------------------------------------
@@ -303,7 +311,9 @@ def _positions(plan: SavePlan, kept: SavePlan) -> list[int]:
 
 
 def _reason(exc: Exception) -> str:
-    return f"{exc.what}; {exc.why}" if isinstance(exc, HwrlError) else f"{type(exc).__name__}: {exc}"
+    if not isinstance(exc, HwrlError):
+        return f"{type(exc).__name__}: {exc}"
+    return f"{exc.what}; {exc.why}" if exc.why else exc.what  # another rank's foreign error has no `why`
 
 
 def _not_saved(step: int, why: str) -> CheckpointSaveError:

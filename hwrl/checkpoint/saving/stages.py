@@ -25,7 +25,8 @@ from hwrl.checkpoint.saving.state import CapturedState, ItemPlan
 class CapturedSave:
     """The arguments of ``save``, with the state held. ``call`` is the number of the call, equal on all ranks.
 
-    ``continues`` is False if this rank's ``save`` raises the failure of the previous save.
+    ``previous_save_succeeded`` is False if this rank will raise the previous save's failure. It then saves only if some
+    other rank has True.
     """
 
     call: int
@@ -35,7 +36,7 @@ class CapturedSave:
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
     export: Callable[[Path], object] | None
-    continues: bool
+    previous_save_succeeded: bool
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class SaveRequest(Message):
     """What each rank wants to save. ``inventory`` is its node's, from the first rank of each node."""
 
     step: int
-    continues: bool
+    previous_save_succeeded: bool
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
     inventory: NodeInventory | None
@@ -100,7 +101,7 @@ class SaveRequest(Message):
 
 @dataclass(frozen=True)
 class SaveOrder(Message):
-    """The save of all ranks. ``save_id`` is None if nothing is saved, because no rank continues."""
+    """The save of all ranks. ``save_id`` is None if every rank raises its previous failure: nothing is saved."""
 
     save_id: str | None
     inventory: Inventory

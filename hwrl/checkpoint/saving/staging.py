@@ -32,7 +32,7 @@ class StagingMemory:
 
     ``buffers`` are for reading tensors of the device.
 
-    Timeline: ``copying``; when no copy is left, ``copies_freed`` from any thread; then the same again.
+    Timeline: ``copying``; when no copy is left, ``note_copies_freed`` from any thread; then the same again.
     """
 
     def __init__(self, backend: Backend, tuning: SaveTuning, *, on_device: bool) -> None:
@@ -81,9 +81,9 @@ class StagingMemory:
         finally:
             stream.synchronize()
 
-    def copies_freed(self) -> None:
-        """Note: all copies on the device are freed. May be called again."""
-        self._room.copies_freed()
+    def note_copies_freed(self) -> None:
+        """Tell the estimator that the caller has dropped all device copies. May be called again."""
+        self._room.note_copies_freed()
 
     def close(self) -> None:
         """Free the host memory."""
@@ -154,8 +154,8 @@ class _DeviceRoom:
         info = self._backend.memory_info()
         return info.free_nbytes + info.reserved_nbytes - self._needed_nbytes
 
-    def copies_freed(self) -> None:
-        """Note: no copy is on the device now. May be called from any thread, and again."""
+    def note_copies_freed(self) -> None:
+        """Note the peak with the copies; none is on the device now. May be called from any thread, and again."""
         copies_nbytes, self.copies_nbytes = self.copies_nbytes, 0
         if copies_nbytes and self.stream is not None:
             with self.stream:

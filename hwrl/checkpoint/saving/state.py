@@ -31,7 +31,7 @@ class CapturedState:
 
     Each tensor of the rank is in one of three places. ``on_host`` are the staged copies. ``buffered`` are read through
     the staging's buffers: copies on the device, or in a foreground save the state's own tensors. ``offloaded`` have no
-    memory; ``copies``, lent by the offloader, hold their content. ``values`` are all other values, as bytes.
+    memory; ``offloader_copies``, lent by the offloader, hold their content. ``values`` are all other values, as bytes.
 
     A tensor leaves ``buffered`` when it is written, and its memory is freed. ``close`` gives back the rest.
     """
@@ -41,7 +41,7 @@ class CapturedState:
     on_host: Mapping[PartKey, torch.Tensor]
     buffered: dict[PartKey, torch.Tensor]
     offloaded: Mapping[PartKey, torch.Tensor]
-    copies: LentState
+    offloader_copies: LentState
     staging: StagingMemory
     staged_nbytes: int
     cloned_nbytes: int
@@ -53,9 +53,9 @@ class CapturedState:
 
     def close(self) -> None:
         """Release the tensors and the offloader's copies. May be called again."""
-        self.copies.give_back()
+        self.offloader_copies.give_back()
         self.buffered.clear()
-        self.staging.copies_freed()
+        self.staging.note_copies_freed()
 
 
 def capture_state(
@@ -75,7 +75,7 @@ def capture_state(
     offloaded = {key: tensor for key, tensor in parts if _is_offloaded(tensor)}
     resident = {key: tensor for key, tensor in parts if key not in offloaded}
     with contextlib.ExitStack() as undo:
-        undo.callback(staging.copies_freed)
+        undo.callback(staging.note_copies_freed)
         if copy:
             with staging.copying(resident) as (on_host, on_device):
                 copies = _borrow(offloader, offloaded, undo)
@@ -94,7 +94,7 @@ def capture_state(
         on_host=dict(on_host),
         buffered=buffered,
         offloaded=offloaded,
-        copies=copies,
+        offloader_copies=copies,
         staging=staging,
         staged_nbytes=_nbytes(on_host),
         cloned_nbytes=_nbytes(buffered) if copy else 0,
@@ -149,6 +149,8 @@ def plan_items(captured: CapturedState, *, max_item_nbytes: int) -> ItemPlan:
     items: list[WriteItem] = []
     origins: dict[tuple[str, Offset], tuple[PartKey, Offset]] = {}
     for whole in plan.items:
+        if _is_empty_part(whole):
+            continue
         name = whole.index.fqn
         is_sharded = isinstance(planner.state_dict[name], LocalShards)
         part = (name, tuple(whole.index.offset or ()) if is_sharded else None)
@@ -157,6 +159,15 @@ def plan_items(captured: CapturedState, *, max_item_nbytes: int) -> ItemPlan:
             origins[_item_key(item)] = part, begin
     items.sort(key=lambda item: origins[_item_key(item)][0] not in captured.offloaded)
     return ItemPlan(items, plan.planner_data, origins)
+
+
+def _is_empty_part(item: WriteItem) -> bool:
+    """Return whether ``item`` is an empty part of a tensor that has elements.
+
+    It has nothing to save, but may have the name and the offset of a part that has.
+    """
+    data = item.tensor_data
+    return data is not None and 0 in data.chunk.sizes and 0 not in data.size
 
 
 def _item_key(item: WriteItem) -> tuple[str, Offset]:
@@ -169,8 +180,8 @@ def _item_key(item: WriteItem) -> tuple[str, Offset]:
 class StateReader:
     """Reads ``items`` of a plan, each once, from any threads.
 
-    An offloaded tensor is lent by itself until its last item is read: an offload waits for it and for nothing else. A
-    tensor on the device is dropped when its last item is read. Parts of the state without an item are released
+    Each offloaded tensor is borrowed separately, until its last item is read: an offload waits for it and for nothing
+    else. A tensor on the device is dropped when its last item is read. Parts of the state without an item are released
     at once: another rank writes them.
     """
 
@@ -180,10 +191,10 @@ class StateReader:
         self._lock = threading.Lock()
         self._lent: dict[PartKey, LentTensor] = {}
         for part in captured.offloaded.keys() & self._unread.keys():
-            copy = captured.copies.lend(captured.offloaded[part])
+            copy = captured.offloader_copies.lend(captured.offloaded[part])
             assert copy is not None, "it was there when the state was captured"
             self._lent[part] = copy
-        captured.copies.give_back()
+        captured.offloader_copies.give_back()
         for part in captured.buffered.keys() - self._unread.keys():
             del captured.buffered[part]
 
