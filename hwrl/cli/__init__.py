@@ -63,7 +63,8 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
     metavar = "{" + ",".join(command.name for command in known) + "}"
     subparsers = parser.add_subparsers(required=True, metavar=metavar)
     for command in known:
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        listed = command.help.replace("%", "%%")  # argparse formats it
+        subparser = subparsers.add_parser(command.name, help=listed, description=command.help)
         subparser.set_defaults(run=command.run)
     if chosen is not None:
         chosen.configure(subparser)

@@ -50,6 +50,12 @@ def test_a_plugins_command_is_listed_takes_arguments_and_runs(tmp_path: Path) ->
     assert refused.returncode == 2 and "argument --times: invalid int value" in refused.stderr
 
 
+def test_a_percent_sign_in_a_help_is_shown(tmp_path: Path) -> None:
+    install_plugin(tmp_path, "greeting", source=COMMAND.format(name="greet").replace("say", "100% of %(prog)s: say"))
+    listed = hwrl(tmp_path, "--help")
+    assert listed.returncode == 0 and "100% of %(prog)s: say greet\n" in listed.stdout, listed.stderr
+
+
 def test_the_example_in_the_docs_works(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     (example,) = [block for block in blocks if "def hwrl_commands" in block]
@@ -67,8 +73,11 @@ def test_the_example_in_the_docs_works(tmp_path: Path) -> None:
         (RAISING.format(name="bad"), "its hwrl_commands raised OSError: no disk"),
         (WRONG.format(name="bad"), "its answer[0] is 'greet', not of type Command"),
         (COMMAND.format(name="doctor"), "hwrl itself has a command of this name: doctor"),
+        (COMMAND.format(name=""), "a letter or digit first, not ''"),
+        (COMMAND.format(name="-x"), "a letter or digit first, not '-x'"),
+        (COMMAND.format(name="a b"), "a letter or digit first, not 'a b'"),
     ],
-    ids=["broken", "exiting", "misspelt", "raising", "wrong answer", "built-in name"],
+    ids=["broken", "exiting", "misspelt", "raising", "wrong answer", "built-in name", "no name", "option", "space"],
 )
 def test_a_plugin_that_fails_is_reported_and_the_other_commands_work(tmp_path: Path, source: str, reason: str) -> None:
     install_plugin(tmp_path, "failing", source=source)
