@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hwrl import __version__
 from hwrl.cli.commands import BUILT_IN, Commands
 from tests.support.plugin_files import install_plugin
 
@@ -107,6 +108,12 @@ def test_a_built_in_command_imports_no_plugin(tmp_path: Path, monkeypatch: pytes
     commands = Commands()
     assert commands.find("train") is not None and module not in sys.modules
     assert commands.find("greet") is not None and module in sys.modules
+
+
+def test_the_version_is_printed_without_any_plugin(tmp_path: Path) -> None:
+    install_plugin(tmp_path, "failing", source="import os\nos._exit(7)\n")
+    printed = hwrl(tmp_path, "--version")
+    assert (printed.returncode, printed.stdout, printed.stderr) == (0, f"hwrl {__version__}\n", "")
 
 
 def test_two_names_of_one_plugin_give_its_commands_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
