@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pluggy
 
@@ -94,6 +94,9 @@ def _why_not_added(commands: tuple[Command, ...]) -> str:
     wrong = ", ".join(repr(command.name) for command in commands if not _NAME.fullmatch(command.name))
     if wrong:
         return f"the name of a command is letters, digits, '-', '_' and '.', a letter or digit first, not {wrong}"
+    counts = Counter(command.name for command in commands)
+    if twice := ", ".join(name for name, count in counts.items() if count > 1):
+        return f"it adds several commands of this name: {twice}"
     taken = ", ".join(command.name for command in commands if command.name in BUILT_IN)
     return f"hwrl itself has a command of this name: {taken}" if taken else ""
 

@@ -31,6 +31,7 @@ BROKEN = "import a_framework_that_is_not_there\n"
 EXITING = "import sys\nsys.exit(0)\n"
 WRONG = COMMAND.replace("return [", "return ['greet'] or [")
 RAISING = COMMAND.replace("return [", "raise OSError('no disk')\n    return [")
+TWICE = COMMAND.replace('lambda parser: parser.add_argument("--times", type=int), run)]', "print, run)] * 2")
 MISSPELT = COMMAND.replace("def hwrl_commands", "def hwrl_comands")
 
 
@@ -74,11 +75,23 @@ def test_the_example_in_the_docs_works(tmp_path: Path) -> None:
         (RAISING.format(name="bad"), "its hwrl_commands raised OSError: no disk"),
         (WRONG.format(name="bad"), "its answer[0] is 'greet', not of type Command"),
         (COMMAND.format(name="doctor"), "hwrl itself has a command of this name: doctor"),
+        (TWICE.format(name="bad"), "it adds several commands of this name: bad"),
         (COMMAND.format(name=""), "a letter or digit first, not ''"),
         (COMMAND.format(name="-x"), "a letter or digit first, not '-x'"),
         (COMMAND.format(name="a b"), "a letter or digit first, not 'a b'"),
     ],
-    ids=["broken", "exiting", "misspelt", "raising", "wrong answer", "built-in name", "no name", "option", "space"],
+    ids=[
+        "broken",
+        "exiting",
+        "misspelt",
+        "raising",
+        "wrong answer",
+        "built-in name",
+        "twice",
+        "no name",
+        "option",
+        "space",
+    ],
 )
 def test_a_plugin_that_fails_is_reported_and_the_other_commands_work(tmp_path: Path, source: str, reason: str) -> None:
     install_plugin(tmp_path, "failing", source=source)
