@@ -2,17 +2,27 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
-from hwrl.testing.processes import preload
+import pytest
+
+from hwrl.testing import preload
 
 # Every test runs on the reference backend, on every machine, unless the caller names another one.
 os.environ.setdefault("HWRL_BACKEND", "cpu")
 
 # Most tests start processes that import their test module; without this each spends one to three seconds on imports.
 preload("pytest", "hypothesis", "safetensors.torch", "hwrl.checkpoint", "hwrl.testing.suite", "hwrl.weights")
-if importlib.util.find_spec("torch_npu"):
-    preload("torch_npu")  # alone, it opens its device on first use; transformers counts the devices when it is imported
-    # Tests look at how much memory a device has left, so each worker of pytest-xdist has a simulated machine to itself.
-    os.environ["NPUSIM_NODE"] = f"/dev/shm/npusim-{os.getuid()}-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
-else:
+if os.environ["HWRL_BACKEND"] == "cpu":
     preload("transformers.models.qwen3.modeling_qwen3", "hwrl.rollout.embedded", "hwrl.train.fsdp")
+elif importlib.util.find_spec("torch_npu"):
+    preload("torch_npu")  # alone, it opens its device on first use; transformers counts the devices when it is imported
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each process with tests a simulated NPU machine: tests look at how much memory a device has left."""
+    starts_workers = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    if importlib.util.find_spec("torch_npu") and "NPUSIM_NODE" not in os.environ and not starts_workers:
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        node = os.environ["NPUSIM_NODE"] = f"/dev/shm/npusim-{os.getuid()}-{worker}-{os.getpid()}"
+        config.add_cleanup(lambda: Path(node).unlink(missing_ok=True))

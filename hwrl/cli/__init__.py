@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 from hwrl import __version__
 from hwrl.cli.commands import Commands
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the arguments. ``overrides`` of a command may stand before and after its options."""
+    _version_option().parse_known_args(list(takewhile(lambda word: word.startswith("-"), words)))
     parser = _parser(next((word for word in words if not word.startswith("-")), None))
     args, rest = parser.parse_known_args(words)
     if rest and ("overrides" not in args or any(word.startswith("-") for word in rest)):
@@ -46,6 +48,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if rest:  # argparse takes positional arguments from one place only
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+def _version_option() -> argparse.ArgumentParser:
+    """Return a parser for ``--version`` alone: it answers without a plugin."""
+    parser = argparse.ArgumentParser(prog="hwrl", add_help=False)
+    parser.add_argument("--version", action="version", version=f"hwrl {__version__}")
+    return parser
 
 
 def _parser(name: str | None) -> argparse.ArgumentParser:
@@ -58,12 +67,14 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
     known = commands.all() if chosen is None else [chosen]
     for problem in commands.problems:
         print(f"hwrl: {problem}", file=sys.stderr)
-    parser = argparse.ArgumentParser(prog="hwrl", description="Reinforcement learning on any accelerator.")
-    parser.add_argument("--version", action="version", version=f"hwrl {__version__}")
+    parser = argparse.ArgumentParser(
+        prog="hwrl", description="Reinforcement learning on any accelerator.", parents=[_version_option()]
+    )
     metavar = "{" + ",".join(command.name for command in known) + "}"
     subparsers = parser.add_subparsers(required=True, metavar=metavar)
     for command in known:
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        listed = command.help.replace("%", "%%")  # argparse formats it
+        subparser = subparsers.add_parser(command.name, help=listed, description=command.help)
         subparser.set_defaults(run=command.run)
     if chosen is not None:
         chosen.configure(subparser)

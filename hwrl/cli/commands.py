@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 
 import pluggy
 
@@ -24,6 +25,8 @@ from hwrl.interfaces import Command
 
 BUILT_IN = ("train", "doctor", "checkpoints", "conformance")
 """Names of subcommands, and of the modules in this package with their ``HELP``, ``configure`` and ``run``."""
+
+_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class Commands:
@@ -88,6 +91,12 @@ def _built_in(name: str) -> Command:
 
 
 def _why_not_added(commands: tuple[Command, ...]) -> str:
+    wrong = ", ".join(repr(command.name) for command in commands if not _NAME.fullmatch(command.name))
+    if wrong:
+        return f"the name of a command is letters, digits, '-', '_' and '.', a letter or digit first, not {wrong}"
+    counts = Counter(command.name for command in commands)
+    if twice := ", ".join(name for name, count in counts.items() if count > 1):
+        return f"it adds several commands of this name: {twice}"
     taken = ", ".join(command.name for command in commands if command.name in BUILT_IN)
     return f"hwrl itself has a command of this name: {taken}" if taken else ""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 
-from hwrl.errors import EngineError
+from hwrl.errors import DataError, EngineError
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, mean_metrics
 from hwrl.rollout.reward_workers import RewardWorkers, unscored
@@ -60,16 +60,21 @@ class Evaluator:
     def request(self, prompts: Sequence[Prompt]) -> Future[Evaluation]:
         """Request an evaluation of ``prompts``. Does not block.
 
-        The future has an InvalidStateError if another evaluation is under way, and an EngineError after :meth:`close`.
+        The future has an InvalidStateError if another evaluation is under way, an EngineError after :meth:`close`, and
+        a DataError if there are no prompts. It cannot be cancelled.
         """
         answer: Future[Evaluation] = Future()
+        answer.set_running_or_notify_cancel()  # the rollouter's thread must be able to answer
+        prompts = list(prompts)
         with self._lock:
             if self._closed:
                 answer.set_exception(_no_evaluation())
             elif self._current is not None:
                 answer.set_exception(InvalidStateError("an evaluation is already under way"))
+            elif not prompts:
+                answer.set_exception(_no_prompts())
             else:
-                self._current = _CurrentEvaluation(list(prompts), answer)
+                self._current = _CurrentEvaluation(prompts, answer)
         return answer
 
     def start(self, generate: Callable[[Prompt], PendingGroup]) -> None:
@@ -98,12 +103,14 @@ class Evaluator:
             for group in failed:
                 group.scores = self._rewards.score(group.prompt, group.responses)
             return failed
+        # If this raises, the evaluation is still the current one, and close() answers it.
+        outcome = _error_of(current.groups) if failed else _evaluation_of(current.groups, incarnation=incarnation)
         with self._lock:
             self._current = None
-        if failed:
-            current.answer.set_exception(unscored([group.result() for group in current.groups]))
+        if isinstance(outcome, Evaluation):
+            current.answer.set_result(outcome)
         else:
-            current.answer.set_result(_evaluation_of(current.groups, incarnation=incarnation))
+            current.answer.set_exception(outcome)
         return []
 
     def close(self) -> None:
@@ -119,6 +126,18 @@ def _evaluation_of(groups: Sequence[PendingGroup], *, incarnation: int) -> Evalu
     version = min(int(response.versions.min()) for group in groups for response in group.responses)
     metrics = mean_metrics([row for group in groups for row in group.result().metrics])
     return Evaluation(version, incarnation, metrics)
+
+
+def _error_of(groups: Sequence[PendingGroup]) -> DataError:
+    return unscored([group.result() for group in groups])
+
+
+def _no_prompts() -> DataError:
+    return DataError(
+        "there is nothing to evaluate",
+        why="the evaluation has no prompts",
+        fix="give at least one prompt, or request no evaluation",
+    )
 
 
 def _no_evaluation() -> EngineError:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         WeightsContract,
         run_kit,
     )
-    from hwrl.testing.processes import Processes, RankOutcome, run_processes
+    from hwrl.testing.processes import Processes, RankOutcome, preload, run_processes
 
 __all__ = [
     "CapabilityContract",
@@ -41,11 +41,12 @@ __all__ = [
     "RankOutcome",
     "RegisteredMemoryContract",
     "WeightsContract",
+    "preload",
     "run_kit",
     "run_processes",
 ]
 
-_IN_PROCESSES = {"RankOutcome", "Processes", "run_processes"}
+_IN_PROCESSES = {"RankOutcome", "Processes", "preload", "run_processes"}
 
 
 def __getattr__(name: str) -> object:

@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import Any
 from hwrl.errors import HwrlError
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_started = threading.Event()  # set when the process is there that children are forked from
 _preloaded = ["torch.distributed.tensor", "hwrl.comm"]
 _GRACE_S = 5.0  # the other ranks' time to report after one failed: they often wait for it
 _SHOW_STACKS = signal.SIGUSR1
@@ -41,9 +43,17 @@ class RankOutcome:
 def preload(*modules: str) -> None:
     """Import ``modules`` once for all processes of this module. Call it before the first of them starts.
 
-    The import must start no thread and open no device: neither survives the fork.
+    The import must start no thread and open no device: neither survives the fork. Raises HwrlError if the first has
+    started and ``modules`` has new ones.
     """
-    _preloaded.extend(modules)
+    new = [module for module in modules if module not in _preloaded]
+    if new and _started.is_set():
+        raise HwrlError(
+            f"cannot import {', '.join(new)} for all processes",
+            why="the process that they are forked from has already started",
+            fix="call preload before the first run_processes or Processes, for example in conftest.py",
+        )
+    _preloaded.extend(new)
 
 
 def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -68,8 +78,9 @@ def run_processes(target: Callable[..., Any], size: int, *args: Any, timeout_s: 
 class Processes:
     """``size`` processes with ``target(rank, *args)``; leaving the context kills the running ones.
 
-    ``timeout_s`` is the deadline for all, from the start of the context. Children use one torch thread and this
-    process's environment. Only variables read at torch's import have their values from the first start of children.
+    ``timeout_s`` is the deadline for all, from the start of the context. Children use one torch thread, and the
+    environment that this process has when the object is made. Variables that torch, ``hwrl.comm`` and the modules of
+    :func:`preload` read at their import have the values from the first start of children.
     """
 
     def __init__(self, target: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> None:
@@ -168,6 +179,7 @@ def _forking_context() -> Any:
     context.set_forkserver_preload(_preloaded)
     before = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
+    _started.set()
     try:
         forkserver.ensure_running()
     finally:

@@ -6,17 +6,14 @@ import argparse
 import statistics
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hwrl import get_backend
 from hwrl.errors import HwrlError
 from hwrl_bench.arguments import add_json, folder, positive_float, positive_int, seconds
 from hwrl_bench.checkpoint_process import SaveProcess
-from hwrl_bench.checkpoint_ways import WAYS
+from hwrl_bench.checkpoint_ways import WAYS, SaveWorkload
 from hwrl_bench.result import machine_line, provenance, report, unmeasured_lines
-
-if TYPE_CHECKING:
-    from hwrl_bench.checkpoint_training import SaveWorkload
 
 HELP = "asynchronous saves against torch's and megatron-core's: time blocked, the next step, host memory"
 
@@ -66,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements of one way, or the reason why there are none."""
-    from hwrl_bench.checkpoint_training import SaveWorkload
-
     why_not = WAYS[name].why_not() or (WAYS[name].why_not_offloaded if args.offload != "none" else None)
     if why_not:
         return {"why_not": why_not}

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import HwrlError
-from hwrl_bench.checkpoint_ways import WAYS, SaveWay
+from hwrl_bench.checkpoint_ways import WAYS, SaveWay, SaveWorkload
 from hwrl_bench.ways import one_line
 
 if TYPE_CHECKING:
-    from hwrl_bench.checkpoint_training import BenchTraining, SaveWorkload
+    from hwrl_bench.checkpoint_training import BenchTraining
 
 _SAMPLE_S = 0.05
 _END_S = 30.0

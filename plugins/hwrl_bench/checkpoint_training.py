@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import torch
 
 from hwrl import get_backend
 from hwrl.memory import HostCopy, Offloader, PinnedPool
+from hwrl_bench.checkpoint_ways import SaveWorkload
 from hwrl_bench.offload import NBYTES_OF_A_PARAMETER, language_model
 
 State = dict[str, dict[str, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class SaveWorkload:
-    """The state to save, and where: its bytes, its offloaded part, and the tokens of a step.
-
-    ``rollout_s`` is how long the trainer idles between a save and the next step, as during a rollout. ``staging`` is
-    where hwrl copies tensors from the device.
-    """
-
-    nbytes: int
-    offload: Literal["none", "optimizer", "all"]
-    tokens: int
-    rollout_s: float
-    staging: Literal["host", "device"]
-    directory: Path
 
 
 class BenchTraining:

@@ -5,14 +5,31 @@ from __future__ import annotations
 import importlib
 import shutil
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hwrl_bench.ways import Way
 
 if TYPE_CHECKING:
     from hwrl.memory import HostCopy
-    from hwrl_bench.checkpoint_training import BenchTraining, SaveWorkload, State
+    from hwrl_bench.checkpoint_training import BenchTraining, State
+
+
+@dataclass(frozen=True)
+class SaveWorkload:
+    """The state to save, and where: its bytes, its offloaded part, and the tokens of a step.
+
+    ``rollout_s`` is how long the trainer idles between a save and the next step, as during a rollout. ``staging`` is
+    where hwrl copies tensors from the device.
+    """
+
+    nbytes: int
+    offload: Literal["none", "optimizer", "all"]
+    tokens: int
+    rollout_s: float
+    staging: Literal["host", "device"]
+    directory: Path
 
 
 class SaveWay(Way, ABC):

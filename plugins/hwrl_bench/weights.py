@@ -168,7 +168,7 @@ class _TransferProcess:
         ``wall_s`` is all of it by this process's clock, ``device_s`` the transfer of the bytes by the device's.
         """
         way, rank, stream = self._ways[name], self.setup.worker.rank, self.backend.current_stream()
-        self.setup.payload.change(number)
+        self.setup.payload.change()
         way.prepare()
         begun, ended = self.backend.event(timing=True), self.backend.event(timing=True)
         self.barrier()

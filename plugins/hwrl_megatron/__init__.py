@@ -44,22 +44,23 @@ def hwrl_train_engine(
     chosen = parse_options(options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of its own defaults and of missing optional libraries
-        prepare_process(backend)
+        prepare_process()
         from hwrl_megatron.engine import MegatronEngine
 
         return MegatronEngine(settings, backend=backend, group=group, options=chosen)
 
 
-def prepare_process(backend: Backend | None = None) -> None:
-    """Prepare this process for Megatron-core on ``backend`` (None: the process's); call it before importing megatron.
+def prepare_process() -> None:
+    """Prepare this process for Megatron-core on its backend; call it before importing megatron.
 
     Megatron-core asks ``torch.cuda`` for its device. The backend's plugin may install an adaptor, in its hook
     ``hwrl_bootstrap``. A backend without streams has no device module like ``torch.cuda``: its device is the host, and
-    Megatron's modules are redirected to it. Later calls do nothing.
+    Megatron's modules are redirected to it. Later calls do nothing. Raises BackendUnavailableError if the process needs
+    preparation and has already imported megatron.
     """
-    from hwrl.discovery import backend_or_default, bootstrap
+    from hwrl.discovery import bootstrap, get_backend
 
-    backend = backend_or_default(backend)
+    backend = get_backend()
     bootstrap("megatron")
     if not backend.supports(hwrl.Capability.STREAMS).usable:
         from hwrl_megatron.host import redirect

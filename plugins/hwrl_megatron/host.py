@@ -14,12 +14,23 @@ from typing import Any
 
 import torch
 
+from hwrl.errors import BackendUnavailableError
+
 _MODULES = ("distributed", "models.gpt.gpt_layer_specs", "optimizer")
 
 
 @functools.cache
 def redirect(device: torch.device) -> None:
-    """Import the parts of megatron-core that train a GPT model, and let them use ``device`` for ``torch.cuda``."""
+    """Import the parts of megatron-core that train a GPT model, and let them use ``device`` for ``torch.cuda``.
+
+    Raises BackendUnavailableError if this process has already imported megatron-core.
+    """
+    if "megatron.core" in sys.modules:  # other modules may hold functions that have the old torch
+        raise BackendUnavailableError(
+            f"Megatron-core cannot be prepared for {device}",
+            why="this process has already imported it, so it is too late to redirect it",
+            fix="call hwrl_megatron.prepare_process() before anything imports megatron",
+        )
     for name in _MODULES:
         importlib.import_module(f"megatron.core.{name}")
     redirected = _RedirectedTorch(device)

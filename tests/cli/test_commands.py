@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hwrl import __version__
 from hwrl.cli.commands import BUILT_IN, Commands
 from tests.support.plugin_files import install_plugin
 
@@ -30,6 +31,7 @@ BROKEN = "import a_framework_that_is_not_there\n"
 EXITING = "import sys\nsys.exit(0)\n"
 WRONG = COMMAND.replace("return [", "return ['greet'] or [")
 RAISING = COMMAND.replace("return [", "raise OSError('no disk')\n    return [")
+TWICE = COMMAND.replace('lambda parser: parser.add_argument("--times", type=int), run)]', "print, run)] * 2")
 MISSPELT = COMMAND.replace("def hwrl_commands", "def hwrl_comands")
 
 
@@ -50,6 +52,12 @@ def test_a_plugins_command_is_listed_takes_arguments_and_runs(tmp_path: Path) ->
     assert refused.returncode == 2 and "argument --times: invalid int value" in refused.stderr
 
 
+def test_a_percent_sign_in_a_help_is_shown(tmp_path: Path) -> None:
+    install_plugin(tmp_path, "greeting", source=COMMAND.format(name="greet").replace("say", "100% of %(prog)s: say"))
+    listed = hwrl(tmp_path, "--help")
+    assert listed.returncode == 0 and "100% of %(prog)s: say greet\n" in listed.stdout, listed.stderr
+
+
 def test_the_example_in_the_docs_works(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     (example,) = [block for block in blocks if "def hwrl_commands" in block]
@@ -67,8 +75,23 @@ def test_the_example_in_the_docs_works(tmp_path: Path) -> None:
         (RAISING.format(name="bad"), "its hwrl_commands raised OSError: no disk"),
         (WRONG.format(name="bad"), "its answer[0] is 'greet', not of type Command"),
         (COMMAND.format(name="doctor"), "hwrl itself has a command of this name: doctor"),
+        (TWICE.format(name="bad"), "it adds several commands of this name: bad"),
+        (COMMAND.format(name=""), "a letter or digit first, not ''"),
+        (COMMAND.format(name="-x"), "a letter or digit first, not '-x'"),
+        (COMMAND.format(name="a b"), "a letter or digit first, not 'a b'"),
     ],
-    ids=["broken", "exiting", "misspelt", "raising", "wrong answer", "built-in name"],
+    ids=[
+        "broken",
+        "exiting",
+        "misspelt",
+        "raising",
+        "wrong answer",
+        "built-in name",
+        "twice",
+        "no name",
+        "option",
+        "space",
+    ],
 )
 def test_a_plugin_that_fails_is_reported_and_the_other_commands_work(tmp_path: Path, source: str, reason: str) -> None:
     install_plugin(tmp_path, "failing", source=source)
@@ -98,6 +121,12 @@ def test_a_built_in_command_imports_no_plugin(tmp_path: Path, monkeypatch: pytes
     commands = Commands()
     assert commands.find("train") is not None and module not in sys.modules
     assert commands.find("greet") is not None and module in sys.modules
+
+
+def test_the_version_is_printed_without_any_plugin(tmp_path: Path) -> None:
+    install_plugin(tmp_path, "failing", source="import os\nos._exit(7)\n")
+    printed = hwrl(tmp_path, "--version")
+    assert (printed.returncode, printed.stdout, printed.stderr) == (0, f"hwrl {__version__}\n", "")
 
 
 def test_two_names_of_one_plugin_give_its_commands_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import hwrl
+
 REPO = Path(__file__).parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
 GROUPING = [REPO / "backends", REPO / "plugins"]
@@ -77,6 +79,12 @@ def test_core_and_backends_come_from_the_same_installation() -> None:
     files = [importlib.import_module(name).__file__ for name in ("hwrl", *map(by_name, FLAT))]
     in_tree = {Path(str(file)).is_relative_to(REPO) and "site-packages" not in str(file) for file in files}
     assert len(in_tree) == 1, f"a mixture of the tree and an installed wheel: {files}"
+
+
+def test_a_child_process_imports_the_same_hwrl_from_the_root_of_the_tree() -> None:
+    command = [sys.executable, "-c", "import hwrl; print(hwrl.__file__)"]
+    printed = subprocess.run(command, text=True, capture_output=True, cwd=REPO, check=True).stdout
+    assert printed.strip() == hwrl.__file__, "set PYTHONSAFEPATH where hwrl is not the tree's"
 
 
 def test_no_entry_point_is_declared_by_two_distributions() -> None:

@@ -122,3 +122,33 @@ def test_a_closed_evaluator_fails_the_present_evaluation_and_later_ones(begin: C
     for answer in (present, examination.evaluator.request(PROMPTS)):
         with pytest.raises(EngineError, match="the rollouter has ended"):
             answer.result(timeout=0)
+
+
+def test_an_evaluation_without_prompts_is_refused_and_the_next_one_works() -> None:
+    examination = Examination([1.0, 1.0])
+    with pytest.raises(DataError, match="the evaluation has no prompts"):
+        examination.evaluator.request([]).result(timeout=0)
+    assert not examination.evaluator.is_waiting and not examination.evaluator.request(PROMPTS).done()
+
+
+def test_an_evaluation_cannot_be_cancelled_so_its_answer_is_never_an_error() -> None:
+    examination = Examination([1.0, 1.0])
+    answer = examination.evaluator.request(PROMPTS)
+    assert not answer.cancel()
+    examination.start()
+    examination.generate()
+    examination.evaluator.collect(incarnation=0)
+    assert answer.result(timeout=0).metrics == {"reward": 1.0}
+
+
+def test_an_evaluation_whose_means_cannot_be_computed_is_answered_by_close() -> None:
+    examination = Examination([1.0, 1.0])
+    answer = examination.evaluator.request(PROMPTS)
+    examination.start()
+    for group in examination.generate():
+        group._finished.clear()
+    with pytest.raises(ValueError):
+        examination.evaluator.collect(incarnation=0)
+    examination.evaluator.close()
+    with pytest.raises(EngineError, match="the rollouter has ended"):
+        answer.result(timeout=0)

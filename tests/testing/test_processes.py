@@ -1,5 +1,6 @@
 """The promises of hwrl.testing.processes."""
 
+import math
 import os
 import signal
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.errors import CommTimeoutError, HwrlError
-from hwrl.testing.processes import Processes, run_processes
+from hwrl.testing import Processes, preload, run_processes
 
 
 def _say(rank: int, directory: Path, text: str) -> str:
@@ -91,3 +92,10 @@ def _is_imported(rank: int, module: str) -> bool:
 def test_a_process_starts_with_what_was_preloaded() -> None:
     """tests/conftest.py asks for it, and this module does not import it."""
     assert run_processes(_is_imported, 1, "hypothesis") == [True]
+
+
+def test_a_preload_after_the_first_start_is_an_error_unless_it_asks_for_nothing_new() -> None:
+    run_processes(math.ldexp, 1, 3)
+    preload("hwrl.comm")
+    with pytest.raises(HwrlError, match=r"cannot import string, json for all processes(.|\n)*already started"):
+        preload("string", "json", "hwrl.comm")

@@ -1,11 +1,15 @@
 """hwrl bench checkpoint, at a size that tests can afford."""
 
 import json
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hwrl.cli import main
+from hwrl_bench.checkpoint_ways import SaveWorkload
 
 
 @pytest.mark.timeout(500)
@@ -32,3 +36,11 @@ def test_the_benchmark_measures_a_save_and_says_what_cannot_be_measured(
 def test_a_way_that_takes_too_long_is_a_line_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "checkpoint", "--gib", "0.006", "--ways", "hwrl", "--timeout", "0.1"]) == 1
     assert "hwrl: not measured: it took longer than 0.1 s" in capsys.readouterr().out
+
+
+def test_a_spawned_process_begins_without_torch() -> None:
+    """It imports torch in its own session, where an error is reported."""
+    packed = pickle.dumps(SaveWorkload(1, "none", 1, 0.0, "host", Path())).hex()
+    code = f"import pickle, sys, hwrl_bench.checkpoint_process; pickle.loads(bytes.fromhex('{packed}'))"
+    code += "; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

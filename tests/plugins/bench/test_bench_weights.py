@@ -2,10 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hwrl.cli import main
+from hwrl.comm import serve_store, store_address
+from hwrl.testing import run_processes
+from hwrl_bench.ways import BenchPlan, TransferResult
+from hwrl_bench.weights import TransferWorkload, measure
+from hwrl_bench.weights_ways import WAYS, Needs, PayloadWay
 
 
 def test_the_benchmark_measures_every_way_bit_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,3 +29,27 @@ def test_the_benchmark_measures_every_way_bit_exactly(tmp_path: Path, capsys: py
     assert result["date"] and result["command"].startswith("hwrl")
     printed = capsys.readouterr().out
     assert "of raw" in printed and "bit-exact" in printed
+
+
+class IdleWay(PayloadWay):
+    """Moves nothing, and shows the memory that another way filled in the same round."""
+
+    def send(self, version: int) -> TransferResult:
+        return TransferResult()
+
+    def receive(self, version: int) -> TransferResult:
+        return TransferResult(tensors=self.payload.copies)
+
+
+def measure_with_an_idle_way(rank: int, size: int, address: str, plan: BenchPlan, workload: TransferWorkload) -> Any:
+    WAYS["idle"] = (Needs.NOTHING, IdleWay)
+    return measure(rank, size, address, plan, workload)["exact"]
+
+
+@pytest.mark.parametrize("between", [(), ("hwrl host",)], ids=["one change later", "two changes later"])
+def test_a_way_in_place_that_moves_nothing_is_found(between: tuple[str, ...]) -> None:
+    plan = BenchPlan(("per-tensor broadcast", *between, "idle"), rounds=2)
+    store = serve_store()
+    workload = TransferWorkload("awkward", 1 << 20, None, 4)
+    _, exact = run_processes(measure_with_an_idle_way, 2, 2, store_address(store), plan, workload)
+    assert exact == {way: way != "idle" for way in plan.ways}

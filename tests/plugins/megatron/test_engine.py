@@ -283,6 +283,17 @@ def test_an_adapter_is_refused(model_directory: Path, megatron: Make) -> None:
         megatron(model_directory, lora=LoraSettings(rank=4, alpha=8.0))
 
 
+def test_a_preparation_after_the_import_of_megatron_is_an_error() -> None:
+    code = (
+        "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
+        "import hwrl, hwrl_megatron; hwrl.set_backend('cpu'); hwrl_megatron.prepare_process()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=False)
+    assert "BackendUnavailableError: Megatron-core cannot be prepared for cpu" in ended.stderr
+    assert "it is too late to redirect it" in ended.stderr
+    assert "fix: call hwrl_megatron.prepare_process() before anything imports megatron" in ended.stderr
+
+
 def test_without_megatron_core_it_is_said_what_to_install() -> None:
     code = (
         "import importlib.util, sys; find = importlib.util.find_spec\n"
