@@ -143,7 +143,7 @@ def test_the_exported_model_is_what_transformers_loads(model_directory: Path, tm
 
 
 def test_a_directory_without_a_model_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no model"):
+    with pytest.raises(DataError, match="holds no loadable model"):
         engine_on(tmp_path, None)
 
 
