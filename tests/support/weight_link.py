@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +39,9 @@ def channel_of(store: Store) -> ControlChannel:
 
 def newest_proposal(store: Store) -> Proposal:
     """Wait for a proposal, and return the newest."""
-    channel = channel_of(store)
-    channel.wait_for_proposal(1, timeout_s=20.0)
+    channel, deadline = channel_of(store), time.monotonic() + 20.0
+    while not channel.newest() and time.monotonic() < deadline:  # it is counted after it is written
+        channel.wait_for_proposal(channel.newest() + 1, timeout_s=0.1)
     proposal = channel.proposal(channel.newest())
     assert proposal is not None
     return proposal

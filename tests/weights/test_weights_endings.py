@@ -171,7 +171,7 @@ def test_a_new_sender_ends_the_transfer_of_the_one_before(store: Store) -> None:
         proposal = newest_proposal(store)
         assert not channel_of(store).missing(proposal, Note.READY, [proposal.to[0]], timeout_s=20.0)
         begin = time.monotonic()
-        with sender_of(store) as second:
+        with sender_of(store, timeout_s=60.0) as second:
             with pytest.raises(TransferFailedError, match="deposed"):
                 publishing()
             hangs.close()
