@@ -5,8 +5,9 @@ Each name is imported on first use. Processes without torch use the ledger and t
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.rollout.checks import require_adapter as require_adapter
@@ -41,38 +42,38 @@ if TYPE_CHECKING:
     from hwrl.rollout.weight_updater import RetryingReceiver as RetryingReceiver
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
 
-_HOME = {
-    "AdapterUpdater": "hwrl.rollout.weight_updater",
-    "EmbeddedEngine": "hwrl.rollout.embedded",
-    "Evaluation": "hwrl.rollout.evaluator",
-    "Evaluator": "hwrl.rollout.evaluator",
-    "INCARNATION": "hwrl.rollout.weight_updater",
-    "LedgerClient": "hwrl.rollout.leases",
-    "LedgerCounts": "hwrl.rollout.ledger",
-    "LoopSettings": "hwrl.rollout.rollouter",
-    "ModelUpdater": "hwrl.rollout.weight_updater",
-    "Prompt": "hwrl.rollout.data",
-    "PromptLease": "hwrl.rollout.ledger",
-    "PromptLedger": "hwrl.rollout.ledger",
-    "PromptStream": "hwrl.rollout.data",
-    "RetryingReceiver": "hwrl.rollout.weight_updater",
-    "Reward": "hwrl.rollout.reward",
-    "RewardWorkers": "hwrl.rollout.reward_workers",
-    "Rollouter": "hwrl.rollout.rollouter",
-    "Scores": "hwrl.rollout.reward_workers",
-    "WeightUpdater": "hwrl.rollout.weight_updater",
-    "check_prompts": "hwrl.rollout.data",
-    "check_vocabulary": "hwrl.rollout.data",
-    "load_prompts": "hwrl.rollout.data",
-    "load_reward": "hwrl.rollout.reward",
-    "require_adapter": "hwrl.rollout.checks",
-    "require_awake": "hwrl.rollout.checks",
-    "require_base": "hwrl.rollout.checks",
-    "require_fit": "hwrl.rollout.checks",
-    "require_no_adapter": "hwrl.rollout.checks",
-    "require_none_pending": "hwrl.rollout.checks",
-    "require_same_model": "hwrl.rollout.checks",
-    "require_weights": "hwrl.rollout.checks",
+_MODULE_OF = {
+    "AdapterUpdater": "weight_updater",
+    "EmbeddedEngine": "embedded",
+    "Evaluation": "evaluator",
+    "Evaluator": "evaluator",
+    "INCARNATION": "weight_updater",
+    "LedgerClient": "leases",
+    "LedgerCounts": "ledger",
+    "LoopSettings": "rollouter",
+    "ModelUpdater": "weight_updater",
+    "Prompt": "data",
+    "PromptLease": "ledger",
+    "PromptLedger": "ledger",
+    "PromptStream": "data",
+    "RetryingReceiver": "weight_updater",
+    "Reward": "reward",
+    "RewardWorkers": "reward_workers",
+    "Rollouter": "rollouter",
+    "Scores": "reward_workers",
+    "WeightUpdater": "weight_updater",
+    "check_prompts": "data",
+    "check_vocabulary": "data",
+    "load_prompts": "data",
+    "load_reward": "reward",
+    "require_adapter": "checks",
+    "require_awake": "checks",
+    "require_base": "checks",
+    "require_fit": "checks",
+    "require_no_adapter": "checks",
+    "require_none_pending": "checks",
+    "require_same_model": "checks",
+    "require_weights": "checks",
 }
 
 __all__ = [
@@ -109,14 +110,4 @@ __all__ = [
     "require_weights",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.run.cluster.placement import machine_devices
@@ -56,8 +57,4 @@ __all__ = [
     "write_demo",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'hwrl.run' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"hwrl.run.{_MODULE_OF[name]}"), name)
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

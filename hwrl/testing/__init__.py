@@ -5,8 +5,9 @@ Names load on first use, because the contracts need pytest and torch, and child 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.testing.conformance import (
@@ -47,10 +48,6 @@ __all__ = [
 ]
 
 _IN_PROCESSES = {"RankOutcome", "Processes", "preload", "run_processes"}
+_MODULE_OF = {name: "processes" if name in _IN_PROCESSES else "conformance" for name in __all__}
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "processes" if name in _IN_PROCESSES else "conformance"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

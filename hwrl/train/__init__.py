@@ -5,8 +5,9 @@ Each name is imported on first use: the names of losses need no torch.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.train.choices import AdvantageName as AdvantageName
@@ -25,22 +26,22 @@ if TYPE_CHECKING:
     from hwrl.train.trainer import TrainedStep as TrainedStep
     from hwrl.train.trainer import move_metrics as move_metrics
 
-_HOME = {
-    "AdvantageName": "hwrl.train.choices",
-    "Algorithm": "hwrl.train.trainer",
-    "AsyncTrainer": "hwrl.train.trainer",
-    "FsdpEngine": "hwrl.train.fsdp",
-    "LossName": "hwrl.train.choices",
-    "PolicyEngine": "hwrl.train.policy",
-    "PolicyLoss": "hwrl.train.losses",
-    "TrainedStep": "hwrl.train.trainer",
-    "collate": "hwrl.train.padding",
-    "group_advantages": "hwrl.train.losses",
-    "mismatch_kl": "hwrl.train.losses",
-    "move_metrics": "hwrl.train.trainer",
-    "recompute": "hwrl.train.policy",
-    "rng_state": "hwrl.train.rng",
-    "set_rng_state": "hwrl.train.rng",
+_MODULE_OF = {
+    "AdvantageName": "choices",
+    "Algorithm": "trainer",
+    "AsyncTrainer": "trainer",
+    "FsdpEngine": "fsdp",
+    "LossName": "choices",
+    "PolicyEngine": "policy",
+    "PolicyLoss": "losses",
+    "TrainedStep": "trainer",
+    "collate": "padding",
+    "group_advantages": "losses",
+    "mismatch_kl": "losses",
+    "move_metrics": "trainer",
+    "recompute": "policy",
+    "rng_state": "rng",
+    "set_rng_state": "rng",
 }
 
 __all__ = [
@@ -61,14 +62,4 @@ __all__ = [
     "set_rng_state",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -73,11 +73,7 @@ class PolicyLoss:
         proximal: torch.Tensor | None,
         advantages: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of each token, and metrics of each token (detached), all of ``logprobs``'s shape.
-
-        ``logprobs`` carries the gradient; ``behaviour`` and ``proximal`` are constants of the same shape;
-        ``advantages`` broadcasts to it.
-        """
+        """Return the loss and the metrics of each token, as :class:`~hwrl.interfaces.TokenLoss` says."""
         weight = (logprobs.detach() - behaviour).exp()
         if self.name == "tis":
             truncated = weight.clamp(max=self.is_threshold)

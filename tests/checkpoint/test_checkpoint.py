@@ -16,6 +16,7 @@ from hwrl.checkpoint import CheckpointManager, DurableFS, find_checkpoints
 from hwrl.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, ConfigError, MemoryStateError
 from hwrl.memory import Offloader
 from hwrl_cpu import INFO, CpuBackend
+from tests.support.gated import Gated
 
 BACKEND = CpuBackend(INFO)
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -318,22 +319,6 @@ def test_an_unusable_directory_is_refused(tmp_path: Path) -> None:
 
 
 # -- in the background ------------------------------------------------------------------------------------------
-
-
-class Gated(DurableFS):
-    """Holds every save at its first file until the gate is opened; may then fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.arrived, self.gate = threading.Event(), threading.Event()
-        self.error: OSError | None = None
-
-    def before(self, operation: str, path: Path) -> None:
-        if operation == "create" and path.suffix == ".distcp":
-            self.arrived.set()
-            assert self.gate.wait(30)
-            if self.error is not None:
-                raise self.error
 
 
 def test_the_trainer_may_change_the_state_while_it_is_written(tmp_path: Path) -> None:
