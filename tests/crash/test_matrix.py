@@ -35,6 +35,7 @@ def test_the_matrix_finds_orders_that_lose_or_mix(tmp_path: Path, order: type[Re
         assert sum(f":{kind}@" in complaint for complaint in outcome.broken) >= at_least
 
 
+@pytest.mark.long(60)
 @pytest.mark.timeout(600)  # four minutes on two cores under a load of 30
 def test_no_single_fault_breaks_a_promise(tmp_path: Path) -> None:
     outcome = sweep(Plan(160), timeout_s=590)
