@@ -67,9 +67,9 @@ def _text(value: Any) -> str:
 
 
 def _train(workload: Any) -> list[dict[str, float]]:
-    from datasets import load_dataset
     from transformers import AutoTokenizer
 
+    load_dataset = importlib.import_module("datasets").load_dataset
     module = importlib.import_module("trl.experimental.async_grpo")
     _use_torch_attention()
     per_step = workload.groups * workload.n
@@ -108,8 +108,9 @@ def _train(workload: Any) -> list[dict[str, float]]:
 def _mean_tokens(workload: Any) -> int:
     """Return the mean length of prompt and response; both sides share it, as all weights are random."""
     config = json.loads(Path(workload.directory, "model", "config.json").read_text(encoding="utf-8"))
-    share = workload.end_tokens / config["vocab_size"]
-    return workload.prompt_tokens + int((1 - (1 - share) ** workload.max_new_tokens) / share)
+    share: float = workload.end_tokens / config["vocab_size"]
+    prompt_tokens: int = workload.prompt_tokens
+    return prompt_tokens + int((1 - (1 - share) ** workload.max_new_tokens) / share)
 
 
 def _use_torch_attention() -> None:
@@ -131,7 +132,7 @@ def _use_torch_attention() -> None:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
         return varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=softmax_scale, **causal)
 
-    packing = importlib.import_module("trl.experimental.async_grpo.packing")
+    packing: Any = importlib.import_module("trl.experimental.async_grpo.packing")
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
 
 

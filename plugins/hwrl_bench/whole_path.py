@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
 
 def make_workload(directory: Path, *, model: str, steps: int, seed: int) -> PathWorkload:
     """Write a random model, its tokenizer and the prompts to ``directory``."""
-    tiny = model == "tiny"
-    small = {"prompt_tokens": 8, "max_new_tokens": 16, "end_tokens": 100, "groups": 2, "n": 4, "dtype": "float32"}
-    workload = PathWorkload(str(directory), steps, **small) if tiny else PathWorkload(str(directory), steps)
+    workload = PathWorkload(str(directory), steps)
+    if model == "tiny":
+        workload = replace(workload, prompt_tokens=8, max_new_tokens=16, end_tokens=100, groups=2, n=4, dtype="float32")
     _write_model(directory / "model", MODELS[model], workload, seed=seed)
     _write_prompts(directory / "prompts.jsonl", MODELS[model]["vocab_size"], workload, seed=seed)
     return workload
