@@ -15,6 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from hwrl import get_backend
+
 _PORT = 8123
 
 
@@ -28,8 +32,6 @@ def even_words(completions: list[Any], **_: Any) -> list[float]:
 
 def main(request: dict[str, Any]) -> None:
     """Start the server, train, and write tokens and seconds of each step to ``request["result"]``."""
-    from hwrl import get_backend
-
     workload = SimpleNamespace(**request["workload"])
     devices = get_backend().devices
     server = _start_server(workload, request["options"], env={**os.environ, **devices.render([1])})
@@ -44,6 +46,7 @@ def main(request: dict[str, Any]) -> None:
 
 def _start_server(workload: Any, options: dict[str, Any], *, env: dict[str, str]) -> subprocess.Popen[bytes]:
     arguments = {
+        "model": f"{workload.directory}/model",
         "port": _PORT,
         "dtype": workload.dtype,
         "max-model-len": workload.prompt_tokens + workload.max_new_tokens,
@@ -58,7 +61,7 @@ def _start_server(workload: Any, options: dict[str, Any], *, env: dict[str, str]
         if value is not False
         for word in ([f"--{name}"] if value is True else [f"--{name}", _text(value)])
     ]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", f"{workload.directory}/model", *words]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
     return subprocess.Popen(command, env={**env, "VLLM_SERVER_DEV_MODE": "1"})
 
 
@@ -74,6 +77,7 @@ def _train(workload: Any) -> list[dict[str, float]]:
     _use_torch_attention()
     per_step = workload.groups * workload.n
     passes = -(-per_step * _mean_tokens(workload) // workload.tokens_per_pass)
+    on_cpu = {} if torch.accelerator.is_available() else {"use_cpu": True, "bf16": False}
     config = module.AsyncGRPOConfig(
         output_dir=f"{workload.directory}/trl",
         max_steps=workload.steps,
@@ -88,6 +92,7 @@ def _train(workload: Any) -> list[dict[str, float]]:
         vllm_server_base_url=f"http://localhost:{_PORT}",
         save_strategy="no",
         report_to=[],
+        **on_cpu,
     )
     directory = Path(workload.directory)
     trainer = module.AsyncGRPOTrainer(
