@@ -111,6 +111,17 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
     def current_stream(self) -> InlineStream:
         return ForgetfulStream() if fault("a stream never ends") else super().current_stream()
 
+    def varlen_attention(self, query: Any, key: Any, value: Any, **where: Any) -> Any:
+        if fault("varlen attention sees its neighbours"):
+            where |= {"cu_seqlens": where["cu_seqlens"][[0, -1]], "max_length": len(query)}
+        if fault("varlen attention sees the future"):
+            query, key, value = query.flip(0), key.flip(0), value.flip(0)
+            where["cu_seqlens"] = len(query) - where["cu_seqlens"].flip(0)
+            return super().varlen_attention(query, key, value, **where).flip(0)
+        if fault("varlen attention has a wrong gradient"):
+            key = key.detach()
+        return super().varlen_attention(query, key, value, **where)
+
     def rng_state(self) -> Any:
         state = super().rng_state()
         return state.float() if fault("random state is not bytes") else state

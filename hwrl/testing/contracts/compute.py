@@ -7,6 +7,7 @@ import torch
 
 from hwrl.interfaces import Backend
 from hwrl.testing.compute import ATTENTIONS, TOLERANCES, why_refused, wrong_attention, wrong_training
+from hwrl.testing.varlen import PACKED, wrong_varlen
 
 
 class ComputeContract:
@@ -28,6 +29,11 @@ class ComputeContract:
     def test_attention_is_right(self, backend: Backend, shape: str, dtype: torch.dtype) -> None:
         """Forward and backward, for the shapes of training and generation."""
         assert wrong_attention(backend, ATTENTIONS[shape], dtype) == []
+
+    @pytest.mark.parametrize("pack", PACKED)
+    def test_varlen_attention_is_right(self, backend: Backend, pack: str, dtype: torch.dtype) -> None:
+        """Forward and backward; a sequence does not see its neighbours."""
+        assert wrong_varlen(backend, PACKED[pack], dtype) == []
 
     def test_a_step_of_training_is_right(self, backend: Backend, dtype: torch.dtype) -> None:
         """A tiny transformer's logits, its gradients and, in float32, its parameters after a step of AdamW.
