@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface
 
 from hwrl.interfaces import Backend, Batch
@@ -117,14 +118,11 @@ class CausalModel:
             if not self.scores:
                 logger.info("The output layer of %s computes all logits of a micro-batch", type(model).__name__)
             why = _why_not_static(model) or self._why_not_packed(model, batch, dtype)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # without gradients the root module's parameters stay unsharded after a call
         self.packs = not why
         if why:
             logger.warning("%s trains on padded rows, not on packs: %s", type(model).__name__, why)
-
-    def make(self, batch: Batch, rows: torch.Tensor) -> MicroBatch:
-        """Return the micro-batch of ``rows`` (int64, indices) on the device."""
-        form = make_pack if self.packs else make_rows
-        return form(batch, rows, device=self._backend.device())
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -159,11 +157,14 @@ class CausalModel:
         """Return whether nothing but a plain matrix product lies between the last hidden states and the result."""
         if type(model.get_output_embeddings()) is not torch.nn.Linear:
             return False
-        return torch.equal(*self._with_scores(model, self.make(batch, torch.arange(batch.rows))))
+        return torch.equal(*self._with_scores(model, self._rows(batch, torch.arange(batch.rows))))
+
+    def _rows(self, batch: Batch, rows: torch.Tensor) -> MicroBatch:
+        return make_rows(batch, rows, device=self._backend.device())
 
     def _why_not_packed(self, model: Any, batch: Batch, dtype: torch.dtype) -> str:
         every = torch.arange(batch.rows)
-        parts = [make_rows(batch, every[row : row + 1], device=self._backend.device()) for row in every]
+        parts = [self._rows(batch, every[row : row + 1]) for row in every]
         wanted = torch.cat([self._from_logits(model, part)[0] for part in parts])
         trial = _TrialAttention(self._backend)
         AttentionInterface.register(_TRIAL, trial)

@@ -60,7 +60,7 @@ def plan_packs(lengths: Sequence[int], *, max_tokens: int, packs: int = 0) -> li
     each to the smallest pack (Graham 1969, https://doi.org/10.1137/0117039).
     """
     order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
-    fewest = -(-sum(lengths) // max_tokens)
+    fewest = -(-sum(min(length, max_tokens) for length in lengths) // max_tokens)
     plans = (_balanced(order, lengths, packs=count, max_tokens=max_tokens) for count in range(fewest, len(order) + 1))
     plan = next(plan for plan in plans if plan is not None)  # a row for each pack is always possible
     if packs <= len(plan):

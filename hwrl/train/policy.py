@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from hwrl.errors import EngineError
-from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, TokenLoss, TrainEngine
 from hwrl.train.losses import mismatch_kl
 from hwrl.train.packing import MicroBatch, make_pack, make_rows, plan_packs
 from hwrl.train.scoring import OutputScorer
@@ -83,7 +83,8 @@ class PolicyEngine(TrainEngine):
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
         try:
-            for part in self._micro_batches(batch, plan):
+            for make in plan:
+                part = make()
                 for name, value in self._backward(part, loss=loss, tokens=tokens).items():
                     totals[name] = totals.get(name, torch.zeros_like(value)) + value
                 inputs = [inputs[0] + part.real_tokens, inputs[1] + part.input_ids.numel()]
@@ -102,7 +103,8 @@ class PolicyEngine(TrainEngine):
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         result = torch.zeros(batch.tokens.shape)
-        for part in self._micro_batches(batch, self._plan(batch)):
+        for make in self._plan(batch):
+            part = make()
             logprobs, _ = self.forward(part)
             result[part.rows, part.columns] = logprobs.cpu()
         return result
@@ -123,21 +125,26 @@ class PolicyEngine(TrainEngine):
         logprobs, entropy = self._scores(part)[:, : part.trained_tokens]
         return logprobs, entropy.detach()
 
-    def _plan(self, batch: Batch) -> list[torch.Tensor]:
-        """Return the rows of each micro-batch. Every rank has the same number of them; some may be empty."""
-        if not self._packs:
-            plan = list(batch.micro_batches(max_tokens=self.settings.micro_batch_tokens))
-            return plan + [_NO_ROWS] * (int(self._reduce([len(plan)], op="max")[0]) - len(plan))
-        lengths = (batch.lengths() - 1).clamp(min=0).tolist()
-        limit = self.settings.micro_batch_tokens
-        most = int(self._reduce([len(plan_packs(lengths, max_tokens=limit))], op="max")[0])
-        packs = plan_packs(lengths, max_tokens=limit, packs=max(1, most))
-        return [torch.tensor(rows, dtype=torch.long) for rows in packs]
+    def _plan(self, batch: Batch) -> list[Callable[[], MicroBatch]]:
+        """Return the micro-batches. Every rank has the same number of them; some may be empty."""
+        lengths, limit = (batch.lengths() - 1).clamp(min=0).tolist(), self.settings.micro_batch_tokens
+        parts = list(batch.micro_batches(max_tokens=limit))
+        padded = sum(len(rows) * lengths[rows[0]] for rows in parts)
+        form = make_pack if self._packs and self._packing_pays(sum(lengths) / max(1, padded)) else make_rows
+        if form is make_pack:
+            parts = [torch.tensor(rows) for rows in plan_packs(lengths, max_tokens=limit)]
+        most = max(1, int(self._reduce([len(parts)], op="max")[0]))
+        if form is make_pack and len(parts) < most:
+            parts = [torch.tensor(rows) for rows in plan_packs(lengths, max_tokens=limit, packs=most)]
+        parts += [_NO_ROWS] * (most - len(parts))
+        return [functools.partial(form, batch, rows.long(), device=self._backend.device()) for rows in parts]
 
-    def _micro_batches(self, batch: Batch, plan: list[torch.Tensor]) -> Iterator[MicroBatch]:
-        form = make_pack if self._packs else make_rows
-        for rows in plan:
-            yield form(batch, rows, device=self._backend.device())
+    def _packing_pays(self, real_share: float) -> bool:
+        """Return whether packs are faster than padded rows, of which ``real_share`` is no padding.
+
+        Without a fused kernel the boundaries cost a fifth of a step of the demo, on two CPU cores.
+        """
+        return self._backend.supports(Capability.VARLEN_ATTENTION).usable or real_share < 0.8
 
     # -- ranks --------------------------------------------------------------------------------------------------
 

@@ -18,15 +18,15 @@ def score_chunk(
 
     ``hidden`` (positions × size), ``weight`` (vocabulary × size), ``bias`` (vocabulary), ``targets`` (positions,
     int64; a target outside the vocabulary is on another rank). The rows are the logarithm of the sum of the
-    exponentials of the logits, the target's logit (0 if it is outside) and the mean of the logits. The logits are
-    multiplied in the dtype of ``hidden``, and float32 from there on. Traceable by ``torch.compile``.
+    exponentials of the logits, the target's logit (0 if it is outside) and the negative entropy. The logits are
+    computed in the dtype of ``hidden``, and float32 from there on. Traceable by ``torch.compile``.
     """
     logits = functional.linear(hidden, weight, bias).float().div_(temperature)
     normalizer = logits.logsumexp(-1)
     inside = (targets >= 0) & (targets < logits.shape[-1])
     chosen = logits.gather(1, targets.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
-    mean = (logits - normalizer[:, None]).exp_().mul_(logits).sum(-1)
-    return torch.stack([normalizer, chosen, mean])
+    shifted = logits.sub_(normalizer[:, None])  # so that no large numbers cancel
+    return torch.stack([normalizer, chosen, shifted.exp().mul_(shifted).sum(-1)])
 
 
 def logit_gradients(
@@ -130,10 +130,10 @@ class _Score(torch.autograd.Function):
             scorer.forward(hidden[chunk], weight, bias, targets[chunk], scorer.temperature)
             for chunk in scorer.chunks(len(hidden), len(weight))
         ]
-        normalizer, chosen, mean = _joined(torch.cat(parts, 1), scorer.shard)
+        normalizer, chosen, negative = _joined(torch.cat(parts, 1), scorer.shard)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
         ctx.scorer = scorer
-        return torch.stack([chosen - normalizer, normalizer - mean])
+        return torch.stack([chosen - normalizer, -negative])
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator] # torch does not annotate it
@@ -162,7 +162,7 @@ def _joined(parts: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:
     """Return :func:`score_chunk`'s result for the whole vocabulary, from the results for the ranks' parts."""
     if shard is None:
         return parts
-    normalizers, chosen, means = shard.gather(parts).unbind(1)  # each ranks × positions
+    normalizers, chosen, negatives = shard.gather(parts).unbind(1)  # each ranks × positions
     normalizer = normalizers.logsumexp(0)
-    mean = ((normalizers - normalizer).exp() * means).sum(0)
-    return torch.stack([normalizer, chosen.sum(0), mean])
+    shifted = normalizers - normalizer
+    return torch.stack([normalizer, chosen.sum(0), (shifted.exp() * (negatives + shifted)).sum(0)])
