@@ -50,6 +50,8 @@ class Capability(StrEnum):
     """Two processes on the same device can join one process group."""
     DEVICE_IPC = "device_ipc"
     """Another process of the same host can open device memory."""
+    COMPILED_TRAINING = "compiled_training"
+    """Compiling a model's layers makes training faster."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class Backend:
             return self._collectives()
         if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT, Capability.REGISTERED_MEMORY):
             return Support("unsupported", "the backend does not implement it")
+        if capability is Capability.COMPILED_TRAINING:
+            return Support("unsupported", "torch's compiler is not proven on this device")
         return Support("unverified", "torch's generic implementation, not proven on this device")
 
     def _collectives(self) -> Support:

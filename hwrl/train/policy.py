@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,15 +16,6 @@ from hwrl.train.losses import mismatch_kl
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-
-
-def recompute(layers: Iterable[torch.nn.Module]) -> None:
-    """Let ``layers`` keep only their inputs for the backward pass, and run again in it: activation checkpointing.
-
-    After Chen et al. 2016, https://arxiv.org/abs/1604.06174. The layers must not draw random numbers.
-    """
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class PolicyEngine(TrainEngine):
