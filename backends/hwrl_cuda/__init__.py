@@ -180,6 +180,13 @@ class CudaBackend(Backend):
         attend = attention.attend if attention.takes(query, value) else super().varlen_attention
         return attend(query, key, value, cu_seqlens=cu_seqlens, max_length=max_length, scale=scale)
 
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        import torch
+
+        from hwrl_cuda import peaks
+
+        return peaks.of(torch.cuda.get_device_name(), str(dtype).removeprefix("torch."))
+
     def device_uuid(self, index: int) -> str | None:
         name = self.devices.name(index, os.environ)
         # For a part of a GPU, torch may return the UUID of the whole GPU.
