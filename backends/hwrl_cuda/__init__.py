@@ -20,6 +20,7 @@ from hwrl.interfaces import (
     DeviceMap,
     Finding,
     Handle,
+    Kernels,
     ProbeContext,
     ProbeResult,
     Support,
@@ -101,6 +102,15 @@ def hwrl_process_env(role: str, env: Mapping[str, str], exports_memory: bool) ->
     if role != "trainer" or exports_memory or any(name in env for name in ALLOCATOR):
         return {}
     return {ALLOCATOR[0]: "expandable_segments:True"}
+
+
+@hwrl.hookimpl
+def hwrl_kernels() -> Kernels | None:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from hwrl_cuda import kernels
+
+    return Kernels(rms_norm=kernels.rms_norm, swiglu=kernels.swiglu)
 
 
 @hwrl.hookimpl

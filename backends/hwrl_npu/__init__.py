@@ -17,6 +17,7 @@ from hwrl.interfaces import (
     Capability,
     Finding,
     Handle,
+    Kernels,
     MemoryInfo,
     ProbeContext,
     ProbeResult,
@@ -111,6 +112,13 @@ def hwrl_bootstrap(framework: str) -> None:
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
     # A live update cannot write weights that are in the device's private format.
     return {"additional_config": {"weight_nz_mode": 0}} if framework == "vllm" else None
+
+
+@hwrl.hookimpl
+def hwrl_kernels() -> Kernels | None:
+    from hwrl_npu import kernels
+
+    return Kernels(rms_norm=kernels.rms_norm, swiglu=kernels.swiglu)
 
 
 @hwrl.hookimpl
