@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import LossName as LossName
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
+    from hwrl.train.kernels import apply_kernels as apply_kernels
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
     "TrainedStep": "trainer",
+    "apply_kernels": "kernels",
     "collate": "padding",
     "group_advantages": "losses",
     "mismatch_kl": "losses",
@@ -54,6 +56,7 @@ __all__ = [
     "PolicyEngine",
     "PolicyLoss",
     "TrainedStep",
+    "apply_kernels",
     "collate",
     "group_advantages",
     "mismatch_kl",
