@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -39,6 +40,8 @@ class Compiler:
         import torch._dynamo
 
         self._required, self._dynamic = required, dynamic
+        # torch looks at each input as it traces. Users cannot act on it, so we filter it.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, _GRAPHS)
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from hwrl.discovery import kernels
 from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
@@ -24,6 +25,7 @@ from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
 from hwrl.train.compiling import Compiler, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
+from hwrl.train.kernels import apply_kernels
 from hwrl.train.policy import PolicyEngine
 from hwrl.train.sharding import ShardedModel, layers_of, outermost
 from hwrl.weights import gather_weights
@@ -31,6 +33,7 @@ from hwrl.weights import gather_weights
 if TYPE_CHECKING:
     from hwrl.comm import Group
 
+_Part = TypeVar("_Part")
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -55,6 +58,7 @@ class FsdpEngine(PolicyEngine):
         if settings.lora is not None:
             self.base = model_identity(settings.model_directory)
             model = add_adapter(model, settings.lora, seed=settings.seed)
+        self._compiler = self._make_compiler()
         layers = self._place(model)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._state_nbytes = sum(4 * _local(parameter).numel() for parameter in self._trained)
@@ -67,25 +71,39 @@ class FsdpEngine(PolicyEngine):
         """Put ``model`` on the device: whole, with a copy in ``dtype``, or a shard; return the layers that run."""
         self._copy: ComputeCopy | None = None
         self._sharded: ShardedModel | None = None
-        layers = layers_of(model)
         if self._group is not None and self._ranks > 1:
+            layers = layers_of(model)
+            self._fuse(model)
             self._sharded = ShardedModel(model, layers, group=self._group, backend=self._backend, dtype=self._dtype)
-            self.model = self._sharded.model
+            self.model = model
             return layers
-        self.model = model.to(self._backend.device())
-        if self._dtype == torch.float32:
-            return layers
-        self._copy = ComputeCopy(self.model, dtype=self._dtype)
-        return layers_of(self._copy.modules)
+        self.model = running = model.to(self._backend.device())
+        if self._dtype != torch.float32:
+            self._copy = ComputeCopy(self.model, dtype=self._dtype)
+            running = self._copy.modules
+        self._fuse(running)
+        return layers_of(running)
+
+    def _fuse(self, model: torch.nn.Module) -> None:
+        """Let ``model`` run on the backend's fused operations; a compiler fuses by itself."""
+        if self._compiler is None:
+            apply_kernels(model, kernels(), device=self._backend.device(), dtype=self._dtype)
+
+    def _make_compiler(self) -> Compiler | None:
+        setting = self.settings.compile
+        if not wants_compilation(self._backend, setting=setting):
+            return None
+        return Compiler(required=setting is True, dynamic=self.dynamic_shapes)
 
     def _prepare_layers(self, layers: list[torch.nn.Module]) -> None:
-        """Compile ``layers`` and let them recompute activations, in this order: a layer compiles without the choice."""
-        setting, self._compiler = self.settings.compile, None
-        if wants_compilation(self._backend, setting=setting):
-            self._compiler = Compiler(required=setting is True, dynamic=self.dynamic_shapes)
+        """Compile ``layers``, and let them recompute activations around the compiled code."""
+        if self._compiler is not None:
             self._compiler.compile_layers(layers)
         self._checkpointing = ActivationCheckpointing(
-            layers, setting=self.settings.activation_checkpointing, backend=self._backend, owed_nbytes=self._owed_nbytes
+            layers,
+            setting=self.settings.activation_checkpointing,
+            backend=self._backend,
+            owed_nbytes=self._owed_nbytes,
         )
 
     def _owed_nbytes(self) -> int:
@@ -126,9 +144,8 @@ class FsdpEngine(PolicyEngine):
             metrics["recompilations"] = float(self._compiler.new_graphs())
         return metrics
 
-    def _micro_batches(self, batch: Batch) -> Iterator[torch.Tensor]:
-        parts = super()._micro_batches(batch)
-        return parts if self._sharded is None else self._sharded.passes(parts)
+    def _passes(self, parts: Iterable[_Part]) -> Iterator[_Part]:
+        return super()._passes(parts) if self._sharded is None else self._sharded.passes(parts)
 
     def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return logits_at(self.compute_model, rows, columns, input_ids=inputs, use_cache=False)
