@@ -11,8 +11,9 @@ import torch
 
 def build_adamw(parameters: Iterable[torch.Tensor], *, device: torch.device, **settings: Any) -> torch.optim.AdamW:
     """Return AdamW on ``parameters``: one kernel for all of them if the device has it, else torch's default."""
-    kind = {"fused": True} if runs_fused(device.type) else {}
-    return torch.optim.AdamW(parameters, **settings, **kind)
+    if runs_fused(device.type):
+        settings["fused"] = True
+    return torch.optim.AdamW(parameters, **settings)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -59,11 +60,11 @@ class Compiler:
         Hooks of the layers stay outside of the compiled code.
         """
         for layer in layers:
-            function = getattr(layer.forward, "__func__", None)
-            if function is not None and layer.forward.__self__ is layer:
-                layer.forward = functools.partial(self.compiled(function), layer)
-            else:
-                layer.forward = self.compiled(layer.forward)
+            forward: Any = layer.forward
+            shared = isinstance(forward, MethodType) and forward.__self__ is layer
+            layer.forward = (
+                functools.partial(self.compiled(forward.__func__), layer) if shared else self.compiled(forward)
+            )
 
     def new_graphs(self) -> int:
         """Return the number of graphs that torch compiled in this process since the last call."""

@@ -24,8 +24,8 @@ class ComputeCopy:
 
     def __init__(self, masters: torch.nn.Module, *, dtype: torch.dtype) -> None:
         shared: dict[int, Any] = {id(buffer): buffer for buffer in masters.buffers()}
-        self._masters: list[torch.nn.Parameter] = []
-        self._copies: list[torch.nn.Parameter] = []
+        self._masters: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
         for parameter in masters.parameters():
             shared[id(parameter)] = self._counterpart(parameter, dtype)
         self._model = copy.deepcopy(masters, shared)

@@ -57,7 +57,7 @@ class ShardedModel:
         self.model = model
         self._weights_nbytes = sum(one.numel() for one in model.parameters()) * dtype.itemsize
         trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        self._gradients_nbytes, self._ranks = trained * 4, group.size
+        self._gradients_nbytes, self._ranks = int(trained) * 4, group.size
         weights = model.state_dict() if group.rank == 0 else {}
         mesh = init_device_mesh(backend.info.device_type, (group.size,))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -23,7 +23,7 @@ class Traffic(TorchDispatchMode):
     """Counts the collectives."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,6 +41,7 @@ def modes(rank: int, model_directory: Path, address: str) -> list[dict[str, Any]
         assert engine._sharded.keeps_weights and engine._sharded.keeps_gradients  # a tiny model fits
         if not weights:
             engine = without_whole_weights(model_directory, group)
+        assert engine._sharded is not None
         engine._sharded.keep_whole(weights=weights, gradients=gradients)
         results.append(steps(engine, rank))
     if group is not None:
