@@ -20,6 +20,7 @@ from hwrl.interfaces import (
     DeviceMap,
     Finding,
     Handle,
+    Kernels,
     ProbeContext,
     ProbeResult,
     Support,
@@ -104,6 +105,15 @@ def hwrl_process_env(role: str, env: Mapping[str, str], exports_memory: bool) ->
 
 
 @hwrl.hookimpl
+def hwrl_kernels() -> Kernels | None:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from hwrl_cuda import kernels
+
+    return Kernels(rms_norm=kernels.rms_norm, swiglu=kernels.swiglu)
+
+
+@hwrl.hookimpl
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
     for name in (VISIBLE, "NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", *ALLOCATOR):
         if name in context.env:
@@ -179,6 +189,13 @@ class CudaBackend(Backend):
         query, key, value = attention.cast(query, key, value)
         attend = attention.attend if attention.takes(query, value) else super().varlen_attention
         return attend(query, key, value, cu_seqlens=cu_seqlens, max_length=max_length, scale=scale)
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        import torch
+
+        from hwrl_cuda import peaks
+
+        return peaks.of(torch.cuda.get_device_name(), str(dtype).removeprefix("torch."))
 
     def device_uuid(self, index: int) -> str | None:
         name = self.devices.name(index, os.environ)

@@ -153,6 +153,11 @@ def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step
     return found | {f"the step of {name}": parameter.detach() - before[name] for name, parameter in names.items()}
 
 
+def with_gradients(out: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the result ``out`` of an operation, and the gradients of its inputs, under their names."""
+    return {"the result": out.detach()} | {f"the gradient of {name}": gradient(leaf) for name, leaf in leaves.items()}
+
+
 def gradient(leaf: torch.Tensor) -> torch.Tensor:
     """Return a copy of the gradient of ``leaf``; zeros if it has none."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hwrl.interfaces import Backend
-from hwrl.testing.compute import differences, gradient
+from hwrl.testing.compute import differences, with_gradients
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,7 @@ def wrong_varlen(backend: Backend, pack: Packed, dtype: torch.dtype) -> list[str
     exact = {name: tensor.double().requires_grad_() for name, tensor in drawn.items()}
     right = _token_by_token(**exact, pack=pack)
     right.backward(weight.double())
-    return list(differences(_with_gradients(out, found), _with_gradients(right, exact), dtype))
-
-
-def _with_gradients(out: torch.Tensor, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"attention": out.detach()} | {f"the gradient of {name}": gradient(leaf) for name, leaf in leaves.items()}
+    return list(differences(with_gradients(out, found), with_gradients(right, exact), dtype))
 
 
 def _token_by_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, pack: Packed) -> torch.Tensor:
