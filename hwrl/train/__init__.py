@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import LossName as LossName
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from hwrl.train.losses import mismatch_kl as mismatch_kl
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
-    from hwrl.train.policy import recompute as recompute
     from hwrl.train.rng import rng_state as rng_state
     from hwrl.train.rng import set_rng_state as set_rng_state
     from hwrl.train.trainer import Algorithm as Algorithm
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hwrl.train.trainer import move_metrics as move_metrics
 
 _MODULE_OF = {
+    "ActivationCheckpointing": "activations",
     "AdvantageName": "choices",
     "Algorithm": "trainer",
     "AsyncTrainer": "trainer",
@@ -41,12 +42,12 @@ _MODULE_OF = {
     "group_advantages": "losses",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
-    "recompute": "policy",
     "rng_state": "rng",
     "set_rng_state": "rng",
 }
 
 __all__ = [
+    "ActivationCheckpointing",
     "AdvantageName",
     "Algorithm",
     "AsyncTrainer",
@@ -60,7 +61,6 @@ __all__ = [
     "group_advantages",
     "mismatch_kl",
     "move_metrics",
-    "recompute",
     "rng_state",
     "set_rng_state",
 ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,14 +17,7 @@ from hwrl.train.losses import mismatch_kl
 if TYPE_CHECKING:
     from hwrl.comm import Group
 
-
-def recompute(layers: Iterable[torch.nn.Module]) -> None:
-    """Let ``layers`` keep only their inputs for the backward pass, and run again in it: activation checkpointing.
-
-    After Chen et al. 2016, https://arxiv.org/abs/1604.06174. The layers must not draw random numbers.
-    """
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+_Part = TypeVar("_Part")
 
 
 class PolicyEngine(TrainEngine):
@@ -82,7 +74,7 @@ class PolicyEngine(TrainEngine):
         tokens = self._reduce([batch.trained_tokens], op="sum")[0]
         totals: dict[str, torch.Tensor] = {}
         try:
-            for rows in self._micro_batches(batch):
+            for rows in self._passes(self._micro_batches(batch)):
                 for name, value in self._backward(batch.select(rows), loss=loss, tokens=tokens).items():
                     totals[name] = totals.get(name, torch.zeros_like(value)) + value
             norm = self._clip_gradients()
@@ -98,7 +90,7 @@ class PolicyEngine(TrainEngine):
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         result = torch.zeros(batch.tokens.shape)
-        for rows in self._micro_batches(batch):
+        for rows in self._passes(self._micro_batches(batch)):
             part = batch.select(rows)
             values, _ = self.forward(part)
             row, column = part.mask[:, 1:].nonzero(as_tuple=True)
@@ -142,6 +134,10 @@ class PolicyEngine(TrainEngine):
         parts = [checkpoint(self._score, *chunk, use_reentrant=False) for chunk in chunks]
         logprobs, entropies = zip(*parts, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+    def _passes(self, parts: Iterable[_Part]) -> Iterator[_Part]:
+        """Yield ``parts``, one for each pass of a step; a subclass may prepare itself for the next pass."""
+        yield from parts
 
     def _micro_batches(self, batch: Batch) -> Iterator[torch.Tensor]:
         parts = list(batch.micro_batches(max_tokens=self.settings.micro_batch_tokens))
