@@ -211,6 +211,7 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ModuleType("liger_kernel.ops"))
     yield
     sys.modules.pop("hwrl_cuda.kernels", None)
+    vars(hwrl_cuda).pop("kernels", None)
 
 
 @pytest.mark.usefixtures("liger")
@@ -220,6 +221,13 @@ def test_an_installed_package_brings_fused_operations() -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
     torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6), functional.rms_norm(x, (8,), weight, 1e-6))
     torch.testing.assert_close(kernels.swiglu(x, x + 1), functional.silu(x) * (x + 1))
+
+
+@pytest.mark.usefixtures("liger")
+def test_a_broken_package_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(sys.modules["liger_kernel.ops.swiglu"], "LigerSiLUMulFunction")
+    assert hwrl_cuda.hwrl_kernels() is None
+    assert "cannot be used: cannot import name 'LigerSiLUMulFunction'" in caplog.text
 
 
 def test_without_the_package_there_are_none() -> None:

@@ -198,6 +198,8 @@ class TrainConfig(Section):
     """Recompute layers in the backward pass: less memory, more time. ``auto``: as many as the memory needs."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the layers with torch; ``auto``: where that pays on the device."""
+    fused_kernels: bool = True
+    """Run layers that are not compiled on the backend's fused operations, where these compute the same."""
     max_restarts: NotNegative = 3
     """Restarts of the trainer, from the last complete checkpoint, before the run ends with an error."""
     threads: Threads = 1

@@ -170,6 +170,7 @@ def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         optimizer_offload=config.train.optimizer_offload,
         activation_checkpointing=config.train.activation_checkpointing,
         compile=config.train.compile,
+        fused_kernels=config.train.fused_kernels,
         lora=config.model.lora,
         seed=config.seed,
         **config.optimizer.model_dump(),
