@@ -12,6 +12,8 @@ from hwrl.lazy import lazy_names
 if TYPE_CHECKING:
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import LossName as LossName
+    from hwrl.train.flops import ModelFlops as ModelFlops
+    from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
@@ -32,6 +34,7 @@ _MODULE_OF = {
     "AsyncTrainer": "trainer",
     "FsdpEngine": "fsdp",
     "LossName": "choices",
+    "ModelFlops": "flops",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
     "TrainedStep": "trainer",
@@ -39,6 +42,7 @@ _MODULE_OF = {
     "group_advantages": "losses",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
+    "read_model_flops": "flops",
     "recompute": "policy",
     "rng_state": "rng",
     "set_rng_state": "rng",
@@ -50,6 +54,7 @@ __all__ = [
     "AsyncTrainer",
     "FsdpEngine",
     "LossName",
+    "ModelFlops",
     "PolicyEngine",
     "PolicyLoss",
     "TrainedStep",
@@ -57,6 +62,7 @@ __all__ = [
     "group_advantages",
     "mismatch_kl",
     "move_metrics",
+    "read_model_flops",
     "recompute",
     "rng_state",
     "set_rng_state",

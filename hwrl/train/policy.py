@@ -83,13 +83,16 @@ class PolicyEngine(TrainEngine):
         totals: dict[str, torch.Tensor] = {}
         try:
             for rows in self._micro_batches(batch):
-                for name, value in self._backward(batch.select(rows), loss=loss, tokens=tokens).items():
+                with self._backend.range("hwrl.pack"):
+                    part = batch.select(rows)
+                for name, value in self._backward(part, loss=loss, tokens=tokens).items():
                     totals[name] = totals.get(name, torch.zeros_like(value)) + value
             norm = self._clip_gradients()
             metrics = self._mean_over_ranks(totals, tokens)
             _require_finite(norm, metrics)
             learning_rate = self.settings.learning_rate_at(self.updates)
-            self._update(learning_rate=learning_rate)
+            with self._backend.range("hwrl.update"):
+                self._update(learning_rate=learning_rate)
         finally:
             self._drop_gradients()
         self.updates += 1
@@ -107,14 +110,16 @@ class PolicyEngine(TrainEngine):
 
     def _backward(self, part: Batch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
-        logprobs, entropy = self.forward(part)
+        with self._backend.range("hwrl.forward"):
+            logprobs, entropy = self.forward(part)
         mask, device = part.mask[:, 1:], logprobs.device
         behaviour = part.behaviour_logprobs[:, 1:][mask].to(device)
         proximal = None if part.proximal_logprobs is None else part.proximal_logprobs[:, 1:][mask].to(device)
         advantages = part.advantages.repeat_interleave(mask.sum(1)).to(device)
         per_token, metrics = loss(logprobs, behaviour=behaviour, proximal=proximal, advantages=advantages)
         total = per_token.sum()
-        (total * (self._gradient_scale / tokens)).backward()
+        with self._backend.range("hwrl.backward"):
+            (total * (self._gradient_scale / tokens)).backward()
         kl = mismatch_kl(logprobs.detach(), behaviour=behaviour)
         metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
         return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}

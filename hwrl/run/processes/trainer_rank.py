@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from safetensors import SafetensorError
@@ -14,11 +15,19 @@ from hwrl.interfaces import PromptGroup
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.processes.actors import RestoredRun
-from hwrl.run.processes.build import build_checkpoints, build_sender, build_train_engine, build_trainer, join_ranks
+from hwrl.run.processes.build import (
+    build_checkpoints,
+    build_sender,
+    build_train_engine,
+    build_trainer,
+    compute_dtype,
+    join_ranks,
+)
+from hwrl.run.processes.step_profile import PROFILES, StepProfile
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.summary import SENT
 from hwrl.run.run_directory import MODEL_DIRECTORY
-from hwrl.train import move_metrics, rng_state, set_rng_state
+from hwrl.train import TrainedStep, move_metrics, rng_state, set_rng_state
 from hwrl.weights import SharedWeights, SyncReport, TransportName
 
 
@@ -50,17 +59,24 @@ class TrainerRank:
         self._trainer = build_trainer(config, self._engine, incarnation=incarnation)
         self._checkpoints = build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
+        self._profile = _profile_of(config) if rank == 0 else None
 
     # -- training and weights --------------------------------------------------------------------------------------
 
     def step(self, groups: Sequence[PromptGroup]) -> Metrics:
         """Train on ``groups``, and send the weights if they are due; return the metrics of both."""
-        with self._trainer.stepping() as moved:
+        with self._profiled(), self._trainer.stepping() as moved:
             trained = self._trainer.step(groups)
             sent = self._send() if trained.publishes else {}
-        metrics = {**trained.metrics, **sent, **move_metrics(moved), **self._trainer.timing()}
+        timing = self._trainer.timing()
+        speed = self._speed_metrics(trained, seconds=timing["timing_s/train"])
+        metrics = {**trained.metrics, **sent, **move_metrics(moved), **timing, **speed}
         earlier, self._sent_between_steps = self._sent_between_steps, {}
         return {**metrics, **{name: metrics.get(name, 0.0) + value for name, value in earlier.items()}}
+
+    def finish_profile(self) -> str | None:
+        """Write the profile if there is one to write; return a sentence about it for the log, but only once."""
+        return None if self._profile is None else self._profile.finish()
 
     def send_weights(self) -> None:
         """Send the current weights between two steps. The metrics of the next step include the LoRA bytes of this."""
@@ -75,12 +91,33 @@ class TrainerRank:
 
     def _send(self) -> Metrics:
         """Gather the weights on all ranks, and send them as the trainer's version; return metrics on rank 0."""
-        with self._trainer.sending(), SharedWeights(self._engine, self._group) as weights:
+        with (
+            get_backend().range("hwrl.sync"),
+            self._trainer.sending(),
+            SharedWeights(self._engine, self._group) as weights,
+        ):
             if self._sender is None:
                 weights.follow()
                 return {}
             report = self._sender.send(self._trainer.version, model=weights.model, adapter=weights.adapter)
         return _sync_metrics(report)
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._profile is None else self._profile.recording(self._trainer.steps_done + 1)
+
+    def _speed_metrics(self, trained: TrainedStep, *, seconds: float) -> Metrics:
+        """Return the speed of a step of ``seconds`` on all ranks. The share of the peak needs a backend that knows it.
+
+        A step of no time, on a coarse clock, has no speed.
+        """
+        rank_seconds = seconds * self._config.train.ranks
+        if not rank_seconds:
+            return {}
+        metrics = {"perf/train_tokens_per_s_per_device": trained.tokens / rank_seconds}
+        peak = get_backend().peak_flops(compute_dtype(self._config))
+        if peak is not None and trained.flops is not None:
+            metrics["perf/mfu"] = trained.flops / rank_seconds / peak
+        return metrics
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -158,6 +195,11 @@ class TrainerRank:
             self._engine.close()
             if self._group is not None:
                 self._group.close()
+
+
+def _profile_of(config: Config) -> StepProfile | None:
+    steps = config.train.profile_steps
+    return None if steps is None else StepProfile(*steps, directory=config.dir / PROFILES)
 
 
 def _sync_metrics(report: SyncReport) -> Metrics:
