@@ -37,6 +37,8 @@ _SUPPORT = {
     Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
     Capability.SHARED_DEVICE_GROUPS: Support("supported", "groups are of processes, not of devices"),
     Capability.DEVICE_IPC: Support("supported", "an exported tensor is moved into a shared memory file, in place"),
+    Capability.VARLEN_ATTENTION: Support("unsupported", "no fused kernel: sequences are padded to the longest"),
+    Capability.COMPILED_TRAINING: Support("unsupported", "compiling costs more than it gives on small models"),
 }
 
 

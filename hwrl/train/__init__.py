@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hwrl.train.flops import ModelFlops as ModelFlops
     from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
+    from hwrl.train.kernels import apply_kernels as apply_kernels
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
@@ -38,6 +39,7 @@ _MODULE_OF = {
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
     "TrainedStep": "trainer",
+    "apply_kernels": "kernels",
     "collate": "padding",
     "group_advantages": "losses",
     "mismatch_kl": "losses",
@@ -58,6 +60,7 @@ __all__ = [
     "PolicyEngine",
     "PolicyLoss",
     "TrainedStep",
+    "apply_kernels",
     "collate",
     "group_advantages",
     "mismatch_kl",
