@@ -215,10 +215,6 @@ class Backend:
         uuid = "" if properties is None else str(getattr(properties(index), "uuid", None) or "")
         return uuid if uuid.strip("0-") else None
 
-    def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Return the floating-point operations a second of the current device in ``dtype``; None if unknown."""
-        return None
-
     def synchronize(self) -> None:
         """Block until all work queued on the current device is done."""
         torchapi.function(self.info.device_type, "synchronize", general="synchronize")()
