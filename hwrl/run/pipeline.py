@@ -171,7 +171,8 @@ class Pipeline:
         metrics = self._fleet.trainers.step(groups)
         self.step += 1
         line = self._record_step(metrics, info)
-        if self.step == (self._config.train.profile_steps or (0, 0))[1]:
+        profiled = self._config.train.profile_steps
+        if profiled is not None and self.step == profiled[1]:
             self._finish_profile()
         line = self._collect_evaluation() or line
         if _is_due(self.step, self._config.eval.every_steps):

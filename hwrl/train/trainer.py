@@ -45,6 +45,22 @@ class TrainedStep:
     tokens: int
     flops: float | None
 
+    def speed(self, *, seconds: float, devices: int, peak_flops: float | None) -> dict[str, float]:
+        """Return metrics of the speed of a step of ``seconds`` on ``devices`` devices.
+
+        ``peak_flops`` are the most FLOPs of a device in a second; None if unknown, and then ``perf/mfu`` is absent. A
+        step of no time, on a coarse clock, has no speed.
+        """
+        device_s = seconds * devices
+        if not device_s:
+            return {}
+        metrics = {"perf/train_tokens_per_s_per_device": self.tokens / device_s}
+        if self.flops is not None:
+            metrics["perf/train_flops_per_s_per_device"] = self.flops / device_s
+            if peak_flops is not None:
+                metrics["perf/mfu"] = self.flops / device_s / peak_flops
+        return metrics
+
 
 class AsyncTrainer:
     """One rank of the trainer, without processes or transfers.

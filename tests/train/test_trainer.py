@@ -17,7 +17,16 @@ import hwrl
 from hwrl.errors import EngineError, MemoryStateError
 from hwrl.interfaces import Batch, EngineSettings, Moved, PromptGroup, Response, TokenLoss, TrainEngine
 from hwrl.run.demo import write_demo
-from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, LossName, PolicyLoss, move_metrics
+from hwrl.train import (
+    Algorithm,
+    AsyncTrainer,
+    FsdpEngine,
+    LossName,
+    ModelFlops,
+    PolicyLoss,
+    TrainedStep,
+    move_metrics,
+)
 
 GOOD, BAD = 5, 9
 
@@ -289,6 +298,31 @@ def test_metrics_of_speed_are_named_apart_from_those_of_the_policy() -> None:
     assert trained.metrics["perf/padding_share"] == 0.25
     assert trained.metrics["perf/recompilations"] == 6.0
     assert (trained.tokens, trained.flops) == (2 * 4, None)
+
+
+def test_the_speed_of_a_step_is_that_of_each_device_and_a_share_of_a_known_peak() -> None:
+    step = TrainedStep({}, publishes=False, tokens=8000, flops=6e12)
+    speed = step.speed(seconds=2.0, devices=4, peak_flops=3e12)
+    assert speed["perf/train_tokens_per_s_per_device"] == 1000
+    assert (speed["perf/train_flops_per_s_per_device"], speed["perf/mfu"]) == (0.75e12, 0.25)
+    assert "perf/mfu" not in step.speed(seconds=2.0, devices=4, peak_flops=None)
+    assert step.speed(seconds=0.0, devices=4, peak_flops=3e12) == {}
+    assert replace(step, flops=None).speed(seconds=2.0, devices=4, peak_flops=3e12).keys() == {
+        "perf/train_tokens_per_s_per_device"
+    }
+
+
+@pytest.mark.parametrize(("loss", "passes"), [("ppo_clip", 2.0), ("decoupled", 2 + 1 / 3)])
+def test_the_flops_of_a_step_count_each_epoch_and_the_forward_pass_of_the_proximal_policy(
+    loss: LossName, passes: float
+) -> None:
+    flops = ModelFlops(layer_parameters=100, output_parameters=10, full_width=2)
+    trainer = AsyncTrainer(
+        CountingEngine(), algorithm=Algorithm(PolicyLoss(loss), ppo_epochs=2), max_staleness=0, flops=flops
+    )
+    trained = trainer.step([group_of(version=0)] * 3)
+    assert trained.flops == pytest.approx(passes * 6 * 6 * (100 * 4 + 10 * 1 + 2 * 4**2))
+    assert trained.tokens == 2 * 6 * 4
 
 
 def test_a_reward_metric_that_only_some_groups_have_is_averaged_over_these(model_directory: Path) -> None:

@@ -27,7 +27,7 @@ from hwrl.run.processes.step_profile import PROFILES, StepProfile
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.summary import SENT
 from hwrl.run.run_directory import MODEL_DIRECTORY
-from hwrl.train import TrainedStep, move_metrics, rng_state, set_rng_state
+from hwrl.train import move_metrics, rng_state, set_rng_state
 from hwrl.weights import SharedWeights, SyncReport, TransportName
 
 
@@ -69,7 +69,11 @@ class TrainerRank:
             trained = self._trainer.step(groups)
             sent = self._send() if trained.publishes else {}
         timing = self._trainer.timing()
-        speed = self._speed_metrics(trained, seconds=timing["timing_s/train"])
+        speed = trained.speed(
+            seconds=timing["timing_s/train"],
+            devices=self._config.train.ranks,
+            peak_flops=get_backend().peak_flops(compute_dtype(self._config)),
+        )
         metrics = {**trained.metrics, **sent, **move_metrics(moved), **timing, **speed}
         earlier, self._sent_between_steps = self._sent_between_steps, {}
         return {**metrics, **{name: metrics.get(name, 0.0) + value for name, value in earlier.items()}}
@@ -104,20 +108,6 @@ class TrainerRank:
 
     def _profiled(self) -> AbstractContextManager[None]:
         return nullcontext() if self._profile is None else self._profile.recording(self._trainer.steps_done + 1)
-
-    def _speed_metrics(self, trained: TrainedStep, *, seconds: float) -> Metrics:
-        """Return the speed of a step of ``seconds`` on all ranks. The share of the peak needs a backend that knows it.
-
-        A step of no time, on a coarse clock, has no speed.
-        """
-        rank_seconds = seconds * self._config.train.ranks
-        if not rank_seconds:
-            return {}
-        metrics = {"perf/train_tokens_per_s_per_device": trained.tokens / rank_seconds}
-        peak = get_backend().peak_flops(compute_dtype(self._config))
-        if peak is not None and trained.flops is not None:
-            metrics["perf/mfu"] = trained.flops / rank_seconds / peak
-        return metrics
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
