@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
+    from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
     from hwrl.train.policy import recompute as recompute
     from hwrl.train.rng import rng_state as rng_state
     from hwrl.train.rng import set_rng_state as set_rng_state
+    from hwrl.train.scoring import OutputScorer as OutputScorer
+    from hwrl.train.scoring import VocabularyShard as VocabularyShard
     from hwrl.train.trainer import Algorithm as Algorithm
     from hwrl.train.trainer import AsyncTrainer as AsyncTrainer
     from hwrl.train.trainer import TrainedStep as TrainedStep
@@ -35,10 +38,13 @@ _MODULE_OF = {
     "AsyncTrainer": "trainer",
     "FsdpEngine": "fsdp",
     "LossName": "choices",
+    "MicroBatch": "packing",
     "ModelFlops": "flops",
+    "OutputScorer": "scoring",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
     "TrainedStep": "trainer",
+    "VocabularyShard": "scoring",
     "apply_kernels": "kernels",
     "collate": "padding",
     "group_advantages": "losses",
@@ -56,10 +62,13 @@ __all__ = [
     "AsyncTrainer",
     "FsdpEngine",
     "LossName",
+    "MicroBatch",
     "ModelFlops",
+    "OutputScorer",
     "PolicyEngine",
     "PolicyLoss",
     "TrainedStep",
+    "VocabularyShard",
     "apply_kernels",
     "collate",
     "group_advantages",

@@ -21,7 +21,9 @@ from hwrl.errors import EngineError
 from hwrl.interfaces import Backend, EngineSettings, LoraSettings, Moved, OffloadedState
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, load_model, load_tokenizer, logits_at, model_identity
+from hwrl.models import build_model, load_model, load_tokenizer, model_identity
+from hwrl.train.causal import CausalModel
+from hwrl.train.packing import MicroBatch
 from hwrl.train.policy import PolicyEngine, recompute
 from hwrl.weights import gather_weights
 
@@ -52,6 +54,9 @@ class FsdpEngine(PolicyEngine):
         if settings.activation_checkpointing:
             recompute(layers)
         self.model = _shard(model, layers, backend, group, settings.dtype)
+        self._causal = CausalModel(backend=backend, scorer=self.scorer)
+        with self._computing():
+            self._causal.prove(self.model, dtype=settings.dtype)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, **self._hyperparameters())
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
@@ -70,10 +75,17 @@ class FsdpEngine(PolicyEngine):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def _scores(self, part: MicroBatch) -> torch.Tensor:
+        with self._computing():
+            return self._causal(self.model, part)
+
+    @property
+    def _packs(self) -> bool:
+        return self._causal.packs
+
+    def _computing(self) -> torch.autocast:
         autocast = self._ranks == 1 and self._dtype != torch.float32  # on several ranks FSDP2 casts
-        with torch.autocast(inputs.device.type, dtype=self._dtype, enabled=autocast):
-            return logits_at(self.model, rows, columns, input_ids=inputs, use_cache=False)
+        return torch.autocast(self._backend.info.device_type, dtype=self._dtype, enabled=autocast)
 
     @property
     def _gradient_scale(self) -> float:
