@@ -81,7 +81,8 @@ class PolicyEngine(TrainEngine):
             metrics = self._mean_over_ranks(totals, tokens)
             _require_finite(norm, metrics)
             learning_rate = self.settings.learning_rate_at(self.updates)
-            self._update(learning_rate=learning_rate)
+            with self._backend.range("hwrl.update"):
+                self._update(learning_rate=learning_rate)
         finally:
             self._drop_gradients()
         self.updates += 1
@@ -99,12 +100,14 @@ class PolicyEngine(TrainEngine):
 
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
-        logprobs, entropy = self.forward(part)
-        behaviour, proximal = part.behaviour_logprobs, part.proximal_logprobs
-        per_token, metrics = loss(logprobs, behaviour=behaviour, proximal=proximal, advantages=part.advantages)
+        with self._backend.range("hwrl.forward"):
+            logprobs, entropy = self.forward(part)
+        known = {"behaviour": part.behaviour_logprobs, "proximal": part.proximal_logprobs}
+        per_token, metrics = loss(logprobs, **known, advantages=part.advantages)
         total = per_token.sum()
-        (total * (self._gradient_scale / tokens)).backward()
-        kl = mismatch_kl(logprobs.detach(), behaviour=behaviour)
+        with self._backend.range("hwrl.backward"):
+            (total * (self._gradient_scale / tokens)).backward()
+        kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
         metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
         return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}
 
@@ -137,7 +140,9 @@ class PolicyEngine(TrainEngine):
     def _passes(self, plan: Iterable[Callable[[], MicroBatch]]) -> Iterator[MicroBatch]:
         """Make the micro-batches, each just before its pass; a subclass may prepare itself for the pass."""
         for make in plan:
-            yield make()
+            with self._backend.range("hwrl.pack"):
+                part = make()
+            yield part
 
     # -- ranks --------------------------------------------------------------------------------------------------
 
