@@ -93,7 +93,7 @@ def test_every_key_refuses_what_it_cannot_mean(key: str, schema: dict[str, Any])
         "goals={reward/mean: .nan}",
         "rollout.temperature=.inf",
         "optimizer.betas=[0.9, 1.0]",
-        "reward.threads=100000",
+        "reward.workers=100000",
         "weights.timeout_s=1e-9",
         "model.target_modules='['",
     ],
