@@ -55,8 +55,8 @@ class WeightUpdater(Protocol):
 class RetryingReceiver:
     """Receives versions on one link. A failed transfer is logged, and the next offer is another try.
 
-    A receive waits at most ``timeout_s`` for a version to be complete. The store is asked every ``poll_s`` at most,
-    because a poll takes two round trips and a step of an engine only some milliseconds.
+    A receive waits at most ``timeout_s`` for a version to be complete. It looks into the store once in ``poll_s``:
+    a round trip in each step would slow a fast engine down.
     """
 
     def __init__(self, receiver: WeightReceiver, *, timeout_s: float, poll_s: float = 0.01) -> None:
