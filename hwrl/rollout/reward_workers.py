@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import pickle
@@ -25,6 +26,7 @@ from hwrl.interfaces import Response
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward_process import CALL, receive_frame, send_frame
 
+_log = logging.getLogger(__name__)
 _BACKLOG_S = 0.1
 """A prompt that has waited this long gets another worker."""
 _PIPE_S = 10.0
@@ -156,6 +158,7 @@ class RewardWorkers:
                 self._cancel_all()
 
     def _cancel_all(self) -> None:
+        self._loaded.cancel()
         for worker in self._workers:
             worker.end()
             if worker.job is not None:
@@ -166,12 +169,14 @@ class RewardWorkers:
     def _give_jobs(self) -> None:
         """Give waiting jobs to idle workers; start another worker if a job must wait too long."""
         for worker in [worker for worker in self._workers if worker.is_idle]:
-            if (job := self._next_job()) is None:
+            if (next_job := self._next_job()) is None:
                 return
+            job, message = next_job
             try:
-                worker.give(*job)
-            except OSError:
-                self._bury(worker)
+                worker.give(job, message)
+            except OSError:  # it died while it was idle
+                self._remove(worker)
+                self._jobs.appendleft(job)
         if self._jobs and self._backlog_s() <= 0:
             self._start_worker()
 
@@ -200,16 +205,22 @@ class RewardWorkers:
         try:
             worker = _Worker(self._setup)
         except OSError as exc:
-            self._report_start(DataError("no reward worker can start", why=str(exc), fix="free memory or processes"))
+            self._note_failed_start(
+                DataError("no reward worker can start", why=str(exc), fix="free memory or processes")
+            )
             return
         self._workers.append(worker)
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
-    def _report_start(self, error: DataError | None) -> None:
-        """Note that the function is loaded, or why not. Without it the oldest job has failed."""
+    def _note_failed_start(self, error: DataError) -> None:
+        """Go on with the other workers. If there is none, the oldest job has failed."""
+        if self._workers:
+            self._limit = len(self._workers)
+            _log.warning("no more than %d reward workers run: %s: %s", self._limit, error.what, error.why)
+            return
         if not self._loaded.done():
-            self._loaded.set_result(None) if error is None else self._loaded.set_exception(error)
-        if error is not None and self._jobs:
+            self._loaded.set_exception(error)
+        if self._jobs:
             self._jobs.popleft().answer(Scores(errors=1, failure=f"{error.what}: {error.why}"))
 
     def _receive(self, worker: _Worker) -> None:
@@ -222,11 +233,11 @@ class RewardWorkers:
             worker.finish(Scores(*answer))
             return
         worker.is_loading = False
-        if answer is None:
-            self._report_start(None)
-        else:
+        if answer is not None:
             self._remove(worker)
-            self._report_start(DataError(answer[0], why=answer[1], fix=answer[2]))
+            self._note_failed_start(DataError(answer[0], why=answer[1], fix=answer[2]))
+        elif not self._loaded.done():
+            self._loaded.set_result(None)
 
     def _end_late(self) -> None:
         """End the workers with a call that takes too long."""
@@ -240,10 +251,8 @@ class RewardWorkers:
         """Report a dead worker."""
         how = self._remove(worker, grace_s=_EXIT_S)
         if worker.is_loading:
-            why = f"its process {how}"
-            self._report_start(
-                DataError("a reward worker died while it loaded the function", why=why, fix="see its log")
-            )
+            what = "a reward worker ended while it loaded the function"
+            self._note_failed_start(DataError(what, why=f"its process {how}", fix="look at what the module does"))
         elif worker.job is not None:
             worker.fail(f"its worker {how} in the reward function")
 

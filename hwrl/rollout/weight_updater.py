@@ -59,7 +59,7 @@ class RetryingReceiver:
     a round trip in each step would slow a fast engine down.
     """
 
-    def __init__(self, receiver: WeightReceiver, *, timeout_s: float, poll_s: float = 0.01) -> None:
+    def __init__(self, receiver: WeightReceiver, *, timeout_s: float, poll_s: float = 0.005) -> None:
         self.receiver, self._timeout_s, self._poll_s = receiver, timeout_s, poll_s
         self._offered, self._polled_s = False, -math.inf
         self.nbytes = 0

@@ -163,6 +163,18 @@ def test_a_function_that_cannot_be_loaded_is_told(start: Start, tmp_path: Path, 
     assert score(workers).result(20).failure is not None
 
 
+def test_a_function_that_only_one_process_can_load_is_called_by_that_one(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import time\nfrom pathlib import Path\n\n"
+        "Path(__file__).with_name('claimed').touch(exist_ok=False)\n\n"
+        "def f(prompt, response, answer):\n    time.sleep(answer)\n    return 1.0\n"
+    )
+    workers = start(f"{path}:f", workers=4)
+    workers.wait_until_ready()
+    assert [future.result(20).failure for future in [score(workers, 0.2, [1]) for _ in range(4)]] == [None] * 4
+
+
 def test_a_module_that_ends_its_process_is_told(start: Start, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("import os\nos._exit(5)\n")
     with pytest.raises(DataError, match="ended with status 5"):
@@ -183,6 +195,15 @@ def test_a_call_that_is_killed_takes_along_what_it_started(start: Start, tmp_pat
     scores = score(start("leaves_a_child", timeout_s=1.0), str(file), [1]).result(20)
     assert "did not return" in str(scores.failure)
     wait_until(lambda: ended(int(file.read_text())))
+
+
+def test_a_process_that_dies_while_it_is_idle_costs_no_prompt(start: Start) -> None:
+    workers = start("identify", workers=1)
+    first = int(score(workers).result(20).metrics[0]["pid"])
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: ended(first))
+    again = score(workers).result(20)
+    assert again.failure is None and again.metrics[0]["pid"] != first
 
 
 def test_closing_ends_processes_inside_of_a_call_and_cancels_what_waits(start: Start) -> None:
