@@ -157,18 +157,21 @@ def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Cal
 
 def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Callable[..., Run], demo: Path) -> None:
     (demo / "slow.py").write_text(
-        "import time\n"
-        "running = []\n"
+        "import os, time\n"
+        "from pathlib import Path\n"
+        "running = Path(__file__).with_name('running')\n"
         "def reward(prompt, response, answer):\n"
-        "    running.append(response)\n"
-        "    at_once = len(running)\n"
+        "    mine = running / str(os.getpid())\n"
+        "    mine.touch()\n"
+        "    at_once = len(os.listdir(running))\n"
         "    time.sleep(0.2)\n"
-        "    running.pop()\n"
+        "    mine.unlink()\n"
         "    return {'reward': len(response), 'at_once': at_once}\n"
     )
+    (demo / "running").mkdir()
     run = start(
         f"reward.function={demo / 'slow.py'}:reward",
-        "reward.threads=2",
+        "reward.workers=2",
         "weights.timeout_s=1",
         "train.steps=3",
         "eval.every_steps=0",

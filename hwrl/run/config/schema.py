@@ -82,9 +82,9 @@ class RewardConfig(Section):
     attempts: Positive = 3
     """Calls for one prompt, if the function raises, before the prompt has failed."""
     timeout_s: Seconds = 300.0
-    """Time limit of one call; a longer call counts as a failed attempt."""
-    threads: Threads = 4
-    """Calls at the same time in each replica, in threads of its process; 1 for a function without thread safety."""
+    """Time limit of one call, at most ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
+    workers: Processes = 4
+    """Most processes of each replica that call the function; another one starts when prompts wait."""
 
     @field_validator("function")
     @classmethod
@@ -364,6 +364,15 @@ class Config(Section):
             raise ValueError(
                 f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
                 "models, with model.lora_rank=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_reward_ends_before_its_lease(self) -> Config:
+        if self.reward.timeout_s > self.rollout.group_timeout_s:
+            raise ValueError(
+                f"reward.timeout_s={self.reward.timeout_s:g} must be at most rollout.group_timeout_s="
+                f"{self.rollout.group_timeout_s:g}: a replica that holds a prompt for so long is replaced"
             )
         return self
 
