@@ -15,6 +15,7 @@ BENCHMARKS = {
     "lora": "hwrl_bench.lora",
     "overhead": "hwrl_bench.overhead",
     "train": "hwrl_bench.train",
+    "rollout": "hwrl_bench.rollout",
 }
 """The modules of the benchmarks. Each has HELP, configure(parser) and run(args), and imports torch in ``run`` only."""
 
