@@ -12,6 +12,7 @@ BENCHMARKS = {
     "offload": "hwrl_bench.offload",
     "checkpoint": "hwrl_bench.checkpoint",
     "async": "hwrl_bench.async_training",
+    "path": "hwrl_bench.whole_path",
     "lora": "hwrl_bench.lora",
     "overhead": "hwrl_bench.overhead",
     "train": "hwrl_bench.train",
