@@ -130,10 +130,10 @@ def _measure(way: str, workload: dict[str, Any], args: argparse.Namespace) -> di
 def run_alone(module: str, *words: str, timeout_s: float) -> str | None:
     """Run ``python -m module words`` in a session of its own; return the reason if it failed, else None.
 
-    No process of the session outlives the call. Its output goes to this process's stderr.
+    No process of the session outlives the call. Its output goes to this process's stderr, and its input stays open.
     """
     command = [sys.executable, "-m", module, *words]
-    process = subprocess.Popen(command, stdout=_STDERR, start_new_session=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=_STDERR, start_new_session=True)
     try:
         code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -141,7 +141,7 @@ def run_alone(module: str, *words: str, timeout_s: float) -> str | None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(_END_S)
+        process.communicate(timeout=_END_S)
     return f"its process ended with exit code {code}" if code else None
 
 

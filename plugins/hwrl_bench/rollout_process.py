@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,7 +28,8 @@ _WARM_UP_TOKENS = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and write the result."""
+    """Measure, and write the result. The session of this process ends when its standard input does."""
+    threading.Thread(target=_end_with_input, daemon=True).start()
     asked, answer = map(Path, sys.argv[1:] if arguments is None else arguments)
     try:
         row = measure(json.loads(asked.read_text()))
@@ -34,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row = {"why_not": one_line(exc)}
     answer.write_text(json.dumps(row))
     return 0
+
+
+def _end_with_input() -> None:
+    os.read(0, 1)  # its other end is the benchmark's: a killed one leaves no process on the device
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def measure(workload: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,16 @@ def test_a_process_is_killed_at_its_deadline_and_a_failed_one_says_so() -> None:
     assert run_alone("http.server", "0", timeout_s=1.0) == "it took longer than 1 s"
     assert run_alone("hwrl_bench.no_such_module", timeout_s=60.0) == "its process ended with exit code 1"
     assert run_alone("timeit", "-n", "1", timeout_s=60.0) is None
+
+
+def test_the_process_of_a_way_ends_with_its_benchmark() -> None:
+    command = [sys.executable, "-c", "from hwrl_bench import rollout_process as r; r._end_with_input()"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.stdin.close()
+    assert process.wait(60) == -signal.SIGKILL
 
 
 def test_the_command_measures_an_engine_and_names_what_it_could_not(
