@@ -9,17 +9,16 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from hwrl_vllm.scheduler import NewTokens, unpack
+
 _LOOK_S = 1.0
 """How often a wait for the engine core's process checks that it lives."""
-
-Outputs = list[Any]
-"""vLLM's ``EngineCoreOutput``, one for each request with new tokens."""
 
 
 class Core(ABC):
     """The engine core behind ``client``, vLLM's client of it. It runs ahead: it begins steps before hwrl needs them.
 
-    Requests have unique ids. Outputs of aborted requests may still come.
+    Requests have unique ids. Tokens of aborted requests may still come.
     """
 
     def __init__(self, client: Any) -> None:
@@ -34,11 +33,11 @@ class Core(ABC):
         self._client.abort_requests(list(request_ids))
 
     @abstractmethod
-    def outputs(self) -> Outputs:
+    def next_tokens(self) -> list[NewTokens]:
         """Wait for new tokens, and return all that are there. Call it only while a request runs."""
 
     @abstractmethod
-    def pause(self) -> Outputs:
+    def pause(self) -> list[NewTokens]:
         """Begin no more steps; wait for those that have begun, and return their tokens."""
 
     def resume(self) -> None:
@@ -61,18 +60,18 @@ class Core(ABC):
 class InlineCore(Core):
     """The engine core in this process. It steps only in calls; the device may then be one step ahead."""
 
-    def outputs(self) -> Outputs:
-        outputs: Outputs = []
-        while not outputs and self._has_work():
-            outputs = self._client.get_output().outputs
-        return outputs
+    def next_tokens(self) -> list[NewTokens]:
+        tokens: list[NewTokens] = []
+        while not tokens and self._has_work():
+            tokens = unpack(self._client.get_output().outputs)
+        return tokens
 
-    def pause(self) -> Outputs:
+    def pause(self) -> list[NewTokens]:
         self.call("pause_scheduler", "keep", False)
-        outputs: Outputs = []
+        tokens: list[NewTokens] = []
         while self._has_work():
-            outputs += self._client.get_output().outputs
-        return outputs
+            tokens += unpack(self._client.get_output().outputs)
+        return tokens
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._client.engine_core, method)(*args)
@@ -88,7 +87,7 @@ class ProcessCore(Core):
     vLLM's client would wait for ever after the process's death, so this class waits itself.
     """
 
-    def outputs(self) -> Outputs:
+    def next_tokens(self) -> list[NewTokens]:
         while True:
             self._client.ensure_alive()
             try:
@@ -96,7 +95,7 @@ class ProcessCore(Core):
             except queue.Empty:
                 pass
 
-    def pause(self) -> Outputs:
+    def pause(self) -> list[NewTokens]:
         self.call("pause_scheduler", "keep", False)
         return self._taken([])  # the reply came after them, through the same socket
 
@@ -114,7 +113,7 @@ class ProcessCore(Core):
                     raise
                 self._client.ensure_alive()
 
-    def _taken(self, items: Iterable[Any]) -> Outputs:
+    def _taken(self, items: Iterable[Any]) -> list[NewTokens]:
         """Return the tokens in ``items`` and in the queue; raise the error of the process."""
         items = [*items]
         while not self._client.outputs_queue.empty():
@@ -122,7 +121,7 @@ class ProcessCore(Core):
         for item in items:
             if isinstance(item, Exception):
                 raise item
-        return [output for item in items for output in item.outputs]
+        return [tokens for item in items for tokens in unpack(item.outputs)]
 
 
 def core_of(client: Any) -> Core:

@@ -41,6 +41,7 @@ from hwrl_vllm.lora import request_lora, require_dtype, require_places
 from hwrl_vllm.options import engine_arguments, keys_in, runs_inline
 from hwrl_vllm.orphans import OWNER
 from hwrl_vllm.partial import PartialResponse
+from hwrl_vllm.scheduler import NewTokens
 from hwrl_vllm.worker import LentWeights
 
 Weights = Mapping[str, torch.Tensor]
@@ -95,7 +96,7 @@ class VllmEngine(RolloutEngine):
         require_weights(self.version, pending=self.pending())
         if self._requests and not self._finished:
             with self._or_no_weights("generating"):
-                self._take(self._core.outputs())
+                self._take(self._core.next_tokens())
         finished, self._finished = self._finished, []
         return finished
 
@@ -273,15 +274,15 @@ class VllmEngine(RolloutEngine):
                 fix="correct the prompt, or the cause in the reason",
             ) from exc
 
-    def _take(self, outputs: Sequence[Any]) -> None:
+    def _take(self, tokens: Sequence[NewTokens]) -> None:
         """Append the requests' new tokens; keep the finished ones for the next :meth:`step`."""
-        for output in outputs:
-            partial = self._requests.get(output.request_id)
+        for new in tokens:
+            partial = self._requests.get(new.request_id)
             if partial is None:  # aborted
                 continue
-            partial.take(output)
-            if output.finish_reason is not None:
-                del self._requests[output.request_id]
+            partial.take(new)
+            if new.is_end:
+                del self._requests[new.request_id]
                 response = partial.response(version=self.version, eos_ids=self._settings.eos_ids)
                 self._finished.append(Completion(partial.request.request_id, response))
 
@@ -303,6 +304,7 @@ def _sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
             temperature=wanted.temperature,
             max_tokens=wanted.max_new_tokens,
             stop_token_ids=list(eos_ids),
+            ignore_eos=True,  # the configuration's, which may be others
             logprobs=0,  # of the chosen token only
             detokenize=False,
         )

@@ -44,6 +44,7 @@ _FIXED: dict[str, Any] = {
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "worker_extension_cls": "hwrl_vllm.worker.WeightLoading",
+    "scheduler_cls": "hwrl_vllm.scheduler.make_scheduler",
     "disable_log_stats": True,
 }
 """The engine's promises depend on these values."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hwrl.interfaces import GenerationRequest, Response
+from hwrl_vllm.scheduler import NewTokens
 
 
 @dataclasses.dataclass
@@ -21,10 +22,10 @@ class PartialResponse:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     _spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
-    def take(self, output: Any) -> None:
-        """Append the tokens of ``output``, an ``EngineCoreOutput``."""
-        self.token_ids += output.new_token_ids
-        self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # first comes the chosen token
+    def take(self, new: NewTokens) -> None:
+        """Append ``new`` tokens."""
+        self.token_ids += new.token_ids
+        self.logprobs += new.logprobs
 
     def mark(self, version: int) -> None:
         """Record that the tokens since the last call come from ``version``."""

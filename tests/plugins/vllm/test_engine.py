@@ -23,7 +23,7 @@ from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
 from hwrl.run.demo import write_demo
 from hwrl.weights import TransportName, WeightReceiver, WeightSender
-from hwrl_vllm.core import ProcessCore
+from hwrl_vllm.core import InlineCore, ProcessCore
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import (
     BLOCK,
@@ -149,6 +149,8 @@ def forcing(policy: Policy, token: int) -> dict[str, torch.Tensor]:
 
 
 def test_each_token_has_the_version_of_the_weights_that_forced_it(engine: VllmEngine, policy: Policy) -> None:
+    if isinstance(engine._core, InlineCore):
+        assert engine._vllm.engine_core.engine_core.batch_queue is not None, "vLLM schedules asynchronously"
     token_of = {version: 2 + version % 13 for version in range(2000, 2030)}
     engine.load_weights(forcing(policy, 2).items(), version=1999)
     token_of[1999] = 2
@@ -368,7 +370,7 @@ def test_what_vllm_refuses_of_hwrls_own_is_answered_with_its_key(model_directory
 def test_vllm_that_fails_at_its_start_in_another_way_is_told_of_with_its_error(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(arguments: object) -> None:
+    def fail(arguments: object, **options: object) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("vllm.v1.engine.llm_engine.LLMEngine.from_engine_args", fail)
