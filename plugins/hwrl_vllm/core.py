@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from hwrl_vllm.scheduler import NewTokens, unpack
 
 _LOOK_S = 1.0
@@ -51,6 +53,14 @@ class Core(ABC):
     def call_workers(self, method: Any, *args: Any) -> list[Any]:
         """Return each worker's result of its ``method``. To another process ``args`` go as msgpack."""
         return list(self.call("collective_rpc", method, None, args, None))
+
+    def sleep(self, level: int) -> None:
+        """Free the device's memory; no request may be pending."""
+        self.call("sleep", level, "abort")
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take the device's memory for ``tags`` again."""
+        self.call("wake_up", list(tags))
 
     def close(self) -> None:
         """End the engine core and its workers."""
@@ -112,6 +122,10 @@ class ProcessCore(Core):
                 if future.done():
                     raise
                 self._client.ensure_alive()
+            except Exception as exc:  # it has the other process's message only
+                if "out of memory" in str(exc):
+                    raise torch.OutOfMemoryError(str(exc)) from exc
+                raise
 
     def _taken(self, items: Iterable[Any]) -> list[NewTokens]:
         """Return the tokens in ``items`` and in the queue; raise the error of the process."""

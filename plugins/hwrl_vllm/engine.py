@@ -145,7 +145,7 @@ class VllmEngine(RolloutEngine):
             self._take(self._core.pause())  # of aborted requests
             free_nbytes = self._free_nbytes()
             self._asleep = MEMORY_TAGS  # before the call: a failed sleep may have freed memory
-            self._vllm.sleep(level)
+            self._core.sleep(level)
             self._cache_number += 1
             if level > 1:
                 self.version, self.base = -1, None
@@ -156,7 +156,7 @@ class VllmEngine(RolloutEngine):
         asleep = self._asleep.intersection(tags)
         if asleep:
             with self._or_no_weights("waking up"):
-                self._vllm.wake_up(sorted(asleep))
+                self._core.wake(sorted(asleep))
             self._asleep -= asleep
             self._resume()
 

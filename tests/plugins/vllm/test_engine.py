@@ -316,8 +316,8 @@ def test_what_was_cached_before_a_sleep_is_not_read_after_it(
     engine: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_settings", replace(engine._settings, may_sleep=True))
-    for name in ("sleep", "wake_up"):  # as if vLLM kept what it has cached
-        monkeypatch.setattr(engine._vllm, name, lambda argument: None)
+    for name in ("sleep", "wake"):  # as if vLLM kept what it has cached
+        monkeypatch.setattr(engine._core, name, lambda argument: None)
     requests = requests_of(4, prompt=2 * BLOCK + 6)
     generate(engine, requests)
     engine.sleep(level=1)
