@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import multiprocessing
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -116,9 +117,13 @@ def check_options(options: Mapping[str, Any], *, known: Collection[str]) -> None
 
 
 def runs_inline(options: Mapping[str, Any], backend: Backend) -> bool:
-    """Return whether vLLM's engine core runs in this process; a process of its own must open this one's memory."""
-    usable = backend.supports(Capability.DEVICE_IPC).usable
-    return bool(options.get("engine_core", "process" if usable else "inline") == "inline")
+    """Return whether vLLM's engine core runs in this process.
+
+    By default it has a process of its own, if that can open this process's memory, and if this process may have
+    children: daemons of :mod:`multiprocessing` may not.
+    """
+    can_start = backend.supports(Capability.DEVICE_IPC).usable and not multiprocessing.current_process().daemon
+    return bool(options.get("engine_core", "process" if can_start else "inline") == "inline")
 
 
 def known_arguments(package: Path) -> set[str]:
