@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from tests.support.train_run import Run, assert_whole, trained_prompts
 
+pytestmark = pytest.mark.long(40)
+
 
 def documented_keys() -> set[str]:
     """Return the keys in the table of docs/training.md; ``/x`` there goes on with the group of the key before it."""
@@ -210,7 +212,7 @@ def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Ru
     ("moment", "end"),
     [
         ("starting Ray", interrupt),
-        pytest.param("starting Ray", Run.terminate_group, marks=pytest.mark.extended),
+        ("starting Ray", Run.terminate_group),
         ("building", Run.terminate_group),
     ],
 )
