@@ -102,12 +102,12 @@ class PolicyEngine(TrainEngine):
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
         with self._backend.range("hwrl.forward"):
             logprobs, entropy = self.forward(part)
-        known = {"behaviour": part.behaviour_logprobs, "proximal": part.proximal_logprobs}
-        per_token, metrics = loss(logprobs, **known, advantages=part.advantages)
+        behaviour, proximal = part.behaviour_logprobs, part.proximal_logprobs
+        per_token, metrics = loss(logprobs, behaviour=behaviour, proximal=proximal, advantages=part.advantages)
         total = per_token.sum()
         with self._backend.range("hwrl.backward"):
             (total * (self._gradient_scale / tokens)).backward()
-        kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
+        kl = mismatch_kl(logprobs.detach(), behaviour=behaviour)
         metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
         return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}
 
