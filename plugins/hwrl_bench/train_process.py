@@ -168,7 +168,7 @@ def make_engine_step(
         dtype=dtype,
         **ENGINE_WAYS[way.name],
     )
-    with random_weights(backend):
+    with random_weights(backend, on_host=group is not None):  # one rank keeps the whole model on its device anyway
         engine = FsdpEngine(settings, backend=backend, group=group)
     loss = PolicyLoss()
     return lambda batch: engine.train_batch(batch, loss=loss)
