@@ -281,6 +281,7 @@ class RolloutProcess(EngineProcess):
             "enable_prefix_caching": False,
             **vllm_transfer_options(self.worker.backend, apart=self.workload.apart),
         }
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own transfers give their process objects
         self.engine = VllmEngine(settings, options=options | self.workload.options, backend=self.worker.backend)
         directory = self.workload.directory
         return make_ways(self.worker, [], self.engine, apart=self.workload.apart, directory=directory)
