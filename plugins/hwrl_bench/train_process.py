@@ -114,7 +114,7 @@ def measure(rank: int, address: str, way: TrainWay, workload: TrainWorkload, rou
         "loss": timed[-1][1]["loss"],
         "metrics": timed[-1][1],
         "peak_nbytes": _peak_nbytes(backend),
-        "peak_flops": _peak_flops(backend, getattr(torch, workload.dtype)),
+        "peak_flops": backend.peak_flops(getattr(torch, workload.dtype)),
         "device": _device_name(backend),
     }
     if group is not None:
@@ -202,11 +202,6 @@ def _reset_peak(backend: Backend) -> None:
 def _peak_nbytes(backend: Backend) -> int | None:
     usable = backend.supports(Capability.MEMORY_STATS).usable
     return backend.memory_info().peak_nbytes if usable else None
-
-
-def _peak_flops(backend: Backend, dtype: torch.dtype) -> float | None:
-    peak: Callable[[torch.dtype], float | None] | None = getattr(backend, "peak_flops", None)
-    return None if peak is None else peak(dtype)
 
 
 def _device_name(backend: Backend) -> str:
