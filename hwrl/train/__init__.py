@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import LossName as LossName
     from hwrl.train.flops import ModelFlops as ModelFlops
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
-    from hwrl.train.policy import recompute as recompute
     from hwrl.train.rng import rng_state as rng_state
     from hwrl.train.rng import set_rng_state as set_rng_state
     from hwrl.train.scoring import OutputScorer as OutputScorer
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hwrl.train.trainer import move_metrics as move_metrics
 
 _MODULE_OF = {
+    "ActivationCheckpointing": "activations",
     "AdvantageName": "choices",
     "Algorithm": "trainer",
     "AsyncTrainer": "trainer",
@@ -51,12 +52,12 @@ _MODULE_OF = {
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
     "read_model_flops": "flops",
-    "recompute": "policy",
     "rng_state": "rng",
     "set_rng_state": "rng",
 }
 
 __all__ = [
+    "ActivationCheckpointing",
     "AdvantageName",
     "Algorithm",
     "AsyncTrainer",
@@ -75,7 +76,6 @@ __all__ = [
     "mismatch_kl",
     "move_metrics",
     "read_model_flops",
-    "recompute",
     "rng_state",
     "set_rng_state",
 ]

@@ -83,7 +83,9 @@ class _TrialAttention(PackedAttention):
         causal = kwargs.get("is_causal")
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             asked["attention to later tokens"] = True
-        self.refused |= {name for name, value in asked.items() if value is not None}
+        self.refused |= {name for name, answer in asked.items() if answer is not None}
+        if self.refused:  # the result does not matter any more
+            return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
         return super().__call__(module, query, key, value, None, **kwargs)
 
 
@@ -169,20 +171,30 @@ class CausalModel:
         trial = _TrialAttention(self._backend)
         AttentionInterface.register(_TRIAL, trial)
         model.config._attn_implementation = _TRIAL
-        packed = self(model, make_pack(batch, every, device=self._backend.device()))[0]
-        layers, called = model.config.get_text_config().num_hidden_layers, len(trial.layers)
-        off = float((packed[: len(wanted)] - wanted).abs().mean())
-        if called != layers:
-            why = f"{called} of its {layers} layers call transformers' attention interface"
-        elif trial.refused:
-            why = f"its attention has {', '.join(sorted(trial.refused))}"
-        elif not off <= _TOLERANCE.get(dtype, _COARSE):
-            why = f"the log-probabilities of a short pack differ by {off:.3g} from those of its rows"
+        pack = make_pack(batch, every, device=self._backend.device())
+        try:
+            packed = self(model, pack)[0, : pack.trained_tokens]
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as exc:  # a kernel, or a model, that refuses
+            why = f"a pack is refused: {' '.join(str(exc).split())[:200]}"
         else:
-            why = ""
+            why = _why_wrong(model, trial, float((packed - wanted).abs().mean()), dtype)
         AttentionInterface.register(_PACKED, PackedAttention(self._backend))
         model.config._attn_implementation = _ROWS if why else _PACKED
         return why
+
+
+def _why_wrong(model: Any, trial: _TrialAttention, off: float, dtype: torch.dtype) -> str:
+    """Return why packs are wrong, or an empty text. ``off`` is the mean difference from the rows' results."""
+    layers = model.config.get_text_config().num_hidden_layers
+    if len(trial.layers) != layers:
+        return f"{len(trial.layers)} of its {layers} layers call transformers' attention interface"
+    if trial.refused:
+        return f"its attention has {', '.join(sorted(trial.refused))}"
+    if not off <= _TOLERANCE.get(dtype, _COARSE):
+        return f"the log-probabilities of a short pack differ by {off:.3g} from those of its rows"
+    return ""
 
 
 def _outcome(model: Any, part: MicroBatch) -> torch.Tensor:
@@ -209,8 +221,8 @@ def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
 def _why_not_static(model: Any) -> str:
     """Return why the kind of ``model`` cannot be packed, or an empty text: reasons that short rows do not show."""
     config = model.config.get_text_config()
-    (kind, *_) = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")] or [None]
-    if kind is None or not kind._can_set_attn_implementation():
+    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
+    if not kinds or not kinds[0]._can_set_attn_implementation():  # type: ignore[attr-defined] # of transformers' models
         return "it does not use transformers' attention interface"
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, TokenLoss, TrainEngine
@@ -19,15 +18,6 @@ from hwrl.train.scoring import OutputScorer
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-
-
-def recompute(layers: Iterable[torch.nn.Module]) -> None:
-    """Let ``layers`` keep only their inputs for the backward pass, and run again in it: activation checkpointing.
-
-    After Chen et al. 2016, https://arxiv.org/abs/1604.06174. The layers must not draw random numbers.
-    """
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class PolicyEngine(TrainEngine):
@@ -83,9 +73,7 @@ class PolicyEngine(TrainEngine):
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
         try:
-            for make in plan:
-                with self._backend.range("hwrl.pack"):
-                    part = make()
+            for part in self._passes(plan):
                 for name, value in self._backward(part, loss=loss, tokens=tokens).items():
                     totals[name] = totals.get(name, torch.zeros_like(value)) + value
                 inputs = [inputs[0] + part.real_tokens, inputs[1] + part.input_ids.numel()]
@@ -105,8 +93,7 @@ class PolicyEngine(TrainEngine):
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         result = torch.zeros(batch.tokens.shape)
-        for make in self._plan(batch):
-            part = make()
+        for part in self._passes(self._plan(batch)):
             logprobs, _ = self.forward(part)
             result[part.rows, part.columns] = logprobs.cpu()
         return result
@@ -115,12 +102,12 @@ class PolicyEngine(TrainEngine):
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
         with self._backend.range("hwrl.forward"):
             logprobs, entropy = self.forward(part)
-        known = {"behaviour": part.behaviour_logprobs, "proximal": part.proximal_logprobs}
-        per_token, metrics = loss(logprobs, **known, advantages=part.advantages)
+        behaviour, proximal = part.behaviour_logprobs, part.proximal_logprobs
+        per_token, metrics = loss(logprobs, behaviour=behaviour, proximal=proximal, advantages=part.advantages)
         total = per_token.sum()
         with self._backend.range("hwrl.backward"):
             (total * (self._gradient_scale / tokens)).backward()
-        kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
+        kl = mismatch_kl(logprobs.detach(), behaviour=behaviour)
         metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
         return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}
 
@@ -149,6 +136,13 @@ class PolicyEngine(TrainEngine):
         Without a fused kernel the boundaries cost a fifth of a step of the demo, on two CPU cores.
         """
         return self._backend.supports(Capability.VARLEN_ATTENTION).usable or real_share < 0.8
+
+    def _passes(self, plan: Iterable[Callable[[], MicroBatch]]) -> Iterator[MicroBatch]:
+        """Make the micro-batches, each just before its pass; a subclass may prepare itself for the pass."""
+        for make in plan:
+            with self._backend.range("hwrl.pack"):
+                part = make()
+            yield part
 
     # -- ranks --------------------------------------------------------------------------------------------------
 

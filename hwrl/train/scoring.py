@@ -97,7 +97,8 @@ class OutputScorer:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         bias = bias if bias is None else bias.to(dtype)
         with torch.autocast(kind, enabled=False):
-            scores: torch.Tensor = _Score.apply(hidden.to(dtype), weight.to(dtype), bias, targets, self)
+            inputs = (hidden.to(dtype), weight.to(dtype), bias, targets)
+            scores: torch.Tensor = _Score.apply(*inputs, self)  # type: ignore[no-untyped-call] # torch's
         return scores
 
     def of_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -136,7 +137,7 @@ class _Score(torch.autograd.Function):
         return torch.stack([chosen - normalizer, -negative])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator] # torch does not annotate it
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight, bias, targets, normalizer = ctx.saved_tensors
         scorer: OutputScorer = ctx.scorer

@@ -25,7 +25,7 @@ from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train import MicroBatch, PolicyEngine, VocabularyShard, recompute
+from hwrl.train import ActivationCheckpointing, MicroBatch, PolicyEngine, VocabularyShard
 from hwrl.weights import gather_weights
 from hwrl_megatron.model import build_gpt, output_layer, rotary_positions
 from hwrl_megatron.options import MegatronOptions
@@ -51,6 +51,7 @@ class MegatronEngine(PolicyEngine):
         self, settings: EngineSettings, *, backend: Backend, group: Group | None, options: MegatronOptions
     ) -> None:
         super().__init__(settings, backend=backend, group=group)
+        _require_uncompiled(settings)
         _require_divisible(self._ranks, options.tensor_parallel)
         with contextlib.ExitStack() as started:
             if group is None:  # Megatron needs one
@@ -64,8 +65,12 @@ class MegatronEngine(PolicyEngine):
         settings, backend = self.settings, self._backend
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         model = build_gpt(settings.model_directory, tensor_parallel=options.tensor_parallel, dtype=settings.dtype)
-        if settings.activation_checkpointing:
-            recompute(model.decoder.layers)
+        ActivationCheckpointing(
+            model.decoder.layers,
+            setting=settings.activation_checkpointing,
+            backend=backend,
+            owed_nbytes=self._owed_nbytes,
+        )
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -87,6 +92,12 @@ class MegatronEngine(PolicyEngine):
             if weight.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight.parameter, True, weight.dim, 1)
         return weights
+
+    def _owed_nbytes(self) -> int:
+        """Return the bytes that this step will still allocate for the optimizer's moments; gradients have theirs."""
+        if self.optimizer.optimizer.state:
+            return 0
+        return sum(8 * parameter.numel() for parameter in self.optimizer.get_parameters())
 
     def _build_optimizer(self) -> Any:
         settings = self.settings
@@ -277,6 +288,15 @@ class MegatronEngine(PolicyEngine):
 def _copy(target: LocalShards, source: LocalShards) -> None:
     for offset, piece in target.pieces.items():
         piece.copy_(source.pieces[offset])
+
+
+def _require_uncompiled(settings: EngineSettings) -> None:
+    if settings.compile is True:
+        raise ConfigError(
+            "train.compile=true is not possible with train.engine=megatron",
+            why="its layers have kernels of their own, and are not compiled",
+            fix="set train.compile to auto or false",
+        )
 
 
 def _require_divisible(ranks: int, tensor_parallel: int) -> None:

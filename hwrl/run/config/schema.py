@@ -194,8 +194,10 @@ class TrainConfig(Section):
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory, except during steps."""
-    activation_checkpointing: bool = False
-    """Keep only the layers' inputs for the backward pass and recompute the rest: less memory, more time."""
+    activation_checkpointing: Literal["auto"] | bool = "auto"
+    """Recompute layers in the backward pass: less memory, more time. ``auto``: as many as the memory needs."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the layers with torch; ``auto``: where that pays on the device."""
     max_restarts: NotNegative = 3
     """Restarts of the trainer, from the last complete checkpoint, before the run ends with an error."""
     threads: Threads = 1

@@ -169,6 +169,7 @@ def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         param_offload=config.train.param_offload,
         optimizer_offload=config.train.optimizer_offload,
         activation_checkpointing=config.train.activation_checkpointing,
+        compile=config.train.compile,
         lora=config.model.lora,
         seed=config.seed,
         **config.optimizer.model_dump(),
