@@ -194,17 +194,32 @@ class TrainConfig(Section):
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory, except during steps."""
-    activation_checkpointing: bool = False
-    """Keep only the layers' inputs for the backward pass and recompute the rest: less memory, more time."""
+    activation_checkpointing: Literal["auto"] | bool = "auto"
+    """Recompute layers in the backward pass: less memory, more time. ``auto``: as many as the memory needs."""
+    compile: Literal["auto"] | bool = "auto"
+    """Compile the layers with torch; ``auto``: where that pays on the device."""
+    fused_kernels: bool = True
+    """Run layers that are not compiled on the backend's fused operations, where these compute the same."""
     max_restarts: NotNegative = 3
     """Restarts of the trainer, from the last complete checkpoint, before the run ends with an error."""
     threads: Threads = 1
     """Host threads of a rank."""
+    profile_steps: tuple[Positive, Positive] | None = None
+    """The first and last step that torch's profiler records; rank 0 writes a Chrome trace to ``profile/``."""
 
     @model_validator(mode="after")
     def _options_are_a_plugins(self) -> TrainConfig:
         if self.engine == FSDP and self.engine_options:
             raise ValueError(f"engine_options are for a plugin's engine, and engine={FSDP} has none")
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_are_trained(self) -> TrainConfig:
+        if self.profile_steps is not None and not self.profile_steps[0] <= self.profile_steps[1] <= self.steps:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)} must be the first and the last of some of the "
+                f"steps=1 … {self.steps}"
+            )
         return self
 
 
@@ -317,22 +332,14 @@ class Config(Section):
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")
-    def _ranks_share_a_batch(self) -> Config:
-        if self.train.batch_groups < self.train.ranks:
+    def _every_rank_has_a_response(self) -> Config:
+        shares = self.train.ranks if self.train.engine == FSDP else 1  # a plugin's ranks may share a response
+        responses = self.train.batch_groups * self.rollout.n
+        if self.algorithm.mini_batches * shares > responses:
             raise ValueError(
-                f"train.batch_groups={self.train.batch_groups} must be at least train.ranks={self.train.ranks}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _every_mini_batch_has_a_response(self) -> Config:
-        shares = self.train.ranks if self.train.engine == FSDP else 1  # a plugin's ranks may share a batch
-        responses = self.train.batch_groups // shares * self.rollout.n
-        if self.algorithm.mini_batches > responses:
-            raise ValueError(
-                f"algorithm.mini_batches={self.algorithm.mini_batches} must be at most {responses}, the responses of a "
-                f"rank: train.batch_groups={self.train.batch_groups} // train.ranks={self.train.ranks} * rollout.n="
-                f"{self.rollout.n}"
+                f"the {responses} responses of a step (train.batch_groups={self.train.batch_groups} * rollout.n="
+                f"{self.rollout.n}) must be at least one for each rank in each mini-batch: train.ranks={shares} * "
+                f"algorithm.mini_batches={self.algorithm.mini_batches}"
             )
         return self
 

@@ -38,7 +38,7 @@ from hwrl.rollout import (
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss
+from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, PolicySender, TransportName, WeightReceiver, WeightSender
 
 
@@ -129,7 +129,7 @@ def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
     settings = RolloutSettings(
         model_directory=config.model.path,
-        dtype=_dtype(config),
+        dtype=compute_dtype(config),
         eos_ids=_eos_ids(config.model.path, tokenizer),
         max_running=config.rollout.max_running,
         max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
@@ -178,10 +178,12 @@ def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
         micro_batch_tokens=config.train.micro_batch_tokens,
         temperature=config.rollout.temperature,
-        dtype=_dtype(config),
+        dtype=compute_dtype(config),
         param_offload=config.train.param_offload,
         optimizer_offload=config.train.optimizer_offload,
         activation_checkpointing=config.train.activation_checkpointing,
+        compile=config.train.compile,
+        fused_kernels=config.train.fused_kernels,
         lora=config.model.lora,
         seed=config.seed,
         **config.optimizer.model_dump(),
@@ -209,6 +211,7 @@ def build_trainer(config: Config, engine: TrainEngine, *, incarnation: int) -> A
         max_staleness=config.async_training.staleness_threshold,
         trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
         incarnation=incarnation,
+        flops=read_model_flops(config.model.path, frozen=config.model.lora is not None),
     )
 
 
@@ -243,5 +246,6 @@ def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManag
     )
 
 
-def _dtype(config: Config) -> torch.dtype:
+def compute_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of forward and backward passes, rollout and export."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
