@@ -92,7 +92,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Advance every running request by at least one token; return finished requests. Blocks for one step."""
+        """Return the requests that finished since the last call. Blocks until a running request has a new token.
+
+        Call it again and again: between the calls an engine may begin steps, but need not. Without a pending request it
+        returns at once.
+        """
 
     @abstractmethod
     def pending(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -20,20 +20,20 @@ from hwrl.discovery import kernels
 from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, load_model, load_tokenizer, logits_at, model_identity
+from hwrl.models import build_model, load_model, load_tokenizer, model_identity
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
+from hwrl.train.causal import CausalModel
 from hwrl.train.compiling import Compiler, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
 from hwrl.train.kernels import apply_kernels
+from hwrl.train.packing import MicroBatch
 from hwrl.train.policy import PolicyEngine
 from hwrl.train.sharding import ShardedModel, layers_of, outermost
 from hwrl.weights import gather_weights
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-
-_Part = TypeVar("_Part")
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -63,8 +63,14 @@ class FsdpEngine(PolicyEngine):
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._state_nbytes = sum(4 * _local(parameter).numel() for parameter in self._trained)
         self.optimizer = build_adamw(self._trained, device=backend.device(), **self._hyperparameters())
+        self._causal = CausalModel(backend=backend, scorer=self.scorer)
+        self._causal.prove(self.compute_model, dtype=settings.dtype)
+        if self._sharded is not None:
+            self._sharded.reshard()
         self._prepare_layers(outermost(layers))
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
+        if settings.param_offload and self._copy is not None:
+            self._copy.free()
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
 
     def _place(self, model: Any) -> list[torch.nn.Module]:
@@ -96,9 +102,11 @@ class FsdpEngine(PolicyEngine):
         return Compiler(required=setting is True, dynamic=self.dynamic_shapes)
 
     def _prepare_layers(self, layers: list[torch.nn.Module]) -> None:
-        """Compile ``layers``, and let them recompute activations around the compiled code."""
+        """Compile ``layers`` and the scores, and let layers recompute activations around the compiled code."""
         if self._compiler is not None:
             self._compiler.compile_layers(layers)
+            self.scorer.forward = self._compiler.compiled(self.scorer.forward)
+            self.scorer.backward = self._compiler.compiled(self.scorer.backward)
         self._checkpointing = ActivationCheckpointing(
             layers,
             setting=self.settings.activation_checkpointing,
@@ -144,11 +152,15 @@ class FsdpEngine(PolicyEngine):
             metrics["recompilations"] = float(self._compiler.new_graphs())
         return metrics
 
-    def _passes(self, parts: Iterable[_Part]) -> Iterator[_Part]:
-        return super()._passes(parts) if self._sharded is None else self._sharded.passes(parts)
+    def _passes(self, plan: Iterable[Callable[[], MicroBatch]]) -> Iterator[MicroBatch]:
+        return super()._passes(plan if self._sharded is None else self._sharded.passes(plan))
 
-    def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return logits_at(self.compute_model, rows, columns, input_ids=inputs, use_cache=False)
+    def _scores(self, part: MicroBatch) -> torch.Tensor:
+        return self._causal(self.compute_model, part)
+
+    @property
+    def _packs(self) -> bool:
+        return self._causal.packs
 
     @property
     def _gradient_scale(self) -> float:

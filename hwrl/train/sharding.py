@@ -106,9 +106,10 @@ class ShardedModel:
                 yield part
         finally:
             if self.keeps_weights:  # without a backward pass they are still whole
-                self._reshard()
+                self.reshard()
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        """Free the whole weights, if some are there; collective calls without a backward pass leave them."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.model.modules():

@@ -20,6 +20,12 @@ import torch
 from hwrl import get_backend
 
 _PORT = 8123
+_PLAIN_TEXT = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<bos>",
+    "fields": {"content": {"close_pattern": "$", "content": "text"}},
+}
+"""A response is text and nothing else: TRL knows the schemas of published chat templates only."""
 
 
 def even_words(completions: list[Any], **_: Any) -> list[float]:
@@ -72,7 +78,7 @@ def _text(value: Any) -> str:
 def _train(workload: Any) -> list[dict[str, float]]:
     from transformers import AutoTokenizer
 
-    load_dataset = importlib.import_module("datasets").load_dataset
+    datasets = importlib.import_module("datasets")
     module = importlib.import_module("trl.experimental.async_grpo")
     _use_torch_attention()
     per_step = workload.groups * workload.n
@@ -95,12 +101,14 @@ def _train(workload: Any) -> list[dict[str, float]]:
         **on_cpu,
     )
     directory = Path(workload.directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer.response_template = _PLAIN_TEXT
     trainer = module.AsyncGRPOTrainer(
         model=str(directory / "model"),
         args=config,
         reward_funcs=even_words,
-        train_dataset=load_dataset("json", data_files=str(directory / "prompts.jsonl"), split="train"),
-        processing_class=AutoTokenizer.from_pretrained(directory / "model"),
+        train_dataset=datasets.Dataset.from_list(_conversations(directory / "prompts.jsonl")),
+        processing_class=tokenizer,
     )
     trainer.train()
     return [
@@ -108,6 +116,11 @@ def _train(workload: Any) -> list[dict[str, float]]:
         for line in trainer.state.log_history
         if "batch/trained_tokens_per_step" in line
     ]
+
+
+def _conversations(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
 
 
 def _mean_tokens(workload: Any) -> int:

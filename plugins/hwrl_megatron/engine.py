@@ -16,8 +16,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from hwrl.checkpoint import LocalShards
 from hwrl.comm import Comm, HashStore
@@ -25,9 +25,9 @@ from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train import ActivationCheckpointing, PolicyEngine
+from hwrl.train import ActivationCheckpointing, MicroBatch, PolicyEngine, VocabularyShard
 from hwrl.weights import gather_weights
-from hwrl_megatron.model import build_gpt
+from hwrl_megatron.model import build_gpt, output_layer, rotary_positions
 from hwrl_megatron.options import MegatronOptions
 from hwrl_megatron.weights import MappedWeight, load_weights, map_weights
 
@@ -76,6 +76,7 @@ class MegatronEngine(PolicyEngine):
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
             model.to(backend.device(), settings.dtype).eval(),
         )
+        self.scorer.shard = self._vocabulary_shard()
         self._weights = self._load(settings.model_directory)
         self.optimizer = self._build_optimizer()
         self._drop_gradients()
@@ -135,40 +136,42 @@ class MegatronEngine(PolicyEngine):
         self.model.zero_grad_buffer()
         return super().train_batch(batch, loss=loss)
 
-    def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        def choose(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return arguments[0][columns, rows][:, None], *arguments[1:]
+    def _scores(self, part: MicroBatch) -> torch.Tensor:
+        def score(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            chosen = hidden.transpose(0, 1).flatten(0, 1).index_select(0, part.places)
+            return self.scorer(chosen, weight, None, part.targets).t()[:, None]
 
-        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-        with self.model.module.output_layer.register_forward_pre_hook(choose):
-            logits: torch.Tensor = self.model(inputs, positions, None)[0]
-        return logits
+        model, bounds = self.model.module, part.boundaries
+        with contextlib.ExitStack() as replaced:
+            replaced.enter_context(output_layer(model, score))
+            packed = None
+            if bounds is not None:
+                replaced.enter_context(rotary_positions(model, part.position_ids))
+                ends, longest = bounds.cu_seqlens, bounds.max_length
+                packed = PackedSeqParams(None, ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+            scores: torch.Tensor = self.model(part.input_ids, part.position_ids, None, packed_seq_params=packed)[0]
+        return scores.t()
 
     @property
     def _gradient_scale(self) -> float:
         return 1.0
 
-    def _score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._tensor_group.size() == 1:
-            return super()._score(logits, targets)
-        logits = logits.float() / self.settings.temperature  # this rank's share of the vocabulary
-        with torch.no_grad():
-            highest = logits.amax(-1)
-            torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group=self._tensor_group)
-        shifted = logits - highest[:, None]
-        here = targets - self._tensor_group.rank() * logits.shape[-1]
-        outside = (here < 0) | (here >= logits.shape[-1])
-        chosen = shifted.gather(1, here.masked_fill(outside, 0)[:, None])[:, 0].masked_fill(outside, 0.0)
-        weights = shifted.exp()
-        total, chosen = self._sum_over_vocabulary(torch.stack([weights.sum(-1), chosen]))
-        with torch.no_grad():
-            (mean,) = self._sum_over_vocabulary((weights * shifted).sum(-1)[None] / total)
-            entropy = total.log() - mean
-        return chosen - total.log(), entropy
+    def _vocabulary_shard(self) -> VocabularyShard | None:
+        ranks = self._tensor_group.size()
+        if ranks == 1:
+            return None
 
-    def _sum_over_vocabulary(self, parts: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = reduce_from_tensor_model_parallel_region(parts.contiguous(), group=self._tensor_group)
-        return summed
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            parts = [torch.empty_like(part) for _ in range(ranks)]
+            torch.distributed.all_gather(parts, part.contiguous(), group=self._tensor_group)
+            return torch.stack(parts)
+
+        def add(part: torch.Tensor) -> torch.Tensor:
+            torch.distributed.all_reduce(part, group=self._tensor_group)
+            return part
+
+        first = self._tensor_group.rank() * (self.model.module.vocab_size // ranks)
+        return VocabularyShard(first, gather, add)
 
     @torch.no_grad()
     def _clip_gradients(self) -> float:
