@@ -14,6 +14,9 @@ FAULT_SEED ?= 0
 START ?= 0
 DEMO := demo/seed-$(SEED)
 
+# Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo check test test-all test-npu test-vllm crash-test fault-test clean
 
 help:

@@ -14,6 +14,8 @@ from hwrl.errors import BackendError
 from hwrl.run.demo import write_demo
 from hwrl.run.report import Metrics, read_metrics
 
+pytestmark = pytest.mark.long(40)
+
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 STEPS = 40
 COMPARED = 20
