@@ -37,6 +37,8 @@ _SUPPORT = {
     Capability.COMM_ABORT: Support("supported", "standalone groups: their sockets are shut down"),
     Capability.SHARED_DEVICE_GROUPS: Support("supported", "groups are of processes, not of devices"),
     Capability.DEVICE_IPC: Support("supported", "an exported tensor is moved into a shared memory file, in place"),
+    Capability.VARLEN_ATTENTION: Support("unsupported", "no fused kernel: sequences are padded to the longest"),
+    Capability.COMPILED_TRAINING: Support("unsupported", "compiling costs more than it gives on small models"),
 }
 
 
@@ -59,6 +61,8 @@ def hwrl_create_backend() -> Backend:
 
 class CpuBackend(Backend):
     """The CPU: one device; work is done when a call returns."""
+
+    _grouped_attention = True
 
     @functools.cached_property
     def _groups(self) -> AbortableGroups:
@@ -102,7 +106,7 @@ class CpuBackend(Backend):
         page = os.sysconf("SC_PAGE_SIZE")
         used = heap.allocated_nbytes()
         return MemoryInfo(
-            free_nbytes=os.sysconf("SC_AVPHYS_PAGES") * page,
+            free_nbytes=_available_nbytes() or os.sysconf("SC_AVPHYS_PAGES") * page,
             total_nbytes=os.sysconf("SC_PHYS_PAGES") * page,
             allocated_nbytes=used,
             reserved_nbytes=used,
@@ -146,3 +150,13 @@ class CpuBackend(Backend):
 
     def abort_process_group(self, group: ProcessGroup) -> None:
         self._groups.abort(group)
+
+
+def _available_nbytes() -> int:
+    """Return Linux's estimate of what a process can still allocate; the file cache counts. 0 on other systems."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = next((line.split()[1] for line in file if line.startswith("MemAvailable:")), "0")
+    except OSError:
+        return 0
+    return int(found) << 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from hwrl.interfaces import (
     Capability,
     Finding,
     Handle,
+    Kernels,
     MemoryInfo,
     ProbeContext,
     ProbeResult,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hwrl.comm import Store
+    from hwrl_npu.attention import FusedAttention
 
 INFO = BackendInfo(
     name="npu", device_type="npu", description="Ascend NPUs, HCCL collectives (not run on a device yet)", api=(1, 0)
@@ -46,6 +49,8 @@ _SUPPORT = {
     Capability.COLLECTIVES: _SIMULATED,
     Capability.COMM_ABORT: _SIMULATED,
     Capability.DEVICE_IPC: _SIMULATED,
+    Capability.VARLEN_ATTENTION: _SIMULATED,
+    Capability.COMPILED_TRAINING: Support("unsupported", "torch's compiler is not proven with torch_npu"),
     Capability.REGISTERED_MEMORY: Support("unsupported", "torch_npu has no call for it"),
     Capability.SHARED_DEVICE_GROUPS: Support("unsupported", "HCCL wants a device for each rank"),
 }
@@ -110,6 +115,13 @@ def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
 
 
 @hwrl.hookimpl
+def hwrl_kernels() -> Kernels | None:
+    from hwrl_npu import kernels
+
+    return Kernels(rms_norm=kernels.rms_norm, swiglu=kernels.swiglu)
+
+
+@hwrl.hookimpl
 def hwrl_doctor(context: ProbeContext) -> Iterable[Finding]:
     return settings.findings(context, devices=len(context.device_files(_DEVICE_FILES)))
 
@@ -123,6 +135,37 @@ class NpuBackend(Backend):
         if capability is Capability.DEVICE_IPC and settings.uses_expandable_segments(os.environ):
             return Support("unsupported", "expandable_segments is on, whose memory was not proven to be shareable")
         return _SUPPORT.get(capability) or super().supports(capability)
+
+    @functools.cached_property
+    def _fused_attention(self) -> FusedAttention:
+        from hwrl_npu.attention import FusedAttention
+
+        return FusedAttention()
+
+    def varlen_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor,
+        max_length: int,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        from hwrl_npu import attention
+
+        query, key, value = attention.cast(query, key, value)
+        if attention.takes(query, value, len(cu_seqlens) - 1):
+            return self._fused_attention(query, key, value, cu_seqlens=cu_seqlens, scale=scale)
+        return super().varlen_attention(query, key, value, cu_seqlens=cu_seqlens, max_length=max_length, scale=scale)
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        import torch
+
+        from hwrl_npu import peaks
+
+        short = dtype in (torch.bfloat16, torch.float16)  # CANN does not describe the cube's float32
+        return peaks.of(self.device_module.get_device_name(), os.environ) if short else None
 
     def set_device(self, index: int) -> None:
         super().set_device(index)

@@ -14,6 +14,7 @@ from hwrl.discovery.registry import (
     bootstrap,
     engine_args,
     get_backend,
+    kernels,
     process_env,
     set_backend,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "get_backend",
     "hookimpl",
     "hookspec",
+    "kernels",
     "load_hook",
     "process_env",
     "set_backend",

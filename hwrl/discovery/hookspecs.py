@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EngineSettings,
         Finding,
         Group,
+        Kernels,
         ProbeContext,
         ProbeResult,
         RolloutEngine,
@@ -78,6 +79,15 @@ def hwrl_bootstrap(framework: str) -> None:
 @hookspec(firstresult=True)
 def hwrl_engine_args(framework: str) -> dict[str, Any] | None:
     """Return arguments for engines of ``framework``, an import name, on this device. Optional."""
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_kernels() -> Kernels | None:
+    """Return the backend's fused operations; None, or an operation left out, if it has none. Optional.
+
+    May import torch and the vendor's library. hwrl calls it once per train engine, on the chosen backend's plugin.
+    """
     raise NotImplementedError
 
 

@@ -27,7 +27,7 @@ from hwrl.errors import (
     BackendUnavailableError,
     HwrlError,
 )
-from hwrl.interfaces import Backend, ProbeContext, ProbeResult
+from hwrl.interfaces import Backend, Kernels, ProbeContext, ProbeResult
 
 BACKEND_ENTRY_POINTS = "hwrl.backends"
 """The entry-point group of backends."""
@@ -188,6 +188,13 @@ class Registry:
         if plugin is None:
             return {}
         return _call_hook(plugin, "hwrl_engine_args", dict[str, Any] | None, framework=framework) or {}
+
+    def kernels(self) -> Kernels:
+        """Return the chosen backend's fused operations; without any if it brings none."""
+        plugin = self._chosen_plugin()
+        if plugin is None:
+            return Kernels()
+        return _call_hook(plugin, "hwrl_kernels", Kernels | None) or Kernels()
 
     def _chosen_plugin(self) -> Plugin | None:
         """Return the chosen backend's plugin; None if set_backend got an object without one."""
@@ -386,3 +393,8 @@ def bootstrap(framework: str) -> None:
 def engine_args(framework: str) -> dict[str, Any]:
     """Return arguments for engines of ``framework`` on this device; see :meth:`Registry.engine_args`."""
     return _PROCESS.engine_args(framework)
+
+
+def kernels() -> Kernels:
+    """Return the backend's fused operations; see :meth:`Registry.kernels`."""
+    return _PROCESS.kernels()

@@ -18,6 +18,7 @@ from hwrl.interfaces.command import Command
 from hwrl.interfaces.devicemap import DeviceMap
 from hwrl.interfaces.groups import Floats, Ints, PromptGroup, Response
 from hwrl.interfaces.handles import Handle
+from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
 from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
 from hwrl.interfaces.probing import (
@@ -56,6 +57,7 @@ __all__ = [
     "Group",
     "Handle",
     "Ints",
+    "Kernels",
     "LentState",
     "LentTensor",
     "LoraSettings",

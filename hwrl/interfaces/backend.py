@@ -20,6 +20,7 @@ from hwrl.errors import CommError, DeviceMemoryError, UnsupportedError
 from hwrl.interfaces import torchapi
 from hwrl.interfaces.devicemap import DeviceMap
 from hwrl.interfaces.handles import Handle, seal, unseal
+from hwrl.interfaces.varlen import PaddedAttention
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,10 @@ class Capability(StrEnum):
     """Two processes on the same device can join one process group."""
     DEVICE_IPC = "device_ipc"
     """Another process of the same host can open device memory."""
+    VARLEN_ATTENTION = "varlen_attention"
+    """A fused kernel computes :meth:`Backend.varlen_attention`. Without it, sequences are padded to the longest."""
+    COMPILED_TRAINING = "compiled_training"
+    """Compiling a model's layers makes training faster."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +130,12 @@ class Backend:
     """
 
     devices: DeviceMap = DeviceMap()
+    _grouped_attention = False
+    """Whether torch's fused attention takes fewer key heads than query heads. If not, torch would keep all scores."""
 
     def __init__(self, info: BackendInfo) -> None:
         self.info = info
+        self._padded_attention = PaddedAttention(grouped=self._grouped_attention)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.info.name!r} on {self.info.device_type!r}>"
@@ -142,6 +150,10 @@ class Backend:
             return self._collectives()
         if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT, Capability.REGISTERED_MEMORY):
             return Support("unsupported", "the backend does not implement it")
+        if capability is Capability.VARLEN_ATTENTION:
+            return Support("unsupported", "no fused kernel: sequences are padded to the longest")
+        if capability is Capability.COMPILED_TRAINING:
+            return Support("unsupported", "torch's compiler is not proven on this device")
         return Support("unverified", "torch's generic implementation, not proven on this device")
 
     def _collectives(self) -> Support:
@@ -232,6 +244,36 @@ class Backend:
         import torch
 
         return torch.profiler.record_function(name)
+
+    # -- compute ------------------------------------------------------------------------------------------------
+
+    def varlen_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor,
+        max_length: int,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Return causal attention inside each of the sequences that lie end to end: (tokens, heads, head_dim).
+
+        ``query`` is (tokens, heads, head_dim); ``key`` and ``value`` are (tokens, kv_heads, head_dim), and kv_heads
+        divides heads. All have one dtype, or autocast gives them one. ``cu_seqlens`` (int32, sequences + 1, on the
+        device) has the boundaries: first 0, last the number of tokens, never falling. An empty sequence is two equal
+        boundaries. ``max_length`` is at least the longest sequence. ``scale`` multiplies the scores, by default
+        head_dim ** -0.5. The caller must not write to ``cu_seqlens`` later. Differentiable; torch.compile can trace
+        it; it does not wait for the device.
+        """
+        return self._padded_attention(query, key, value, cu_seqlens=cu_seqlens, max_length=max_length, scale=scale)
+
+    def peak_flops(self, dtype: torch.dtype) -> float | None:
+        """Return the most FLOP/s of dense matrix products in ``dtype`` on the current device; None if unknown.
+
+        A number is the vendor's, for this very model of device; float32 is without shorter products inside.
+        """
+        return None
 
     # -- memory -------------------------------------------------------------------------------------------------
 

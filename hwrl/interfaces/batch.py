@@ -57,8 +57,10 @@ class Batch:
         """Yield row indices, so that each part holds at most ``max_tokens`` padded tokens, or a single row.
 
         Rows are sorted by length, and no row is less than half as long as its part: at most half of it is padding.
+        Rows without a response token are left out.
         """
         lengths, order = self.lengths().sort(descending=True, stable=True)
+        order = order[lengths > 0]
         start = 0
         while start < len(order):
             longest = int(lengths[start])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.lora import LoraSettings
@@ -51,7 +51,9 @@ class EngineSettings:
     of forward and backward passes, and of published weights. With ``lora`` the engine freezes the model and trains an
     adapter on it; the adapter's initial values depend on ``seed``. With ``param_offload`` and ``optimizer_offload``,
     parameters and optimizer state are in host memory outside :meth:`TrainEngine.on_device`. With
-    ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice.
+    ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice; ``auto``
+    does that to as many layers as the device's memory needs. ``compile`` compiles the layers; ``auto`` does that if
+    it pays on the device. Layers that are not compiled run on the backend's fused operations, with ``fused_kernels``.
     """
 
     model_directory: Path
@@ -67,7 +69,9 @@ class EngineSettings:
     dtype: torch.dtype = field(default_factory=_float32)
     param_offload: bool = False
     optimizer_offload: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: Literal["auto"] | bool = "auto"
+    compile: Literal["auto"] | bool = "auto"
+    fused_kernels: bool = True
     lora: LoraSettings | None = None
     seed: int = 0
 

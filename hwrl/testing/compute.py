@@ -64,15 +64,6 @@ def why_refused(backend: Backend, dtype: torch.dtype) -> str:
     return ""
 
 
-def wrong_at_a_glance(backend: Backend) -> list[str]:
-    """Check causal attention and all gradients in the usual dtypes, within a second; return the errors."""
-    wrong = []
-    for dtype in (torch.float32, torch.bfloat16):
-        if dtype is torch.float32 or not why_refused(backend, dtype):
-            wrong += wrong_attention(backend, ATTENTIONS["causal"], dtype) + wrong_training(backend, dtype, step=False)
-    return wrong
-
-
 def wrong_attention(backend: Backend, shape: Attention, dtype: torch.dtype) -> list[str]:
     """Return the errors in the device's attention and its gradients, one line each."""
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +84,7 @@ def wrong_attention(backend: Backend, shape: Attention, dtype: torch.dtype) -> l
     )
     exact = {name: tensor.double() for name, tensor in inputs.items()}
     wanted = _with_gradients(_step_by_step, exact, weight.double(), visible=visible, causal=shape.causal)
-    return list(_differences(got, wanted, dtype))
+    return list(differences(got, wanted, dtype))
 
 
 def wrong_training(backend: Backend, dtype: torch.dtype, *, step: bool) -> list[str]:
@@ -104,12 +95,13 @@ def wrong_training(backend: Backend, dtype: torch.dtype, *, step: bool) -> list[
         tokens = torch.randint(0, _VOCABULARY, (2, 19))
     got = _trained(copy.deepcopy(model).to(backend.device()), tokens.to(backend.device()), _fused, step=step)
     wanted = _trained(model.double(), tokens, _step_by_step, step=step)
-    return list(_differences(got, wanted, dtype))
+    return list(differences(got, wanted, dtype))
 
 
-def _differences(
+def differences(
     got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[str]:
+    """Yield a line for each of ``wanted`` from which ``got`` is further off than ``dtype`` allows."""
     for name, right in wanted.items():
         off = float((got[name].cpu().double() - right).norm() / right.norm())
         if not off <= TOLERANCES[dtype]:  # not a number, too
@@ -134,7 +126,7 @@ def _with_gradients(
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
     out = attend(*leaves.values(), visible=visible, causal=causal)
     out.backward(weight)
-    return {"attention": out.detach()} | {f"the gradient of {name}": _gradient(leaf) for name, leaf in leaves.items()}
+    return {"attention": out.detach()} | {f"the gradient of {name}": gradient(leaf) for name, leaf in leaves.items()}
 
 
 def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step: bool) -> dict[str, torch.Tensor]:
@@ -143,7 +135,7 @@ def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step
     functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
     names = dict(model.named_parameters())
     found = {"the logits": logits.detach()} | {
-        f"the gradient of {name}": _gradient(leaf) for name, leaf in names.items()
+        f"the gradient of {name}": gradient(leaf) for name, leaf in names.items()
     }
     if not step:
         return found
@@ -152,7 +144,13 @@ def _trained(model: _Transformer, tokens: torch.Tensor, attend: _Attend, *, step
     return found | {f"the step of {name}": parameter.detach() - before[name] for name, parameter in names.items()}
 
 
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+def with_gradients(out: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the result ``out`` of an operation, and the gradients of its inputs, under their names."""
+    return {"the result": out.detach()} | {f"the gradient of {name}": gradient(leaf) for name, leaf in leaves.items()}
+
+
+def gradient(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the gradient of ``leaf``; zeros if it has none."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone()
 
 

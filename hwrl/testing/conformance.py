@@ -21,7 +21,7 @@ from hwrl.testing.processes import preload
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
 from hwrl.testing.contracts.comm import CommContract  # noqa: E402 - after the line above
-from hwrl.testing.contracts.compute import ComputeContract  # noqa: E402 - after the line above
+from hwrl.testing.contracts.compute import ComputeContract, KernelsContract  # noqa: E402 - after the line above
 from hwrl.testing.contracts.device import (  # noqa: E402 - after the line above
     CapabilityContract,
     DeviceContract,
@@ -45,6 +45,7 @@ __all__ = [
     "DeviceIpcContract",
     "DeviceMapContract",
     "DeviceMemoryContract",
+    "KernelsContract",
     "OffloadContract",
     "PinnedMemoryContract",
     "PluginContract",

@@ -25,6 +25,10 @@ class TestCompute(conformance.ComputeContract):
     """The numbers of a small model."""
 
 
+class TestKernels(conformance.KernelsContract):
+    """The backend's fused operations."""
+
+
 class TestPinnedMemory(conformance.PinnedMemoryContract):
     """Host memory."""
 

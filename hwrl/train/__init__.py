@@ -10,54 +10,72 @@ from typing import TYPE_CHECKING
 from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import LossName as LossName
+    from hwrl.train.flops import ModelFlops as ModelFlops
+    from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
+    from hwrl.train.kernels import apply_kernels as apply_kernels
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
+    from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
-    from hwrl.train.policy import recompute as recompute
     from hwrl.train.rng import rng_state as rng_state
     from hwrl.train.rng import set_rng_state as set_rng_state
+    from hwrl.train.scoring import OutputScorer as OutputScorer
+    from hwrl.train.scoring import VocabularyShard as VocabularyShard
     from hwrl.train.trainer import Algorithm as Algorithm
     from hwrl.train.trainer import AsyncTrainer as AsyncTrainer
     from hwrl.train.trainer import TrainedStep as TrainedStep
     from hwrl.train.trainer import move_metrics as move_metrics
 
 _MODULE_OF = {
+    "ActivationCheckpointing": "activations",
     "AdvantageName": "choices",
     "Algorithm": "trainer",
     "AsyncTrainer": "trainer",
     "FsdpEngine": "fsdp",
     "LossName": "choices",
+    "MicroBatch": "packing",
+    "ModelFlops": "flops",
+    "OutputScorer": "scoring",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
     "TrainedStep": "trainer",
+    "VocabularyShard": "scoring",
+    "apply_kernels": "kernels",
     "collate": "padding",
     "group_advantages": "losses",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
-    "recompute": "policy",
+    "read_model_flops": "flops",
     "rng_state": "rng",
     "set_rng_state": "rng",
 }
 
 __all__ = [
+    "ActivationCheckpointing",
     "AdvantageName",
     "Algorithm",
     "AsyncTrainer",
     "FsdpEngine",
     "LossName",
+    "MicroBatch",
+    "ModelFlops",
+    "OutputScorer",
     "PolicyEngine",
     "PolicyLoss",
     "TrainedStep",
+    "VocabularyShard",
+    "apply_kernels",
     "collate",
     "group_advantages",
     "mismatch_kl",
     "move_metrics",
-    "recompute",
+    "read_model_flops",
     "rng_state",
     "set_rng_state",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +12,28 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
-from hwrl.errors import EngineError
-from hwrl.interfaces import Backend, EngineSettings, LoraSettings, Moved, OffloadedState
+from hwrl.discovery import kernels
+from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, load_model, load_tokenizer, logits_at, model_identity
-from hwrl.train.policy import PolicyEngine, recompute
+from hwrl.models import build_model, load_model, load_tokenizer, model_identity
+from hwrl.train.activations import ActivationCheckpointing
+from hwrl.train.adamw import build_adamw
+from hwrl.train.causal import CausalModel
+from hwrl.train.compiling import Compiler, wants_compilation
+from hwrl.train.compute_copy import ComputeCopy
+from hwrl.train.kernels import apply_kernels
+from hwrl.train.packing import MicroBatch
+from hwrl.train.policy import PolicyEngine
+from hwrl.train.sharding import ShardedModel, layers_of, outermost
 from hwrl.weights import gather_weights
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,9 +42,13 @@ class FsdpEngine(PolicyEngine):
     """Trains the model in ``settings.model_directory``, or an adapter on it, with AdamW.
 
     ``group`` is the default process group of the training ranks (None: one rank; the model is then not wrapped).
-    Gradients are reduced in float32. The model is always in evaluation mode: dropout would add noise to the ratio to
-    the behaviour policy.
+    :attr:`model` has the float32 parameters. On one rank with another ``dtype``, a copy in that dtype computes; on
+    several, FSDP2 casts. Gradients are float32. The model is always in evaluation mode: dropout would add noise to
+    the ratio to the behaviour policy.
     """
+
+    dynamic_shapes: bool | None = True
+    """Whether compiled code serves all sizes; see :class:`~hwrl.train.compiling.Compiler`."""
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         super().__init__(settings, backend=backend, group=group)
@@ -48,14 +58,73 @@ class FsdpEngine(PolicyEngine):
         if settings.lora is not None:
             self.base = model_identity(settings.model_directory)
             model = add_adapter(model, settings.lora, seed=settings.seed)
-        layers = _layers(model)
-        if settings.activation_checkpointing:
-            recompute(layers)
-        self.model = _shard(model, layers, backend, group, settings.dtype)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, **self._hyperparameters())
+        self._compiler = self._make_compiler()
+        layers = self._place(model)
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._state_nbytes = sum(4 * _local(parameter).numel() for parameter in self._trained)
+        self.optimizer = build_adamw(self._trained, device=backend.device(), **self._hyperparameters())
+        self._causal = CausalModel(backend=backend, scorer=self.scorer)
+        self._causal.prove(self.compute_model, dtype=settings.dtype)
+        if self._sharded is not None:
+            self._sharded.reshard()
+        self._prepare_layers(outermost(layers))
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
+        if settings.param_offload and self._copy is not None:
+            self._copy.free()
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
+
+    def _place(self, model: Any) -> list[torch.nn.Module]:
+        """Put ``model`` on the device: whole, with a copy in ``dtype``, or a shard; return the layers that run."""
+        self._copy: ComputeCopy | None = None
+        self._sharded: ShardedModel | None = None
+        if self._group is not None and self._ranks > 1:
+            layers = layers_of(model)
+            self._fuse(model)
+            self._sharded = ShardedModel(model, layers, group=self._group, backend=self._backend, dtype=self._dtype)
+            self.model = model
+            return layers
+        self.model = running = model.to(self._backend.device())
+        if self._dtype != torch.float32:
+            self._copy = ComputeCopy(self.model, dtype=self._dtype)
+            running = self._copy.modules
+        self._fuse(running)
+        return layers_of(running)
+
+    def _fuse(self, model: torch.nn.Module) -> None:
+        """Let ``model`` run on the backend's fused operations; a compiler fuses by itself."""
+        if self._compiler is None and self.settings.fused_kernels:
+            apply_kernels(model, kernels(), device=self._backend.device(), dtype=self._dtype)
+
+    def _make_compiler(self) -> Compiler | None:
+        setting = self.settings.compile
+        if not wants_compilation(self._backend, setting=setting):
+            return None
+        return Compiler(required=setting is True, dynamic=self.dynamic_shapes)
+
+    def _prepare_layers(self, layers: list[torch.nn.Module]) -> None:
+        """Compile ``layers`` and the scores, and let layers recompute activations around the compiled code."""
+        if self._compiler is not None:
+            self._compiler.compile_layers(layers)
+            self.scorer.forward = self._compiler.compiled(self.scorer.forward)
+            self.scorer.backward = self._compiler.compiled(self.scorer.backward)
+        self._checkpointing = ActivationCheckpointing(
+            layers,
+            setting=self.settings.activation_checkpointing,
+            backend=self._backend,
+            owed_nbytes=self._owed_nbytes,
+        )
+
+    def _owed_nbytes(self) -> int:
+        """Return the bytes that this step will still allocate for gradients and the optimizer's state."""
+        owed = 0 if self.optimizer.state else 2 * self._state_nbytes
+        if any(parameter.grad is None for parameter in self._trained):
+            owed += self._state_nbytes if self._sharded is None else self._sharded.owed_nbytes
+        return owed
+
+    @property
+    def compute_model(self) -> Any:
+        """The model to run, with the newest weights in the dtype of the computation; MemoryStateError if offloaded."""
+        return self.model if self._copy is None else self._copy.model
 
     @property
     def data_parallel_rank(self) -> int:
@@ -65,15 +134,33 @@ class FsdpEngine(PolicyEngine):
     def data_parallel_size(self) -> int:
         return self._ranks
 
-    def on_device(self, *, optimizer: bool) -> AbstractContextManager[Moved]:
-        return self._offloader.loaded(optimizer=optimizer)
+    @contextmanager
+    def on_device(self, *, optimizer: bool) -> Iterator[Moved]:
+        frees_copy = self._copy is not None and self._copy.masters_offloaded
+        with self._offloader.loaded(optimizer=optimizer) as moved:
+            try:
+                yield moved
+            finally:
+                if self._copy is not None and frees_copy:
+                    self._copy.free()  # before the offload, which gives freed memory back to the device
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        autocast = self._ranks == 1 and self._dtype != torch.float32  # on several ranks FSDP2 casts
-        with torch.autocast(inputs.device.type, dtype=self._dtype, enabled=autocast):
-            return logits_at(self.model, rows, columns, input_ids=inputs, use_cache=False)
+    def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
+        metrics = super().train_batch(batch, loss=loss)
+        if self._compiler is not None:
+            metrics["recompilations"] = float(self._compiler.new_graphs())
+        return metrics
+
+    def _passes(self, plan: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        return super()._passes(plan if self._sharded is None else self._sharded.passes(plan))
+
+    def _scores(self, part: MicroBatch) -> torch.Tensor:
+        return self._causal(self.compute_model, part)
+
+    @property
+    def _packs(self) -> bool:
+        return self._causal.packs
 
     @property
     def _gradient_scale(self) -> float:
@@ -87,6 +174,11 @@ class FsdpEngine(PolicyEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
+        self._mark_changed()
+
+    def _mark_changed(self) -> None:
+        if self._copy is not None:
+            self._copy.mark_stale()
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -116,12 +208,12 @@ class FsdpEngine(PolicyEngine):
         yield from self._described(self._adapter_parameters())
 
     def _base_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.compute_model.named_parameters():
             if adapter_name(name) is None:
                 yield base_name(name), parameter.detach()
 
     def _adapter_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.compute_model.named_parameters():
             if (named := adapter_name(name)) is not None:
                 yield named, parameter.detach()
 
@@ -162,6 +254,7 @@ class FsdpEngine(PolicyEngine):
         )
         for group in self.optimizer.param_groups:
             group.update(self._hyperparameters())
+        self._mark_changed()
 
     def _model_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
         before_first_step = not self.optimizer.state
@@ -195,36 +288,9 @@ class FsdpEngine(PolicyEngine):
         load_tokenizer(self.settings.model_directory).save_pretrained(directory)
 
 
-def _layers(model: Any) -> list[torch.nn.Module]:
-    """Return the layers of ``model``, inner ones first; EngineError if transformers does not name their class."""
-    kinds = set(model._no_split_modules or ())  # accelerate and others use it, too
-    layers = [module for module in model.modules() if type(module).__name__ in kinds]
-    if not layers:
-        raise EngineError(
-            f"a {type(model).__name__} cannot be trained layer by layer",
-            why=f"none of its modules has a class of its _no_split_modules: {sorted(kinds)}",
-            fix="name the class of its layers in _no_split_modules of the model's class",
-        )
-    return layers[::-1]
-
-
-def _shard(model: Any, layers: list[torch.nn.Module], backend: Backend, group: Group | None, dtype: torch.dtype) -> Any:
-    """Return ``model`` on the device; on several ranks, sharded layer by layer with the first rank's weights."""
-    if group is None or group.size == 1:
-        return model.to(backend.device())
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    weights = model.state_dict() if group.rank == 0 else {}
-    mesh = init_device_mesh(backend.info.device_type, (group.size,))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=broadcast)
-    return model
-
-
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

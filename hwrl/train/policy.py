@@ -9,47 +9,44 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hwrl.errors import EngineError
-from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, TokenLoss, TrainEngine
 from hwrl.train.losses import mismatch_kl
+from hwrl.train.packing import MicroBatch, make_pack, make_rows, plan_packs
+from hwrl.train.scoring import OutputScorer
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
 
 
-def recompute(layers: Iterable[torch.nn.Module]) -> None:
-    """Let ``layers`` keep only their inputs for the backward pass, and run again in it: activation checkpointing.
-
-    After Chen et al. 2016, https://arxiv.org/abs/1604.06174. The layers must not draw random numbers.
-    """
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
 class PolicyEngine(TrainEngine):
-    """The training step on logits. A subclass has the model, its gradients and its optimizer.
+    """The training step on micro-batches. A subclass has the model, its gradients and its optimizer.
 
     ``group`` is the default process group of the training ranks (None: one rank). :attr:`updates` counts the
-    optimizer steps, and is the position in the schedule. A subclass restores it with its state.
+    optimizer steps, and is the position in the schedule. A subclass restores it with its state. :attr:`scorer`
+    computes the results of the output layer.
     """
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         self.settings = settings
-        self.chunk_logits = 1 << 25
-        """The number of logits that are processed at once in float32: 128 MiB a copy."""
+        self.scorer = OutputScorer(settings.temperature)
         self.updates = 0
         self._backend, self._group = backend, group
 
     # -- implemented by a subclass ------------------------------------------------------------------------------
 
     @abstractmethod
-    def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Return the logits (positions × vocabulary, or this rank's share of it) at ``rows`` and ``columns``.
+    def _scores(self, part: MicroBatch) -> torch.Tensor:
+        """Run the model on ``part``; return log-probability and entropy (detached) of its targets.
 
-        ``inputs`` are token ids, rows × length, padded on the right; all on the device.
+        2 × targets, float32. A micro-batch without targets runs the model too: its collectives serve other ranks.
         """
+
+    @property
+    def _packs(self) -> bool:
+        """Whether the model takes packs; else it gets padded rows."""
+        return True
 
     @abstractmethod
     def _clip_gradients(self) -> float:
@@ -68,87 +65,86 @@ class PolicyEngine(TrainEngine):
     def _gradient_scale(self) -> float:
         """The factor of the loss that makes the reduced gradients a sum over the ranks."""
 
-    def _score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probability and entropy (detached) of each of ``targets`` under ``logits``, in float32."""
-        distribution = (logits.float() / self.settings.temperature).log_softmax(-1)
-        logprobs = distribution.gather(1, targets[:, None])[:, 0]
-        with torch.no_grad():
-            entropy = -(distribution.exp() * distribution).sum(-1)
-        return logprobs, entropy
-
     # -- the step -----------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
+        with self._backend.range("hwrl.pack"):
+            plan = self._plan(batch)
         tokens = self._reduce([batch.trained_tokens], op="sum")[0]
         totals: dict[str, torch.Tensor] = {}
+        inputs = [0.0, 0.0]
         try:
-            for rows in self._micro_batches(batch):
-                for name, value in self._backward(batch.select(rows), loss=loss, tokens=tokens).items():
+            for part in self._passes(plan):
+                for name, value in self._backward(part, loss=loss, tokens=tokens).items():
                     totals[name] = totals.get(name, torch.zeros_like(value)) + value
+                inputs = [inputs[0] + part.real_tokens, inputs[1] + part.input_ids.numel()]
             norm = self._clip_gradients()
             metrics = self._mean_over_ranks(totals, tokens)
             _require_finite(norm, metrics)
             learning_rate = self.settings.learning_rate_at(self.updates)
-            self._update(learning_rate=learning_rate)
+            with self._backend.range("hwrl.update"):
+                self._update(learning_rate=learning_rate)
         finally:
             self._drop_gradients()
         self.updates += 1
-        return {**metrics, "grad_norm": norm, "learning_rate": learning_rate}
+        real, all_inputs = self._reduce(inputs, op="sum")
+        rest = {"grad_norm": norm, "learning_rate": learning_rate, "padding_share": 1 - real / all_inputs}
+        return {**metrics, **rest}
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         result = torch.zeros(batch.tokens.shape)
-        for rows in self._micro_batches(batch):
-            part = batch.select(rows)
-            values, _ = self.forward(part)
-            row, column = part.mask[:, 1:].nonzero(as_tuple=True)
-            result[rows[row], column + 1] = values.cpu()
+        for part in self._passes(self._plan(batch)):
+            logprobs, _ = self.forward(part)
+            result[part.rows, part.columns] = logprobs.cpu()
         return result
 
-    def _backward(self, part: Batch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
+    def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
-        logprobs, entropy = self.forward(part)
-        mask, device = part.mask[:, 1:], logprobs.device
-        behaviour = part.behaviour_logprobs[:, 1:][mask].to(device)
-        proximal = None if part.proximal_logprobs is None else part.proximal_logprobs[:, 1:][mask].to(device)
-        advantages = part.advantages.repeat_interleave(mask.sum(1)).to(device)
-        per_token, metrics = loss(logprobs, behaviour=behaviour, proximal=proximal, advantages=advantages)
+        scale = self._gradient_scale / tokens
+        early = functools.partial(_loss_gradient, part, loss, scale)
+        with self._backend.range("hwrl.forward"), self.scorer.knowing(early):
+            logprobs, entropy = self.forward(part)
+        per_token, metrics = _loss_of(part, loss, logprobs, slice(None))
         total = per_token.sum()
-        (total * (self._gradient_scale / tokens)).backward()
-        kl = mismatch_kl(logprobs.detach(), behaviour=behaviour)
+        with self._backend.range("hwrl.backward"):
+            (total * scale).backward()
+        kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
         metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
         return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}
 
-    def forward(self, part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probability and entropy (detached) of ``part``'s response tokens, row by row (one dimension).
+    def forward(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probability and entropy (detached) of ``part``'s response tokens (one dimension, float32)."""
+        logprobs, entropy = self._scores(part)[:, : part.trained_tokens]
+        return logprobs, entropy.detach()
 
-        Padding is on the right, so causal attention alone hides it from real tokens. An empty part runs the model on
-        one token: its collectives serve the ranks with more parts.
+    def _plan(self, batch: Batch) -> list[MicroBatch]:
+        """Return the micro-batches on the device. Every rank has the same number of them; some may be empty.
+
+        They are made before the first pass: a copy to the device would wait for the passes before it.
         """
-        tokens = part.tokens if part.rows else torch.zeros(1, 2, dtype=torch.long)
-        row, column = part.mask[:, 1:].nonzero(as_tuple=True)
-        device = self._backend.device()
-        targets = tokens[row, column + 1].to(device)
-        return self._score_in_chunks(
-            self._logits(tokens[:, :-1].to(device), row.to(device), column.to(device)), targets
-        )
+        lengths, limit = (batch.lengths() - 1).clamp(min=0).tolist(), self.settings.micro_batch_tokens
+        parts = list(batch.micro_batches(max_tokens=limit))
+        padded = sum(len(rows) * lengths[rows[0]] for rows in parts)
+        form = make_pack if self._packs and self._packing_pays(sum(lengths) / max(1, padded)) else make_rows
+        if form is make_pack:
+            parts = [torch.tensor(rows) for rows in plan_packs(lengths, max_tokens=limit)]
+        most = max(1, int(self._reduce([len(parts)], op="max")[0]))
+        if form is make_pack and len(parts) < most:
+            parts = [torch.tensor(rows) for rows in plan_packs(lengths, max_tokens=limit, packs=most)]
+        parts += [_NO_ROWS] * (most - len(parts))
+        return [form(batch, rows.long(), device=self._backend.device()) for rows in parts]
 
-    def _score_in_chunks(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score at most :attr:`chunk_logits` logits at a time, and compute each chunk again in the backward pass."""
-        size = max(1, self.chunk_logits // logits.shape[-1])
-        if len(targets) <= size:
-            return self._score(logits, targets)
-        chunks = zip(logits.split(size), targets.split(size), strict=True)
-        parts = [checkpoint(self._score, *chunk, use_reentrant=False) for chunk in chunks]
-        logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+    def _packing_pays(self, real_share: float) -> bool:
+        """Return whether packs are faster than padded rows, of which ``real_share`` is no padding.
 
-    def _micro_batches(self, batch: Batch) -> Iterator[torch.Tensor]:
-        parts = list(batch.micro_batches(max_tokens=self.settings.micro_batch_tokens))
-        idle = int(self._reduce([len(parts)], op="max")[0]) - len(parts)  # before the parts: both are collective
-        yield from parts
-        for _ in range(idle):
-            yield torch.empty(0, dtype=torch.long)
+        Without a fused kernel the boundaries cost a fifth of a step of the demo, on two CPU cores.
+        """
+        return self._backend.supports(Capability.VARLEN_ATTENTION).usable or real_share < 0.8
+
+    def _passes(self, plan: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches; a subclass may prepare itself for each pass."""
+        yield from plan
 
     # -- ranks --------------------------------------------------------------------------------------------------
 
@@ -171,6 +167,35 @@ class PolicyEngine(TrainEngine):
             tensor /= self._ranks // self.data_parallel_size
         reduced: list[float] = tensor.tolist()
         return reduced
+
+
+def _loss_of(
+    part: MicroBatch, loss: TokenLoss, logprobs: torch.Tensor, tokens: slice
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    proximal = part.proximal_logprobs
+    return loss(
+        logprobs,
+        behaviour=part.behaviour_logprobs[tokens],
+        proximal=None if proximal is None else proximal[tokens],
+        advantages=part.advantages[tokens],
+    )
+
+
+def _loss_gradient(
+    part: MicroBatch, loss: TokenLoss, scale: float, logprobs: torch.Tensor, targets: slice
+) -> torch.Tensor:
+    """Return the gradient of the scaled loss by the ``logprobs`` of ``targets``; 0 for those that do not count."""
+    gradient = torch.zeros_like(logprobs)
+    count = min(targets.stop, part.trained_tokens) - targets.start
+    if count > 0:
+        known = logprobs[:count].requires_grad_()
+        with torch.enable_grad():
+            per_token, _ = _loss_of(part, loss, known, slice(targets.start, targets.start + count))
+            gradient[:count] = torch.autograd.grad(per_token.sum() * scale, known)[0]
+    return gradient
+
+
+_NO_ROWS = torch.empty(0, dtype=torch.long)
 
 
 def _require_finite(norm: float, metrics: Mapping[str, float]) -> None:

@@ -21,9 +21,9 @@ from hwrl import get_backend
 
 _PORT = 8123
 _PLAIN_TEXT = {
-    "type": "object",
-    "x-regex": r"(?s)^(?P<content>.*)$",
-    "properties": {"role": {"const": "assistant"}, "content": {"type": "string"}},
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<bos>",
+    "fields": {"content": {"close_pattern": "$", "content": "text"}},
 }
 """A response is text and nothing else: TRL knows the schemas of published chat templates only."""
 
@@ -102,7 +102,7 @@ def _train(workload: Any) -> list[dict[str, float]]:
     )
     directory = Path(workload.directory)
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    tokenizer.response_schema = _PLAIN_TEXT
+    tokenizer.response_template = _PLAIN_TEXT
     trainer = module.AsyncGRPOTrainer(
         model=str(directory / "model"),
         args=config,

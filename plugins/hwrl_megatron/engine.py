@@ -16,8 +16,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
 from hwrl.checkpoint import LocalShards
 from hwrl.comm import Comm, HashStore
@@ -25,9 +25,9 @@ from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.models import build_model, load_model, load_tokenizer
-from hwrl.train import PolicyEngine, recompute
+from hwrl.train import ActivationCheckpointing, MicroBatch, PolicyEngine, VocabularyShard
 from hwrl.weights import gather_weights
-from hwrl_megatron.model import build_gpt
+from hwrl_megatron.model import build_gpt, output_layer, rotary_positions
 from hwrl_megatron.options import MegatronOptions
 from hwrl_megatron.weights import MappedWeight, load_weights, map_weights
 
@@ -51,6 +51,7 @@ class MegatronEngine(PolicyEngine):
         self, settings: EngineSettings, *, backend: Backend, group: Group | None, options: MegatronOptions
     ) -> None:
         super().__init__(settings, backend=backend, group=group)
+        _require_uncompiled(settings)
         _require_divisible(self._ranks, options.tensor_parallel)
         with contextlib.ExitStack() as started:
             if group is None:  # Megatron needs one
@@ -64,13 +65,18 @@ class MegatronEngine(PolicyEngine):
         settings, backend = self.settings, self._backend
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         model = build_gpt(settings.model_directory, tensor_parallel=options.tensor_parallel, dtype=settings.dtype)
-        if settings.activation_checkpointing:
-            recompute(model.decoder.layers)
+        ActivationCheckpointing(
+            model.decoder.layers,
+            setting=settings.activation_checkpointing,
+            backend=backend,
+            owed_nbytes=self._owed_nbytes,
+        )
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
             model.to(backend.device(), settings.dtype).eval(),
         )
+        self.scorer.shard = self._vocabulary_shard()
         self._weights = self._load(settings.model_directory)
         self.optimizer = self._build_optimizer()
         self._drop_gradients()
@@ -86,6 +92,12 @@ class MegatronEngine(PolicyEngine):
             if weight.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight.parameter, True, weight.dim, 1)
         return weights
+
+    def _owed_nbytes(self) -> int:
+        """Return the bytes that this step will still allocate for the optimizer's moments; gradients have theirs."""
+        if self.optimizer.optimizer.state:
+            return 0
+        return sum(8 * parameter.numel() for parameter in self.optimizer.get_parameters())
 
     def _build_optimizer(self) -> Any:
         settings = self.settings
@@ -124,40 +136,42 @@ class MegatronEngine(PolicyEngine):
         self.model.zero_grad_buffer()
         return super().train_batch(batch, loss=loss)
 
-    def _logits(self, inputs: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        def choose(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return arguments[0][columns, rows][:, None], *arguments[1:]
+    def _scores(self, part: MicroBatch) -> torch.Tensor:
+        def score(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            chosen = hidden.transpose(0, 1).flatten(0, 1).index_select(0, part.places)
+            return self.scorer(chosen, weight, None, part.targets).t()[:, None]
 
-        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-        with self.model.module.output_layer.register_forward_pre_hook(choose):
-            logits: torch.Tensor = self.model(inputs, positions, None)[0]
-        return logits
+        model, bounds = self.model.module, part.boundaries
+        with contextlib.ExitStack() as replaced:
+            replaced.enter_context(output_layer(model, score))
+            packed = None
+            if bounds is not None:
+                replaced.enter_context(rotary_positions(model, part.position_ids))
+                ends, longest = bounds.cu_seqlens, bounds.max_length
+                packed = PackedSeqParams(None, ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
+            scores: torch.Tensor = self.model(part.input_ids, part.position_ids, None, packed_seq_params=packed)[0]
+        return scores.t()
 
     @property
     def _gradient_scale(self) -> float:
         return 1.0
 
-    def _score(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._tensor_group.size() == 1:
-            return super()._score(logits, targets)
-        logits = logits.float() / self.settings.temperature  # this rank's share of the vocabulary
-        with torch.no_grad():
-            highest = logits.amax(-1)
-            torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group=self._tensor_group)
-        shifted = logits - highest[:, None]
-        here = targets - self._tensor_group.rank() * logits.shape[-1]
-        outside = (here < 0) | (here >= logits.shape[-1])
-        chosen = shifted.gather(1, here.masked_fill(outside, 0)[:, None])[:, 0].masked_fill(outside, 0.0)
-        weights = shifted.exp()
-        total, chosen = self._sum_over_vocabulary(torch.stack([weights.sum(-1), chosen]))
-        with torch.no_grad():
-            (mean,) = self._sum_over_vocabulary((weights * shifted).sum(-1)[None] / total)
-            entropy = total.log() - mean
-        return chosen - total.log(), entropy
+    def _vocabulary_shard(self) -> VocabularyShard | None:
+        ranks = self._tensor_group.size()
+        if ranks == 1:
+            return None
 
-    def _sum_over_vocabulary(self, parts: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = reduce_from_tensor_model_parallel_region(parts.contiguous(), group=self._tensor_group)
-        return summed
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            parts = [torch.empty_like(part) for _ in range(ranks)]
+            torch.distributed.all_gather(parts, part.contiguous(), group=self._tensor_group)
+            return torch.stack(parts)
+
+        def add(part: torch.Tensor) -> torch.Tensor:
+            torch.distributed.all_reduce(part, group=self._tensor_group)
+            return part
+
+        first = self._tensor_group.rank() * (self.model.module.vocab_size // ranks)
+        return VocabularyShard(first, gather, add)
 
     @torch.no_grad()
     def _clip_gradients(self) -> float:
@@ -274,6 +288,15 @@ class MegatronEngine(PolicyEngine):
 def _copy(target: LocalShards, source: LocalShards) -> None:
     for offset, piece in target.pieces.items():
         piece.copy_(source.pieces[offset])
+
+
+def _require_uncompiled(settings: EngineSettings) -> None:
+    if settings.compile is True:
+        raise ConfigError(
+            "train.compile=true is not possible with train.engine=megatron",
+            why="its layers have kernels of their own, and are not compiled",
+            fix="set train.compile to auto or false",
+        )
 
 
 def _require_divisible(ranks: int, tensor_parallel: int) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
+from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.models import load_model_config
 from hwrl_megatron.weights import head_size
@@ -52,16 +56,50 @@ def _hold_padding(pad_id: int, _: nn.Module, ids: tuple[torch.Tensor], embedded:
 
 
 class TorchAttention(nn.Module):
-    """Causal attention by torch's fused kernels. Megatron's own, without TransformerEngine, stores all scores."""
+    """Causal attention by the backend or torch. Megatron's own, without TransformerEngine, stores all scores."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
+    ) -> torch.Tensor:
         """Take query, key and value (length × rows × heads × size), return length × rows × (heads · size)."""
+        if packed_seq_params is not None:
+            cu_seqlens, max_length = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            packed = (tensor[:, 0] for tensor in (query, key, value))
+            attended = get_backend().varlen_attention(*packed, cu_seqlens=cu_seqlens, max_length=max_length)
+            return attended.flatten(1)[:, None]
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+@contextlib.contextmanager
+def output_layer(model: GPTModel, score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Let ``score`` make the model's results from hidden states (length × rows × size) and the layer's weight."""
+
+    def forward(hidden: torch.Tensor, weight: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, None]:
+        return score(hidden, model.output_layer.weight if weight is None else weight), None
+
+    model.output_layer.forward = forward
+    try:
+        yield
+    finally:
+        del model.output_layer.forward
+
+
+@contextlib.contextmanager
+def rotary_positions(model: GPTModel, position_ids: torch.Tensor) -> Iterator[None]:
+    """Rotate the tokens of a pack by ``position_ids`` (1 × length): Megatron's order is that of the tokens."""
+    with model.rotary_pos_emb.register_forward_hook(lambda _, __, angles: angles[position_ids[0]]):
+        yield
 
 
 def _transformer_config(config: Any, *, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:

@@ -19,6 +19,7 @@ VICTIMS: dict[str, tuple[str, ...]] = {
     "trainer": ("ray::TrainActor",),
     "replica": ("ray::RolloutActor",),
     "ledger": ("ray::LedgerActor",),
+    "reward-workers": ("hwrl.rollout.reward_process",),
     "raylet": ("/raylet/raylet ",),
     "gcs": ("/gcs/gcs_server ",),
     "agent": ("/dashboard/agent.py ", "ray::DashboardAgent"),

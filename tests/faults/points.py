@@ -301,6 +301,8 @@ def _rewards() -> list[Point]:
         point("reward-gives-nan-sometimes", "done", reward="gives_nan_sometimes"),
         point("reward-gives-nan-always", "error", reward="gives_nan_always"),
         point("reward-is-slow", "done", reward="is_slow"),
+        point("kill-reward-workers-judging", "done", at("judging", Send("KILL", "reward-workers"), nth=JUDGED)),
+        point("freeze-reward-workers-judging", "done", at("judging", Freeze("reward-workers"), nth=JUDGED)),
     ]
 
 

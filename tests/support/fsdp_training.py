@@ -15,7 +15,8 @@ import hwrl
 from hwrl.comm import Comm, Group, connect_store
 from hwrl.interfaces import Batch, EngineSettings, PromptGroup, Response
 from hwrl.run.demo import write_demo
-from hwrl.train import FsdpEngine, PolicyLoss, collate, group_advantages
+from hwrl.train import FsdpEngine, MicroBatch, PolicyLoss, collate, group_advantages
+from hwrl.train.packing import make_pack
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,16 @@ def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
         micro_batch_tokens=64,
     )
     return FsdpEngine(replace(settings, **changes), backend=hwrl.get_backend(), group=group)
+
+
+def micro_batch(batch: Batch) -> MicroBatch:
+    """Return all of ``batch`` as one pack."""
+    return make_pack(batch, torch.arange(batch.rows), device=hwrl.get_backend().device())
+
+
+def without_padding(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that do not depend on the division into micro-batches."""
+    return {name: value for name, value in metrics.items() if name != "padding_share"}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

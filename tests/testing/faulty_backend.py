@@ -17,6 +17,7 @@ from hwrl.interfaces import (
     BackendInfo,
     Capability,
     DeviceMap,
+    Kernels,
     MemoryInfo,
     ProbeContext,
     ProbeResult,
@@ -61,6 +62,21 @@ def hwrl_probe(context: ProbeContext) -> ProbeResult:
 @hwrl.hookimpl
 def hwrl_create_backend() -> Backend:
     return FaultyBackend(INFO)
+
+
+@hwrl.hookimpl
+def hwrl_kernels() -> Kernels:
+    from torch.nn import functional
+
+    def rms_norm(x: Any, weight: Any, eps: float) -> Any:
+        eps = 0.0 if fault("rms_norm ignores eps") else eps
+        weight = weight.detach() if fault("rms_norm has no gradient of its weight") else weight
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def swiglu(gate: Any, up: Any) -> Any:
+        return functional.silu(up) * gate if fault("swiglu confuses its inputs") else functional.silu(gate) * up
+
+    return Kernels(rms_norm=rms_norm, swiglu=swiglu)
 
 
 class FaultyDeviceMap(DeviceMap):
@@ -110,6 +126,20 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
 
     def current_stream(self) -> InlineStream:
         return ForgetfulStream() if fault("a stream never ends") else super().current_stream()
+
+    def varlen_attention(self, query: Any, key: Any, value: Any, **where: Any) -> Any:
+        if fault("varlen attention sees its neighbours"):
+            where |= {"cu_seqlens": where["cu_seqlens"][[0, -1]], "max_length": len(query)}
+        if fault("varlen attention sees the future"):
+            query, key, value = query.flip(0), key.flip(0), value.flip(0)
+            where["cu_seqlens"] = len(query) - where["cu_seqlens"].flip(0)
+            return super().varlen_attention(query, key, value, **where).flip(0)
+        if fault("varlen attention has a wrong gradient"):
+            key = key.detach()
+        return super().varlen_attention(query, key, value, **where)
+
+    def peak_flops(self, dtype: Any) -> float | None:
+        return 989.0 if fault("the peak is in TFLOP/s") else super().peak_flops(dtype)
 
     def rng_state(self) -> Any:
         state = super().rng_state()

@@ -19,7 +19,7 @@ from hwrl.interfaces import Batch
 from hwrl.models import build_model, load_model
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, PolicyLoss
-from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, train
+from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, micro_batch, train, without_padding
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -30,11 +30,11 @@ def test_two_ranks_take_the_same_steps_as_one(model_directory: Path, recomputes:
     assert pair[0]["weights"].keys() == alone["weights"].keys()
     assert not pair[1]["weights"]  # only the first rank, which sends them, has them whole
     for name, tensor in alone["weights"].items():
-        torch.testing.assert_close(pair[0]["weights"][name], tensor, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(pair[0]["weights"][name], tensor, atol=5e-5, rtol=1e-4)
     for one in pair:
         torch.testing.assert_close(one["logprobs"], alone["logprobs"], atol=2e-4, rtol=1e-4)
         for metrics, wanted in zip(one["metrics"], alone["metrics"], strict=True):
-            assert metrics == pytest.approx(wanted, rel=2e-3, abs=1e-5)
+            assert without_padding(metrics) == pytest.approx(without_padding(wanted), rel=2e-3, abs=1e-5)
 
 
 def kept_nbytes(engine: FsdpEngine, batch: Batch) -> int:
@@ -46,7 +46,7 @@ def kept_nbytes(engine: FsdpEngine, batch: Batch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.forward(batch)
+        engine.forward(micro_batch(batch))
     own = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
     return sum(nbytes for place, nbytes in kept.items() if place not in own)
 
@@ -101,7 +101,7 @@ def test_the_step_does_not_depend_on_how_it_is_cut_into_parts(model_directory: P
     whole, parts = (engine_on(model_directory, None, micro_batch_tokens=tokens) for tokens in (10_000, 16))
     batch = batch_of(groups_of(5, seed=0))
     first, second = (engine.train_batch(batch, loss=PolicyLoss("tis")) for engine in (whole, parts))
-    assert first == pytest.approx(second, rel=1e-4)
+    assert without_padding(first) == pytest.approx(without_padding(second), rel=1e-4)
     for (_, one), (_, other) in zip(whole.named_weights(), parts.named_weights(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)  # AdamW's first step magnifies rounding
 
@@ -185,8 +185,8 @@ def gradients_of(engine: FsdpEngine, logprobs: torch.Tensor) -> list[torch.Tenso
 def test_logprobs_in_chunks_equal_the_plain_formula(model_directory: Path, chunk: int) -> None:
     engine, batch = engine_on(model_directory, None, micro_batch_tokens=10_000), batch_of(groups_of(5, seed=0))
     wanted, wanted_entropy = plain_formula(engine, batch)
-    engine.chunk_logits = chunk
-    logprobs, entropy = engine.forward(batch)
+    engine.scorer.chunk_logits = chunk
+    logprobs, entropy = engine.forward(micro_batch(batch))
     torch.testing.assert_close(logprobs, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, wanted_entropy, atol=1e-5, rtol=1e-5)
     for one, other in zip(gradients_of(engine, logprobs), gradients_of(engine, wanted), strict=True):

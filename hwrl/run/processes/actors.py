@@ -347,6 +347,10 @@ class TrainActor:
         with get_backend().allocating("a training step"):
             return self._rank.step(groups)
 
+    def finish_profile(self) -> str | None:
+        """Write a profile of steps if there is one to write; return a sentence about it."""
+        return self._rank.finish_profile()
+
     def save(self, ledger: dict[str, Any]) -> Metrics:
         """Save a checkpoint with the ledger's state; return how long it took."""
         with get_backend().allocating("the copy for a checkpoint"):

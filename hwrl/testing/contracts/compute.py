@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from hwrl.interfaces import Backend
+from hwrl.discovery import Registry
+from hwrl.interfaces import Backend, Kernels
 from hwrl.testing.compute import ATTENTIONS, TOLERANCES, why_refused, wrong_attention, wrong_training
+from hwrl.testing.kernels import ROWS, wrong_rms_norm, wrong_swiglu
+from hwrl.testing.varlen import PACKED, wrong_varlen
 
 
-class ComputeContract:
-    """A small model computes the host's double-precision numbers, up to rounding.
-
-    Every device computes in float32. It refuses unsupported dtypes with an error.
-    """
+class _InEachDtype:
+    """Every device computes in float32. It refuses unsupported dtypes with an error."""
 
     @pytest.fixture(params=TOLERANCES, ids=str)
     def dtype(self, request: pytest.FixtureRequest, backend: Backend) -> torch.dtype:
@@ -24,10 +26,19 @@ class ComputeContract:
             pytest.skip(f"{backend.info.name} has no {dtype}: {refused}")
         return dtype
 
+
+class ComputeContract(_InEachDtype):
+    """A small model computes the host's double-precision numbers, up to rounding."""
+
     @pytest.mark.parametrize("shape", ATTENTIONS)
     def test_attention_is_right(self, backend: Backend, shape: str, dtype: torch.dtype) -> None:
         """Forward and backward, for the shapes of training and generation."""
         assert wrong_attention(backend, ATTENTIONS[shape], dtype) == []
+
+    @pytest.mark.parametrize("pack", PACKED)
+    def test_varlen_attention_is_right(self, backend: Backend, pack: str, dtype: torch.dtype) -> None:
+        """Forward and backward; a sequence does not see its neighbours."""
+        assert wrong_varlen(backend, PACKED[pack], dtype) == []
 
     def test_a_step_of_training_is_right(self, backend: Backend, dtype: torch.dtype) -> None:
         """A tiny transformer's logits, its gradients and, in float32, its parameters after a step of AdamW.
@@ -35,3 +46,33 @@ class ComputeContract:
         AdamW keeps its moments in the parameters' dtype. In smaller dtypes rounding hides the step.
         """
         assert wrong_training(backend, dtype, step=dtype is torch.float32) == []
+
+    def test_its_peak_is_a_number_or_unknown(self, backend: Backend, dtype: torch.dtype) -> None:
+        """FLOP/s, not TFLOP/s: no accelerator has less than 10 ** 11."""
+        peak = backend.peak_flops(dtype)
+        assert peak is None or (isinstance(peak, float) and 1e11 < peak < math.inf)
+
+
+class KernelsContract(_InEachDtype):
+    """Each fused operation of the hook ``hwrl_kernels`` computes its definition, up to rounding."""
+
+    @pytest.fixture
+    def kernels(self, backend: Backend) -> Kernels:
+        """The answer of the backend's hook."""
+        registry = Registry(env={})
+        registry.set_backend(backend)
+        return registry.kernels()
+
+    @pytest.mark.parametrize("rows", ROWS)
+    def test_rms_norm_is_right(self, backend: Backend, kernels: Kernels, rows: str, dtype: torch.dtype) -> None:
+        """Forward and backward."""
+        if kernels.rms_norm is None:
+            pytest.skip(f"{backend.info.name} brings no rms_norm")
+        assert wrong_rms_norm(backend, kernels.rms_norm, ROWS[rows], dtype) == []
+
+    @pytest.mark.parametrize("rows", ROWS)
+    def test_swiglu_is_right(self, backend: Backend, kernels: Kernels, rows: str, dtype: torch.dtype) -> None:
+        """Forward and backward."""
+        if kernels.swiglu is None:
+            pytest.skip(f"{backend.info.name} brings no swiglu")
+        assert wrong_swiglu(backend, kernels.swiglu, ROWS[rows], dtype) == []

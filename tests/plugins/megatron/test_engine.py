@@ -144,11 +144,17 @@ def test_it_computes_steps_and_exports_what_transformers_does(tmp_path: Path, me
 
 def test_activation_checkpointing_changes_no_step(model_directory: Path, megatron: Make) -> None:
     after = []
-    for lean in (False, True):
+    for lean in (False, True, "auto"):
         engine = megatron(model_directory, activation_checkpointing=lean)
         engine.train_batch(batch_of(7, seed=1), loss=PolicyLoss("tis"))
         after.append(copies(engine))
-    assert_close(*after, atol=0.0)
+    assert_close(after[0], after[1], atol=0.0)
+    assert_close(after[0], after[2], atol=0.0)
+
+
+def test_compilation_is_refused_by_name(model_directory: Path, megatron: Make) -> None:
+    with pytest.raises(ConfigError, match=r"train\.compile=true"):
+        megatron(model_directory, compile=True)
 
 
 def test_bfloat16_computes_in_it_and_keeps_small_steps(tmp_path: Path, megatron: Make) -> None:

@@ -1,0 +1,81 @@
+"""Attention over sequences that lie end to end on a device, against a loop over tokens in double precision."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hwrl.interfaces import Backend
+from hwrl.testing.compute import differences, with_gradients
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of these ``lengths``, end to end. ``spare`` is how far ``max_length`` is above the longest."""
+
+    lengths: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 4
+    head_size: int = 16
+    spare: int = 0
+    scale: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all sequences."""
+        return sum(self.lengths)
+
+    @property
+    def boundaries(self) -> list[int]:
+        """0, and the end of each sequence."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+
+PACKED = {
+    "ragged": Packed((5, 1, 17, 9)),
+    "one": Packed((23,)),
+    "single tokens": Packed((1, 1, 4, 1)),
+    "empty sequences": Packed((0, 7, 0, 0, 3, 0)),
+    "padded boundaries": Packed((9, 6, 0, 0, 0), spare=23),
+    "grouped": Packed((6, 13), heads=6, kv_heads=2, head_size=32),
+    "one key head, own scale": Packed((12, 3), kv_heads=1, scale=0.4),
+    "large": Packed((130, 61), heads=2, kv_heads=1, head_size=64),
+}
+"""The packs of training, and their edges."""
+
+
+def wrong_varlen(backend: Backend, pack: Packed, dtype: torch.dtype) -> list[str]:
+    """Return the errors in the device's attention over ``pack`` and its gradients, one line each."""
+    generator = torch.Generator().manual_seed(0)
+    heads = {"query": pack.heads, "key": pack.kv_heads, "value": pack.kv_heads, "weight": pack.heads}
+    drawn = {
+        name: torch.randn(pack.tokens, count, pack.head_size, generator=generator).to(dtype)
+        for name, count in heads.items()
+    }
+    weight = drawn.pop("weight")
+    found = {name: tensor.to(backend.device(), copy=True).requires_grad_() for name, tensor in drawn.items()}
+    cu_seqlens = torch.tensor(pack.boundaries, dtype=torch.int32, device=backend.device())
+    longest = max(pack.lengths) + pack.spare
+    out = backend.varlen_attention(**found, cu_seqlens=cu_seqlens, max_length=longest, scale=pack.scale)
+    if out.shape != weight.shape or out.dtype != dtype:
+        return [f"it returned {tuple(out.shape)} in {out.dtype}, and not {tuple(weight.shape)} in {dtype}"]
+    out.backward(weight.to(backend.device()))
+    exact = {name: tensor.double().requires_grad_() for name, tensor in drawn.items()}
+    right = _token_by_token(**exact, pack=pack)
+    right.backward(weight.double())
+    return list(differences(with_gradients(out, found), with_gradients(right, exact), dtype))
+
+
+def _token_by_token(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, pack: Packed) -> torch.Tensor:
+    scale = 1 / math.sqrt(pack.head_size) if pack.scale is None else pack.scale
+    shared = pack.heads // pack.kv_heads
+    rows = []
+    for begin, end in itertools.pairwise(pack.boundaries):
+        for token, head in itertools.product(range(begin, end), range(pack.heads)):
+            seen = slice(begin, token + 1), head // shared
+            weights = torch.exp(key[seen] @ query[token, head] * scale)
+            rows.append(weights @ value[seen] / weights.sum())
+    return torch.stack(rows).reshape(pack.tokens, pack.heads, pack.head_size)

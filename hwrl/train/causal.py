@@ -1,0 +1,242 @@
+"""Calls of a causal language model of transformers: packed if it can be, and without logits if it allows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import AttentionInterface
+
+from hwrl.interfaces import Backend, Batch
+from hwrl.train.packing import MicroBatch, make_pack, make_rows
+from hwrl.train.scoring import OutputScorer
+
+_PACKED = "hwrl_packed"
+_TRIAL = "hwrl_trial"
+_ROWS = "sdpa"
+_SHORT = (7, 4, 9)
+"""The lengths of the rows of the trial."""
+
+_TOLERANCE = {torch.float32: 1e-3}
+"""The largest mean difference of log-probabilities between packed and plain calls; see ``_COARSE`` for other dtypes."""
+
+_COARSE = 0.1
+_OF_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings that depend on the longest row of a call."""
+
+logger = logging.getLogger(__name__)
+
+
+class PackedAttention:
+    """The attention function of transformers for packs, on ``backend``."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        max_length_q: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Take query, key and value (1 × heads × length × size); return 1 × length × heads × size.
+
+        A call without ``cu_seq_lens_q``, the boundaries of a pack, is one on padded rows.
+        """
+        if cu_seq_lens_q is None:
+            rows: Any = AttentionInterface()[_ROWS]
+            attended: tuple[torch.Tensor, None] = rows(
+                module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            )
+            return attended
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        packed = self._backend.varlen_attention(
+            q, k, v, cu_seqlens=cu_seq_lens_q, max_length=max_length_q, scale=scaling
+        )
+        return packed[None], None
+
+
+class _TrialAttention(PackedAttention):
+    """Notes the layers that call it, and what they ask for beyond plain causal attention."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.layers: set[int] = set()
+        self.refused: set[str] = set()
+
+    def __call__(self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        self.layers.add(id(module))
+        asked = {"a mask of its own": attention_mask, "a sliding window": kwargs.get("sliding_window")}
+        asked |= {"capped scores": kwargs.get("softcap"), "attention sinks": kwargs.get("s_aux")}
+        asked |= {"a bias for positions": kwargs.get("position_bias"), "dropout": kwargs.get("dropout") or None}
+        causal = kwargs.get("is_causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            asked["attention to later tokens"] = True
+        self.refused |= {name for name, answer in asked.items() if answer is not None}
+        if self.refused:  # the result is not used
+            return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+        return super().__call__(module, query, key, value, None, **kwargs)
+
+
+class CausalModel:
+    """How to call one model: in packs or in padded rows, with its output layer replaced or with logits.
+
+    :meth:`prove` finds out; before, calls have padded rows and logits. It registers an attention function with
+    transformers, under a name for all models of the process.
+    """
+
+    def __init__(self, *, backend: Backend, scorer: OutputScorer) -> None:
+        self.scorer = scorer
+        self.packs = self.scores = False
+        self._backend = backend
+
+    def __call__(self, model: Any, part: MicroBatch) -> torch.Tensor:
+        """Return log-probability and entropy of ``part.targets`` (2 × targets, float32)."""
+        if self.scores:
+            return self._with_scores(model, part)[0].t()
+        return self._from_logits(model, part)
+
+    @torch.no_grad()
+    def prove(self, model: Any, *, dtype: torch.dtype) -> None:
+        """Call ``model`` on a few short rows in several ways, and choose the fastest with the right result.
+
+        ``dtype`` is that of the computation. Logs the reasons for padded rows and for logits. Collective on ranks that
+        share the model.
+        """
+        batch = _short_rows(model, self._backend)
+        with torch.compiler.set_stance("force_eager"):
+            self.scores = self._can_score(model, batch)
+            if not self.scores:
+                logger.info("The output layer of %s computes all logits of a micro-batch", type(model).__name__)
+            why = _why_not_static(model) or self._why_not_packed(model, batch, dtype)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # without gradients the root module's parameters stay unsharded after a call
+        self.packs = not why
+        if why:
+            logger.warning("%s trains on padded rows, not on packs: %s", type(model).__name__, why)
+
+    # -- one call -----------------------------------------------------------------------------------------------
+
+    def _with_scores(self, model: Any, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the result of the model, and that of its output layer: the scores (targets × 2).
+
+        They pass through the model, because FSDP2 prepares the backward pass at its results.
+        """
+        output = model.get_output_embeddings()
+        made: list[torch.Tensor] = []
+
+        def score(hidden: torch.Tensor) -> torch.Tensor:
+            chosen = hidden.flatten(0, 1).index_select(0, part.places)
+            made.append(self.scorer(chosen, output.weight, output.bias, part.targets).t()[None])
+            return made[0]
+
+        with _forward_of(output, score):
+            result = _outcome(model, part)
+        return result[0], made[0][0]
+
+    def _from_logits(self, model: Any, part: MicroBatch) -> torch.Tensor:
+        def choose(_: Any, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            return hidden[0].flatten(0, 1).index_select(0, part.places)[None]
+
+        with model.get_output_embeddings().register_forward_pre_hook(choose):
+            logits = _outcome(model, part)[0]
+        return self.scorer.of_logits(logits, part.targets)
+
+    # -- the trial ----------------------------------------------------------------------------------------------
+
+    def _can_score(self, model: Any, batch: Batch) -> bool:
+        """Return whether nothing but a plain matrix product lies between the last hidden states and the result."""
+        if type(model.get_output_embeddings()) is not torch.nn.Linear:
+            return False
+        return torch.equal(*self._with_scores(model, self._rows(batch, torch.arange(batch.rows))))
+
+    def _rows(self, batch: Batch, rows: torch.Tensor) -> MicroBatch:
+        return make_rows(batch, rows, device=self._backend.device())
+
+    def _why_not_packed(self, model: Any, batch: Batch, dtype: torch.dtype) -> str:
+        every = torch.arange(batch.rows)
+        parts = [self._rows(batch, every[row : row + 1]) for row in every]
+        wanted = torch.cat([self._from_logits(model, part)[0] for part in parts])
+        trial = _TrialAttention(self._backend)
+        AttentionInterface.register(_TRIAL, trial)
+        model.config._attn_implementation = _TRIAL
+        pack = make_pack(batch, every, device=self._backend.device())
+        try:
+            packed = self(model, pack)[0, : pack.trained_tokens]
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as exc:  # a kernel, or a model, that refuses
+            why = f"a pack is refused: {' '.join(str(exc).split())[:200]}"
+        else:
+            why = _why_wrong(model, trial, float((packed - wanted).abs().mean()), dtype)
+        AttentionInterface.register(_PACKED, PackedAttention(self._backend))
+        model.config._attn_implementation = _ROWS if why else _PACKED
+        return why
+
+
+def _why_wrong(model: Any, trial: _TrialAttention, off: float, dtype: torch.dtype) -> str:
+    """Return why packs are wrong, or an empty text. ``off`` is the mean difference from the rows' results."""
+    layers = model.config.get_text_config().num_hidden_layers
+    if len(trial.layers) != layers:
+        return f"{len(trial.layers)} of its {layers} layers call transformers' attention interface"
+    if trial.refused:
+        return f"its attention has {', '.join(sorted(trial.refused))}"
+    if not off <= _TOLERANCE.get(dtype, _COARSE):
+        return f"the log-probabilities of a short pack differ by {off:.3g} from those of its rows"
+    return ""
+
+
+def _outcome(model: Any, part: MicroBatch) -> torch.Tensor:
+    """Return the ``logits`` of the model's output for ``part``."""
+    bounds: dict[str, Any] = {}
+    if part.boundaries is not None:
+        cu_seqlens, longest = part.boundaries.cu_seqlens, part.boundaries.max_length
+        bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        bounds |= {"max_length_q": longest, "max_length_k": longest, "position_ids": part.position_ids}
+    logits: torch.Tensor = model(input_ids=part.input_ids, use_cache=False, **bounds).logits
+    return logits
+
+
+@contextlib.contextmanager
+def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
+    """Replace the forward method of ``module`` inside the block; its hooks stay."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _why_not_static(model: Any) -> str:
+    """Return why the kind of ``model`` cannot be packed, or an empty text: reasons that short rows do not show."""
+    config = model.config.get_text_config()
+    kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
+    if not kinds or not kinds[0]._can_set_attn_implementation():  # type: ignore[attr-defined] # of transformers' models
+        return "it does not use transformers' attention interface"
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        return f"it has layers of {', '.join(sorted(others))}"
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rotary in _OF_LENGTH:
+        return f"its rotary embedding ({rotary}) depends on the longest row of a call"
+    return ""
+
+
+def _short_rows(model: Any, backend: Backend) -> Batch:
+    vocabulary = model.config.get_text_config().vocab_size
+    lengths = torch.tensor(_SHORT)
+    places = torch.arange(max(_SHORT))
+    tokens = (torch.arange(len(_SHORT))[:, None] * 31 + places * 7 + 3) % vocabulary
+    mask = (places >= 1) & (places < lengths[:, None])
+    return Batch(tokens, mask, torch.zeros(tokens.shape), torch.zeros(len(_SHORT)))

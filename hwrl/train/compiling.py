@@ -1,0 +1,109 @@
+"""Compile a model's layers and functions, once for all layers of a class: :class:`Compiler`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+
+from hwrl.errors import EngineError
+from hwrl.interfaces import Backend, Capability
+
+_log = logging.getLogger("hwrl.train")
+
+_GRAPHS = 64
+"""Variants of one function, for example with and without gradients; torch stops to compile after 8."""
+
+
+def wants_compilation(backend: Backend, *, setting: Literal["auto"] | bool) -> bool:
+    """Return whether to compile: ``setting`` itself, or with ``auto``, if compiled training pays on the device."""
+    if setting == "auto":
+        return backend.supports(Capability.COMPILED_TRAINING).state == "supported"
+    return setting
+
+
+class Compiler:
+    """Compiles functions with torch, and counts the compilations.
+
+    With ``dynamic`` a compiled function serves all sizes of its inputs. With False it is compiled again for each size:
+    that is faster only if few sizes come back often.
+
+    torch compiles at the first call. If that fails and compilation is not ``required``, the function runs uncompiled
+    from then on, with one warning in the log. Otherwise the call raises EngineError.
+    """
+
+    def __init__(self, *, required: bool, dynamic: bool | None = True) -> None:
+        import torch._dynamo
+
+        self._required, self._dynamic = required, dynamic
+        # torch looks at each input as it traces. Users cannot act on it, so we filter it.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, _GRAPHS)
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._counted = self._graphs()
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, compiled; the same result for the same function."""
+        if function not in self._functions:
+            self._functions[function] = _Compiled(function, required=self._required, dynamic=self._dynamic)
+        return self._functions[function]
+
+    def compile_layers(self, layers: Iterable[torch.nn.Module]) -> None:
+        """Replace the ``forward`` of each of ``layers``. Layers of a class share its compiled code.
+
+        Hooks of the layers stay outside of the compiled code.
+        """
+        for layer in layers:
+            forward: Any = layer.forward
+            shared = isinstance(forward, MethodType) and forward.__self__ is layer
+            layer.forward = (
+                functools.partial(self.compiled(forward.__func__), layer) if shared else self.compiled(forward)
+            )
+
+    def new_graphs(self) -> int:
+        """Return the number of graphs that torch compiled in this process since the last call."""
+        before, self._counted = self._counted, self._graphs()
+        return self._counted - before
+
+    @staticmethod
+    def _graphs() -> int:
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
+
+
+class _Compiled:
+    def __init__(self, function: Callable[..., Any], *, required: bool, dynamic: bool | None) -> None:
+        self._plain, self._required = function, required
+        self._run: Callable[..., Any] = torch.compile(function, dynamic=dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return self._run(*args, **kwargs)
+        except TorchDynamoException as exc:
+            if self._run is self._plain or self._required:
+                raise EngineError(
+                    f"{_name(self._plain)} cannot be compiled",
+                    why=_first_line(exc),
+                    fix="train with train.compile=auto or false; for a missing compiler, install it",
+                ) from exc
+            _log.warning("%s runs uncompiled, and slower: %s", _name(self._plain), _first_line(exc))
+            self._run = self._plain
+            return self._plain(*args, **kwargs)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = str(exc).strip().splitlines()
+    return f"{type(exc).__name__}: {lines[0]}" if lines else type(exc).__name__

@@ -1,0 +1,172 @@
+"""Micro-batches: rows end to end in one row without padding between them, or padded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hwrl.interfaces import Batch
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Where the sequences of a pack begin and end.
+
+    ``cu_seqlens`` (sequences + 1, int32) has the start of each sequence, and last the pack's length. Repeated entries
+    at its end are empty sequences. No sequence is longer than ``max_length``.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_length: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The tokens of one forward pass, all on one device.
+
+    ``input_ids`` and ``position_ids`` (rows × length, int64); a pack has one row, and ``boundaries``. The response
+    tokens are ``targets`` (int64), predicted at ``places`` (int64), indices into the flattened inputs. Both are padded
+    to a rounded number: only the first ``trained_tokens`` count. ``rows`` and ``columns`` (int64, on the host) are
+    their indices in the batch. The float32 tensors have one number for each of them. ``real_tokens`` counts the inputs
+    without padding.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    boundaries: Boundaries | None
+    places: torch.Tensor
+    targets: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    behaviour_logprobs: torch.Tensor
+    proximal_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    real_tokens: int
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of response tokens."""
+        return len(self.rows)
+
+
+def plan_packs(lengths: Sequence[int], *, max_tokens: int, packs: int = 0) -> list[list[int]]:
+    """Divide rows of ``lengths`` into packs of similar size; return their indices.
+
+    No pack has more than ``max_tokens``, except for a longer row alone. There are at least ``packs``, of which some may
+    be empty. Rows of length 0 are left out. Rows of similar length share a pack, because attention kernels may pad
+    them to the longest: the packs are stretches of the sorted rows, as few as possible, the largest as small as can be.
+    """
+    order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
+    count = max(packs, len(_stretches(order, lengths, room=max_tokens)))
+    smallest, room = max([0, *(min(lengths[row], max_tokens) for row in order)]), max_tokens
+    while smallest < room:
+        middle = (smallest + room) // 2
+        if len(_stretches(order, lengths, room=middle)) <= count:
+            room = middle
+        else:
+            smallest = middle + 1
+    plan = _stretches(order, lengths, room=room)
+    return plan + [[]] * (packs - len(plan))
+
+
+def _stretches(order: list[int], lengths: Sequence[int], *, room: int) -> list[list[int]]:
+    """Divide ``order`` into stretches of at most ``room`` tokens, or of one longer row."""
+    plan: list[list[int]] = []
+    left = 0
+    for row in order:
+        if lengths[row] > left:
+            plan.append([])
+            left = room
+        plan[-1].append(row)
+        left -= lengths[row]
+    return plan
+
+
+def rounded(count: int, *, bits: int) -> int:
+    """Return ``count`` rounded up to a number of few distinct ones: with ``bits`` binary digits and zeros after them.
+
+    It is at most one part in ``2 ** (bits - 1)`` larger. Shapes made of such numbers repeat.
+
+    >>> [rounded(count, bits=3) for count in (5, 8, 9, 17, 1000)]
+    [5, 8, 10, 20, 1024]
+    """
+    step = 1 << max(0, count.bit_length() - bits)
+    return -(-count // step) * step
+
+
+_TOKEN_STEP = 128
+"""Packs of many tokens are padded to a multiple of this; at most one part in 32 is padding."""
+
+
+def make_pack(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> MicroBatch:
+    """Return the rows with the indices ``rows`` (int64) of ``batch``, end to end, on ``device``.
+
+    The last token of a row is only a target. An empty pack has one token and no target. Padding belongs to the last
+    row, behind its tokens: causal attention hides it.
+    """
+    lengths = (batch.lengths()[rows] - 1).clamp(min=0)
+    row = rows.repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    column = torch.arange(len(row)) - starts.repeat_interleave(lengths)
+    total = max(1, len(row))
+    size = min(rounded(total, bits=6), -(-total // _TOKEN_STEP) * _TOKEN_STEP)
+    filled = torch.zeros(2, 1, size, dtype=torch.long)
+    filled[0, 0, : len(row)], filled[1, 0, : len(row)] = batch.tokens[row, column], column
+    boundaries = _boundaries([length for length in lengths.tolist() if length] or [1], size=size)
+    return _micro_batch(batch, row, column, filled[0], filled[1], boundaries, torch.arange(len(row)), device)
+
+
+def _boundaries(lengths: list[int], *, size: int) -> Boundaries:
+    lengths[-1] += size - sum(lengths)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return Boundaries(ends.to(torch.int32), rounded(max(lengths), bits=5))
+
+
+def make_rows(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> MicroBatch:
+    """Return the rows with the indices ``rows`` (int64) of ``batch``, padded on the right, on ``device``.
+
+    So causal attention alone hides the padding from real tokens. Without rows there is one token and no target.
+    """
+    lengths = (batch.lengths()[rows] - 1).clamp(min=0)
+    length = int(max([1, *lengths]))
+    filled = batch.tokens[rows, :length] if len(rows) else torch.zeros(1, 1, dtype=torch.long)
+    position_ids = torch.arange(filled.shape[1]).expand_as(filled)
+    row = rows.repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    column = torch.arange(len(row)) - starts.repeat_interleave(lengths)
+    place = torch.arange(len(rows)).repeat_interleave(lengths) * length + column
+    return _micro_batch(batch, row, column, filled, position_ids, None, place, device)
+
+
+def _micro_batch(
+    batch: Batch,
+    row: torch.Tensor,
+    column: torch.Tensor,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    boundaries: Boundaries | None,
+    place: torch.Tensor,
+    device: torch.device,
+) -> MicroBatch:
+    """Return the micro-batch in which the token at ``row`` and ``column`` of ``batch`` lies at ``place``."""
+    trained = batch.mask[row, column + 1]
+    rows, columns = row[trained], column[trained] + 1
+    wanted = torch.zeros(2, rounded(len(rows), bits=5), dtype=torch.long)
+    wanted[0, : len(rows)], wanted[1, : len(rows)] = place[trained], batch.tokens[rows, columns]
+    places, targets = wanted.to(device)
+    proximal = batch.proximal_logprobs
+    return MicroBatch(
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        boundaries=boundaries and Boundaries(boundaries.cu_seqlens.to(device), boundaries.max_length),
+        places=places,
+        targets=targets,
+        rows=rows,
+        columns=columns,
+        behaviour_logprobs=batch.behaviour_logprobs[rows, columns].to(device),
+        proximal_logprobs=None if proximal is None else proximal[rows, columns].to(device),
+        advantages=batch.advantages[rows].to(device),
+        real_tokens=len(row),
+    )

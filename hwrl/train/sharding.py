@@ -1,0 +1,117 @@
+"""FSDP2: shard a model over ranks, and gather its weights once a step where memory allows: :class:`ShardedModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from hwrl.errors import EngineError
+from hwrl.interfaces import Backend, Capability
+from hwrl.train.activations import usable_nbytes
+
+if TYPE_CHECKING:
+    from hwrl.comm import Group
+
+_Part = TypeVar("_Part")
+
+_SHARE = 4
+"""Whole weights or gradients stay on the device if they need at most one part in so many of the free memory."""
+
+
+def layers_of(model: Any) -> list[torch.nn.Module]:
+    """Return the layers of ``model``, outer ones first; EngineError if transformers does not name their class."""
+    kinds = set(model._no_split_modules or ())  # accelerate and others use it, too
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise EngineError(
+            f"a {type(model).__name__} cannot be trained layer by layer",
+            why=f"none of its modules has a class of its _no_split_modules: {sorted(kinds)}",
+            fix="name the class of its layers in _no_split_modules of the model's class",
+        )
+    return layers
+
+
+def outermost(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return those of ``layers`` that are in no other."""
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
+
+
+class ShardedModel:
+    """Shards ``model`` over the ranks of ``group``, layer by layer, with the first rank's weights.
+
+    Ranks gather the weights of a layer when they run it. :meth:`passes` gathers them only once for all passes of a
+    step, if :attr:`keeps_weights`. It reduces the gradients once, if :attr:`keeps_gradients`. Whole weights need the
+    bytes of the model in ``dtype`` on each rank, and whole gradients as much in float32.
+    """
+
+    def __init__(
+        self, model: Any, layers: Sequence[Any], *, group: Group, backend: Backend, dtype: torch.dtype
+    ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self.model = model
+        self._weights_nbytes = sum(one.numel() for one in model.parameters()) * dtype.itemsize
+        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        self._gradients_nbytes, self._ranks = int(trained) * 4, group.size
+        weights = model.state_dict() if group.rank == 0 else {}
+        mesh = init_device_mesh(backend.info.device_type, (group.size,))
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in reversed(layers):  # inner ones first
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=broadcast)
+        self.keeps_weights = self.keeps_gradients = False
+        self._keep(group, backend, state_nbytes=3 * self._gradients_nbytes // group.size)
+
+    def _keep(self, group: Group, backend: Backend, *, state_nbytes: int) -> None:
+        """Decide what stays whole, the same on all ranks. ``state_nbytes``: this rank's gradients and moments."""
+        room = 0.0
+        if backend.supports(Capability.MEMORY_STATS).usable:
+            room = (usable_nbytes(backend.memory_info()) - state_nbytes) / _SHARE
+        wanted = [self._weights_nbytes, self._weights_nbytes + self._gradients_nbytes]
+        missing = torch.tensor([nbytes - room for nbytes in wanted], dtype=torch.float32, device=backend.device())
+        group.all_reduce(missing, op="max")
+        weights_fit, both_fit = (missing <= 0).tolist()
+        self.keep_whole(weights=weights_fit, gradients=both_fit)
+
+    def keep_whole(self, *, weights: bool, gradients: bool) -> None:
+        """Keep whole weights, and whole gradients, between the passes of a step. All ranks must choose the same."""
+        self.keeps_weights, self.keeps_gradients = weights, gradients
+        if weights:
+            self.model.set_reshard_after_forward(False)
+
+    @property
+    def owed_nbytes(self) -> int:
+        """The bytes that a step allocates for gradients on this rank."""
+        shard = self._gradients_nbytes // self._ranks
+        return shard + self._gradients_nbytes if self.keeps_gradients else shard
+
+    def passes(self, parts: Iterable[_Part]) -> Iterator[_Part]:
+        """Yield ``parts``, one for each pass; the caller runs a pass, forward and perhaps backward, before the next.
+
+        All ranks must have the same number of parts.
+        """
+        rest = list(parts)
+        try:
+            for number, part in enumerate(rest, 1):
+                last = number == len(rest)
+                self.model.set_reshard_after_backward(last or not self.keeps_weights)
+                self.model.set_requires_gradient_sync(last or not self.keeps_gradients)
+                yield part
+        finally:
+            if self.keeps_weights:  # without a backward pass they are still whole
+                self.reshard()
+
+    def reshard(self) -> None:
+        """Free the whole weights, if some are there; collective calls without a backward pass leave them."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -1,0 +1,45 @@
+"""The same training step in packs and in padded rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.interfaces import Batch, TokenLoss
+from hwrl.train import PolicyEngine
+
+
+def steps_in_both_forms(
+    engine: PolicyEngine, batch: Batch, gradients: Callable[[], list[torch.Tensor]], *, loss: TokenLoss
+) -> list[dict[str, Any]]:
+    """Take one step in packs and one in rows, without an update; return metrics, gradients and log-probabilities."""
+    taken: list[dict[str, Any]] = []
+
+    def keep_gradients(**_: float) -> None:
+        taken[-1]["gradients"] = gradients()
+
+    engine._update = keep_gradients  # type: ignore[method-assign] # so that both steps start at the same weights
+    for packs in (True, False):
+        engine._packing_pays = lambda real_share, packs=packs: packs  # type: ignore[misc,method-assign] # on every backend
+        if not packs:  # an independent way to the gradients
+            engine.scorer.knowing = lambda gradient_of: contextlib.nullcontext()  # type: ignore[method-assign] # no known
+        assert (engine._plan(batch)[0].boundaries is not None) == packs
+        taken.append({})
+        taken[-1]["metrics"] = engine.train_batch(batch, loss=loss)
+        taken[-1]["logprobs"] = engine.logprobs(batch)
+        engine.updates = 0
+    return taken
+
+
+def assert_same_steps(steps: list[dict[str, Any]]) -> None:
+    packs, rows = steps
+    assert packs["metrics"].pop("padding_share") <= rows["metrics"].pop("padding_share")
+    assert packs["metrics"] == pytest.approx(rows["metrics"], rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(packs["logprobs"], rows["logprobs"], atol=1e-5, rtol=1e-5)
+    assert len(packs["gradients"]) > 1
+    for one, other in zip(packs["gradients"], rows["gradients"], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,189 @@
+"""Which models train in packs, which with a replaced output layer, and that both change no result."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+import hwrl
+from hwrl.interfaces import Batch
+from hwrl.train import MicroBatch, OutputScorer
+from hwrl.train.causal import CausalModel
+from hwrl.train.packing import make_pack, make_rows
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.4,  # far from uniform, so that a wrong position or boundary shows
+    "pad_token_id": 0,
+}
+GPT2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=48, n_positions=64, initializer_range=0.4)
+ROPE: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 0,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+FALCON = FalconConfig(
+    vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, initializer_range=0.4
+)
+PACKED: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=False),
+    "qwen2-tied": Qwen2Config(**{**SIZES, "head_dim": 8}, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES),
+    "gpt2": GPT2,
+    "opt": OPTConfig(
+        vocab_size=48, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+    ),
+    "mistral-without-window": MistralConfig(**SIZES, sliding_window=None),
+    "gemma3-capped-logits": Gemma3TextConfig(**SIZES, final_logit_softcapping=2.0, layer_types=["full_attention"] * 2),
+    "cohere-scaled-logits": CohereConfig(**{**SIZES, "head_dim": 8}, logit_scale=0.3),
+    "granite-scaled-logits": GraniteConfig(**{**SIZES, "head_dim": 8}, logits_scaling=3.0),
+}
+ROWS: dict[str, tuple[PretrainedConfig, str]] = {
+    "mistral": (MistralConfig(**SIZES, sliding_window=64), "its attention has a sliding window"),
+    "gemma3": (Gemma3TextConfig(**SIZES), "it has layers of sliding_attention"),
+    "alibi": (FALCON, "it does not use transformers' attention interface"),
+    "convolutions": (Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]), "it has layers of conv"),
+    "linear-attention": (Qwen3NextConfig(**SIZES, **HYBRID), "it has layers of linear_attention"),
+    "dynamic-rope": (LlamaConfig(**SIZES, rope_parameters=ROPE), "(dynamic) depends on the longest row of a call"),
+}
+LOGITS = {"cohere-scaled-logits", "granite-scaled-logits", "gemma3-capped-logits"}
+ALL = PACKED | {name: config for name, (config, _) in ROWS.items()}
+
+
+def proven(config: PretrainedConfig, *, dtype: torch.dtype = torch.float32) -> tuple[Any, CausalModel]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    causal = CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer(0.8, 3 * 48))
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        causal.prove(model, dtype=dtype)
+    return model, causal
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([9, 14, 4, 2, 11])
+    places = torch.arange(14)
+    tokens = torch.randint(1, 48, (5, 14), generator=generator) * (places < lengths[:, None])
+    mask = (places >= 2) & (places < lengths[:, None])
+    return Batch(tokens, mask, torch.zeros(5, 14), torch.zeros(5))
+
+
+def plain(model: Any) -> torch.Tensor:
+    """Return log-probability and entropy of the response tokens from all logits of each row by itself."""
+    rows, whole = [], batch()
+    for row, length in enumerate((9, 14, 4, 2, 11)):
+        distribution = (model(whole.tokens[row : row + 1, : length - 1]).logits[0].float() / 0.8).log_softmax(-1)
+        logprobs = distribution.gather(1, whole.tokens[row, 1:length, None])[:, 0]
+        rows.append(torch.stack([logprobs, -(distribution.exp() * distribution).sum(-1)])[:, 1:])
+    return torch.cat(rows, 1)
+
+
+def called(model: Any, causal: CausalModel) -> tuple[MicroBatch, torch.Tensor]:
+    form = make_pack if causal.packs else make_rows
+    part = form(batch(), torch.arange(5), device=torch.device("cpu"))
+    return part, causal(model, part)[:, : part.trained_tokens]
+
+
+def gradients(model: Any, scores: torch.Tensor) -> dict[str, torch.Tensor]:
+    parameters = dict(model.named_parameters())
+    weights = torch.linspace(-1, 1, scores.shape[1])
+    found = torch.autograd.grad((scores[0] * weights).sum(), list(parameters.values()))
+    return dict(zip(parameters, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_model_is_called_in_the_fastest_right_way(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model, causal = proven(ALL[name])
+    assert causal.packs == (name in PACKED)
+    assert causal.scores == (name not in LOGITS)
+    _, scores = called(model, causal)
+    wanted = plain(model)
+    torch.testing.assert_close(scores, wanted, atol=2e-5, rtol=1e-5)
+    theirs = gradients(model, wanted)
+    for parameter, gradient in gradients(model, scores).items():
+        torch.testing.assert_close(gradient, theirs[parameter], atol=1e-4, rtol=1e-4, msg=parameter)
+    reasons = [record.message for record in caplog.records if "padded rows" in record.message]
+    assert len(reasons) == (name in ROWS)
+    assert all(ROWS[name][1] in reason for reason in reasons)
+
+
+def test_bfloat16_trains_in_packs(caplog: pytest.LogCaptureFixture) -> None:
+    model, causal = proven(PACKED["qwen3"], dtype=torch.bfloat16)
+    assert (causal.packs, causal.scores) == (True, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, scores = called(model, causal)
+        assert (scores - plain(model)).abs().mean() < 0.05
+    assert not caplog.records
+
+
+def test_a_plain_call_of_a_model_that_packs_is_right() -> None:
+    model, _ = proven(PACKED["qwen3"])
+    other = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa").eval()
+    other.load_state_dict(model.state_dict())
+    tokens = batch().tokens
+    torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
+
+
+class Leaking(torch.nn.Module):
+    """A layer whose tokens see the token before, in another row too."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        seen: torch.Tensor = self.layer(hidden + hidden.roll(1, 1), **inputs)
+        return seen
+
+
+def test_the_trial_finds_a_model_whose_rows_see_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = proven(PACKED["qwen3"])
+    model.config._attn_implementation = "sdpa"
+    model.model.layers[1] = Leaking(model.model.layers[1])
+    causal = CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer())
+    causal.prove(model, dtype=torch.float32)
+    assert not causal.packs
+    assert model.config._attn_implementation == "sdpa"
+    assert "the log-probabilities of a short pack differ by" in caplog.text
+
+
+def test_a_kernel_that_refuses_is_a_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("head_dim 7 is not supported")
+
+    monkeypatch.setattr(hwrl.get_backend(), "varlen_attention", refuse)
+    model, causal = proven(PACKED["qwen3"])
+    assert not causal.packs
+    assert "a pack is refused: head_dim 7 is not supported" in caplog.text
+    torch.testing.assert_close(called(model, causal)[1], plain(model), atol=2e-5, rtol=1e-5)

@@ -1,0 +1,90 @@
+"""FSDP2 on two ranks: what stays whole between the passes of a step changes traffic and memory, and no step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hwrl.comm import serve_store, store_address
+from hwrl.testing.processes import run_processes
+from hwrl.train import FsdpEngine, PolicyLoss
+from tests.support.fsdp_training import batch_of, engine_on, groups_of, join
+
+MODES = [(False, False), (True, False), (True, True)]
+"""Whole weights, and whole gradients."""
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._schema.name.removeprefix("c10d::").strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def modes(rank: int, model_directory: Path, address: str) -> list[dict[str, Any]]:
+    group = join(rank, address, 2)
+    results = []
+    for weights, gradients in MODES:
+        engine = engine_on(model_directory, group, micro_batch_tokens=40)
+        assert engine._sharded is not None
+        assert engine._sharded.keeps_weights and engine._sharded.keeps_gradients  # a tiny model fits
+        if not weights:
+            engine = without_whole_weights(model_directory, group)
+        assert engine._sharded is not None
+        engine._sharded.keep_whole(weights=weights, gradients=gradients)
+        results.append(steps(engine, rank))
+    if group is not None:
+        group.close()
+    return results
+
+
+def without_whole_weights(model_directory: Path, group: Any) -> FsdpEngine:
+    """Return an engine that had no room."""
+    from hwrl.train import sharding
+
+    share, sharding._SHARE = sharding._SHARE, 1 << 60
+    try:
+        engine = engine_on(model_directory, group, micro_batch_tokens=40)
+    finally:
+        sharding._SHARE = share
+    assert engine._sharded is not None and not engine._sharded.keeps_weights
+    return engine
+
+
+def steps(engine: FsdpEngine, rank: int) -> dict[str, Any]:
+    """Take two steps with a scoring pass between them; count the collectives of the last one."""
+    metrics = []
+    for seed in range(2):
+        batch = batch_of(groups_of(5, seed=seed)[rank::2])  # uneven: one rank has fewer passes
+        logprobs = engine.logprobs(batch)
+        with Traffic() as traffic:
+            metrics.append(engine.train_batch(batch, loss=PolicyLoss()))
+    weights = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    return {"metrics": metrics, "weights": weights, "logprobs": logprobs, "counts": traffic.counts}
+
+
+def test_whole_weights_and_gradients_save_traffic_and_change_no_step(model_directory: Path) -> None:
+    store = serve_store()
+    for results in run_processes(modes, 2, model_directory, store_address(store)):
+        first, *others = results
+        for other in others:
+            for mine, theirs in zip(first["metrics"], other["metrics"], strict=True):
+                assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-6)
+            torch.testing.assert_close(other["logprobs"], first["logprobs"], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(other["weights"], first["weights"], atol=1e-4, rtol=1e-3)
+        gathers = [one["counts"]["allgather_base"] for one in results]
+        scatters = [one["counts"]["reduce_scatter_base"] for one in results]
+        groups = 3  # two layers and the rest
+        assert gathers[1] == gathers[2] == groups < gathers[0], results[0]["counts"]
+        assert scatters[2] == groups < scatters[0] == scatters[1], results[0]["counts"]
