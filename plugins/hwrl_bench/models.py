@@ -79,16 +79,20 @@ def random_model(directory: Path, *, dtype: torch.dtype, device: torch.device, s
 
 
 @contextlib.contextmanager
-def random_weights(backend: Backend) -> Iterator[None]:
-    """Inside, transformers' loader of models returns :func:`random_model`, on the device, and reads no weights.
+def random_weights(backend: Backend, *, on_host: bool) -> Iterator[None]:
+    """Inside, transformers' loader of models returns :func:`random_model`, and reads no weights.
 
     To write and load 8 GB for each way would take longer than the measurement. Everything else of the loading is as
-    without this.
+    without this. The model is on the device, or, with ``on_host``, in host memory, where the loader puts it: an engine
+    may look at how much of the device is free.
     """
     from transformers import AutoModelForCausalLM
 
     def from_pretrained(directory: Path, *, dtype: torch.dtype, **_: Any) -> tuple[Any, dict[str, list[str]]]:
         model = random_model(directory, dtype=dtype, device=backend.device())
+        if on_host:
+            model = model.cpu()
+            backend.empty_cache()
         return model, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}
 
     original = AutoModelForCausalLM.from_pretrained

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from hwrl.interfaces import GenerationRequest, RolloutEngine, RolloutSettings
 
 _WARM_UP_TOKENS = 8
+_NO_REUSE = {"enable_prefix_caching": False}  # each round has the same prompts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and write the result. The session of this process ends when its standard input does."""
     threading.Thread(target=_end_with_input, daemon=True).start()
+    quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {**quiet, **process_env("rollout"), **os.environ}
     asked, answer = map(Path, sys.argv[1:] if arguments is None else arguments)
     try:
         row = measure(json.loads(asked.read_text()))
@@ -46,8 +49,6 @@ def _end_with_input() -> None:
 
 def measure(workload: dict[str, Any]) -> dict[str, Any]:
     """Generate all responses in each round, after a round of short ones; return tokens and seconds of each."""
-    os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", **process_env("rollout"), **os.environ}
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     begin = time.perf_counter()
     way = _KINDS[workload["kind"]](workload)
     start_s = time.perf_counter() - begin
@@ -88,6 +89,7 @@ class LlmGeneration(GenerationWay):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if workload["inline"] else "1"
         from vllm import LLM
 
+        inline = {"async_scheduling": False} if workload["inline"] else {}  # vLLM's default is on
         self._llm = LLM(
             model=workload["directory"],
             dtype=workload["dtype"],
@@ -95,10 +97,7 @@ class LlmGeneration(GenerationWay):
             skip_tokenizer_init=True,
             max_num_seqs=workload["max_running"],
             max_model_len=workload["max_length"],
-            enable_prefix_caching=False,
-            **({"async_scheduling": False} if workload["inline"] else {}),  # on by itself
-            **engine_args("vllm"),
-            **workload["options"],
+            **{**_NO_REUSE, **inline, **engine_args("vllm"), **workload["options"]},
         )
 
     def generate(self, lengths: Sequence[int]) -> int:
@@ -137,7 +136,7 @@ class EngineGeneration(GenerationWay):
     def _make(self, settings: RolloutSettings, options: dict[str, Any]) -> RolloutEngine:
         from hwrl_vllm.engine import VllmEngine
 
-        return VllmEngine(settings, options={"enable_prefix_caching": False, **options}, backend=get_backend())
+        return VllmEngine(settings, options={**_NO_REUSE, **options}, backend=get_backend())
 
     def _load_random_weights(self, directory: Path, dtype: Any) -> None:
         from hwrl.lora import divided

@@ -50,6 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rows", type=positive_int, help="rows of a step (default: 128 for 1.7b, 96 for 4b)")
     parser.add_argument(
+        "--new-lengths",
+        action="store_true",
+        help="other lengths in each step of hwrl's ways: new shapes to compile for",
+    )
+    parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of forward and backward passes"
     )
     parser.add_argument(
@@ -74,13 +79,14 @@ def run(args: argparse.Namespace) -> int:
         "benchmark": "train",
         "model": args.model,
         "dtype": args.dtype,
+        "new_lengths": args.new_lengths,
         "rows": {**vars(rows), "tokens": sum(rows.responses()) + rows.rows * rows.prompt},
         "ways": {},
         **provenance("torch", "transformers"),
     }
     with tempfile.TemporaryDirectory(prefix="hwrl-bench-") as directory:
         MODELS[args.model].write(Path(directory))
-        workload = TrainWorkload(args.model, Path(directory), rows, args.dtype)
+        workload = TrainWorkload(args.model, Path(directory), rows, args.dtype, args.new_lengths)
         for way in ways_of(args):
             row = result["ways"][way.title] = _measure(way, workload, args)
             print(_line(way.title, row), flush=True)
@@ -129,18 +135,23 @@ def summarize(ranks: Sequence[dict[str, Any]], *, peak_flops: float | None) -> d
     """
     first = ranks[0]
     seconds = [max(each) for each in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    median = statistics.median(seconds)
+    flops_per_s = _median_rate(first["flops"], seconds)
     return {
         **first,
-        "median_s": median,
+        "median_s": statistics.median(seconds),
         "seconds": seconds,
         "warm_up_s": max(rank["warm_up_s"] for rank in ranks),
-        "tokens_per_s": first["tokens"] / median,
-        "mfu": None if peak_flops is None else first["flops"] / median / peak_flops,
+        "tokens_per_s": _median_rate(first["tokens"], seconds),
+        "flops_per_s": flops_per_s,
+        "mfu": None if peak_flops is None else flops_per_s / peak_flops,
         "peak_flops": peak_flops,
         "peak_nbytes": None if first["peak_nbytes"] is None else max(rank["peak_nbytes"] for rank in ranks),
         "ranks": len(ranks),
     }
+
+
+def _median_rate(amounts: Sequence[float], seconds: Sequence[float]) -> float:
+    return statistics.median(amount / each for amount, each in zip(amounts, seconds, strict=True))
 
 
 def compare(result: dict[str, Any]) -> None:

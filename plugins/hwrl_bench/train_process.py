@@ -47,12 +47,16 @@ _LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True)
 class TrainWorkload:
-    """The model, its rows and the dtype, the same for every way. ``directory`` holds the model's configuration."""
+    """The model, its rows and the dtype, the same for every way. ``directory`` holds the model's configuration.
+
+    With ``new_lengths`` each step of hwrl's ways has rows of other lengths, so compiled code meets new shapes.
+    """
 
     model: str
     directory: Path
     rows: RaggedRows
     dtype: str
+    new_lengths: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,22 +99,22 @@ def measure(rank: int, address: str, way: TrainWay, workload: TrainWorkload, rou
     backend.set_device(rank % max(1, backend.device_count()))
     group = _join(rank, way.ranks, address, backend)
     begin = time.perf_counter()
-    step, lengths = _make(way, workload, backend, group)
-    batch = random_batch(lengths, prompt=workload.rows.prompt, vocabulary=MODELS[workload.model].vocab_size, seed=rank)
+    step, lengths_of = _make(way, workload, backend, group)
     made_s = time.perf_counter() - begin
     _reset_peak(backend)
-    warm_up_s, _ = _timed(backend, step, batch)
-    timed = [_timed(backend, step, batch) for _ in range(rounds)]
+    lengths = [lengths_of(number if workload.new_lengths else 0) for number in range(1 + rounds)]
+    timed = [_timed(backend, step, each, workload, seed=rank) for each in lengths]
+    shape, prompt = MODELS[workload.model], workload.rows.prompt
     row = {
         "make_s": made_s,
-        "warm_up_s": warm_up_s,
-        "seconds": [seconds for seconds, _ in timed],
+        "warm_up_s": timed[0][0],
+        "seconds": [seconds for seconds, _ in timed[1:]],
+        "tokens": [sum(each) + len(each) * prompt for each in lengths[1:]],
+        "flops": [step_flops(shape, each, prompt=prompt) for each in lengths[1:]],
         "loss": timed[-1][1]["loss"],
         "metrics": timed[-1][1],
         "peak_nbytes": _peak_nbytes(backend),
-        "tokens": sum(lengths) + len(lengths) * workload.rows.prompt,
-        "flops": step_flops(MODELS[workload.model], lengths, prompt=workload.rows.prompt),
-        "peak_flops": _peak_flops(backend, getattr(torch, workload.dtype)),
+        "peak_flops": backend.peak_flops(getattr(torch, workload.dtype)),
         "device": _device_name(backend),
     }
     if group is not None:
@@ -128,8 +132,8 @@ def _join(rank: int, ranks: int, address: str, backend: Backend) -> Group | None
 
 def _make(
     way: TrainWay, workload: TrainWorkload, backend: Backend, group: Group | None
-) -> tuple[Callable[[Batch], dict[str, float]], list[int]]:
-    """Return the way's step, and the length of each response in its batch."""
+) -> tuple[Callable[[Batch], dict[str, float]], Callable[[int], list[int]]]:
+    """Return the way's step, and a function from a seed to the length of each response in a batch."""
     import torch
 
     dtype, rows = getattr(torch, workload.dtype), workload.rows
@@ -145,8 +149,9 @@ def _make(
             learning_rate=_LEARNING_RATE,
             **REFERENCE_WAYS[way.name],
         )
-        return reference.train_batch, even_rows(rows, length=length, multiple=way.tokens // length)
-    return make_engine_step(way, workload.directory, dtype, backend, group), rows.responses()
+        even = even_rows(rows, length=length, multiple=way.tokens // length)
+        return reference.train_batch, lambda _: even
+    return make_engine_step(way, workload.directory, dtype, backend, group), rows.responses
 
 
 def make_engine_step(
@@ -163,13 +168,23 @@ def make_engine_step(
         dtype=dtype,
         **ENGINE_WAYS[way.name],
     )
-    with random_weights(backend):
+    with random_weights(backend, on_host=group is not None):  # one rank keeps the whole model on its device anyway
         engine = FsdpEngine(settings, backend=backend, group=group)
     loss = PolicyLoss()
     return lambda batch: engine.train_batch(batch, loss=loss)
 
 
-def _timed(backend: Backend, step: Callable[[Batch], dict[str, float]], batch: Batch) -> tuple[float, dict[str, float]]:
+def _timed(
+    backend: Backend,
+    step: Callable[[Batch], dict[str, float]],
+    lengths: list[int],
+    workload: TrainWorkload,
+    *,
+    seed: int,
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step on random rows of these lengths, and its metrics."""
+    vocabulary = MODELS[workload.model].vocab_size
+    batch = random_batch(lengths, prompt=workload.rows.prompt, vocabulary=vocabulary, seed=seed)
     backend.synchronize()
     begin = time.perf_counter()
     metrics = step(batch)
@@ -187,11 +202,6 @@ def _reset_peak(backend: Backend) -> None:
 def _peak_nbytes(backend: Backend) -> int | None:
     usable = backend.supports(Capability.MEMORY_STATS).usable
     return backend.memory_info().peak_nbytes if usable else None
-
-
-def _peak_flops(backend: Backend, dtype: torch.dtype) -> float | None:
-    peak: Callable[[torch.dtype], float | None] | None = getattr(backend, "peak_flops", None)
-    return None if peak is None else peak(dtype)
 
 
 def _device_name(backend: Backend) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,7 +19,7 @@ from hwrl.cli import main
 from hwrl.interfaces import Completion
 from hwrl.rollout import EmbeddedEngine
 from hwrl_bench.rollout import compare, configure, run_alone, summarize, workload_of
-from hwrl_bench.rollout_process import generate_all
+from hwrl_bench.rollout_process import generate_all, measure
 from hwrl_bench.train_rows import RaggedRows
 from tests.support.tiny_model import requests_of, tiny_model
 
@@ -45,6 +48,33 @@ def test_an_engine_gets_requests_up_to_its_capacity_and_every_token_counts() -> 
     engine.version = 0
     assert generate_all(engine, requests) == sum(request.sampling.max_new_tokens for request in requests)
     assert engine.most == 4 and engine.pending() == 0
+
+
+class FakeLlm:
+    """Generates as many zeros as a request may have, like vLLM's class of this role; keeps its arguments."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, **arguments: Any) -> None:
+        self.made.append(arguments | {"processes": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]})
+
+    def generate(self, prompts: list[dict[str, list[int]]], how: list[SimpleNamespace], *, use_tqdm: bool) -> list[Any]:
+        assert not use_tqdm and all(each.ignore_eos and each.logprobs == 0 and not each.detokenize for each in how)
+        assert all(len(prompt["prompt_token_ids"]) == 8 for prompt in prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * each.max_tokens)]) for each in how]
+
+
+def test_vllms_own_generation_gets_the_options_and_one_process_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLlm, SamplingParams=SimpleNamespace))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "2")
+    work = {"directory": "d", "dtype": "float32", "vocabulary": 9, "prompt": 8, "responses": [3, 20], "rounds": 2}
+    work |= {"kind": "llm", "max_length": 30, "max_running": 2, "options": {"enforce_eager": True}}
+    rows = [measure({**work, "inline": inline}) for inline in (False, True)]
+    assert all(row["tokens"] == [23, 23] and len(row["seconds"]) == 2 for row in rows)
+    apart, inline = FakeLlm.made
+    assert apart["processes"] == "1" and inline["processes"] == "0"
+    assert "async_scheduling" not in apart and inline["async_scheduling"] is False
+    assert apart["enforce_eager"] and not apart["enable_prefix_caching"] and apart["max_num_seqs"] == 2
 
 
 def test_rates_are_of_each_round_and_compared_with_the_first_way() -> None:

@@ -11,7 +11,7 @@ from hwrl import get_backend
 from hwrl.cli import main
 from hwrl_bench.models import MODELS, ModelShape
 from hwrl_bench.train import summarize
-from hwrl_bench.train_process import ENGINE_WAYS, TrainWay, make_engine_step
+from hwrl_bench.train_process import ENGINE_WAYS, TrainWay, TrainWorkload, make_engine_step, measure
 from hwrl_bench.train_references import ReferenceTraining
 from hwrl_bench.train_rows import RaggedRows, even_rows, random_batch, step_flops
 
@@ -77,7 +77,8 @@ def test_the_reference_and_hwrl_agree_on_loss_and_gradients(tmp_path: Path, chec
 
 
 def test_a_round_lasts_as_long_as_its_slowest_rank() -> None:
-    rank = {"tokens": 1000, "flops": 6e12, "loss": 0.1, "warm_up_s": 5.0, "peak_nbytes": 7, "seconds": [2.0, 1.0, 1.0]}
+    rank = {"tokens": [1000, 500, 1000], "flops": [6e12, 3e12, 6e12], "seconds": [2.0, 1.0, 1.0]}
+    rank |= {"loss": 0.1, "warm_up_s": 5.0, "peak_nbytes": 7}
     other = {**rank, "seconds": [1.0, 4.0, 3.0], "peak_nbytes": 9, "warm_up_s": 6.0}
     row = summarize([rank, other], peak_flops=1e13)
     assert row["seconds"] == [2.0, 4.0, 3.0] and row["median_s"] == 3.0
@@ -96,15 +97,27 @@ def test_the_command_measures_hwrl_and_the_reference_one_after_the_other(
     result = json.loads(target.read_text())
     assert list(result["ways"]) == ["hwrl@128", "reference@256", "reference checkpointing@512"]
     hwrl, reference, _ = result["ways"].values()
-    assert result["rows"]["tokens"] == hwrl["tokens"] == sum(RaggedRows(5, 48, 256, 16).responses()) + 5 * 16
-    assert reference["tokens"] == 256 and reference["of_reference"] <= 1 and hwrl["of_reference"] > 0
+    assert (
+        [result["rows"]["tokens"]] * 2 == hwrl["tokens"] == [sum(RaggedRows(5, 48, 256, 16).responses()) + 5 * 16] * 2
+    )
+    assert reference["tokens"] == [256, 256] and reference["of_reference"] <= 1 and hwrl["of_reference"] > 0
     for row in result["ways"].values():
         assert row["median_s"] > 0 and row["warm_up_s"] > 0 and len(row["seconds"]) == 2 and math.isfinite(row["loss"])
-        assert row["mfu"] == pytest.approx(row["flops"] / row["median_s"] / 1e9) and row["peak_nbytes"] > 0
-        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["median_s"])
+        assert row["mfu"] == pytest.approx(row["flops_per_s"] / 1e9) and row["peak_nbytes"] > 0
+        rates = [tokens / seconds for tokens, seconds in zip(row["tokens"], row["seconds"], strict=True)]
+        assert row["tokens_per_s"] == pytest.approx(sum(rates) / 2)
     assert hwrl["metrics"]["learning_rate"] > 0 and result["hardware"]["cores"] >= 1
     printed = capsys.readouterr().out
     assert printed.index("hwrl@128") < printed.index("reference@256") < printed.index("of ref.")
+
+
+def test_each_step_may_have_rows_of_new_lengths(tmp_path: Path) -> None:
+    MODELS["tiny"].write(tmp_path)
+    rows = RaggedRows(3, 24, 128, 16)
+    workload = TrainWorkload("tiny", tmp_path, rows, "float32", new_lengths=True)
+    row = measure(0, "", TrainWay("hwrl", 256, 1), workload, 2)
+    assert row["tokens"] == [sum(rows.responses(seed)) + 3 * 16 for seed in (1, 2)]
+    assert len(set(row["tokens"])) == 2
 
 
 def test_a_way_that_fails_has_a_reason_and_the_others_are_measured(
