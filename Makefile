@@ -54,10 +54,11 @@ test-npu: $(INSTALLED)
 # The tree last: the last lines are then the summary of all of its tests.
 test: $(INSTALLED)
 	ci/wheel
-	ci/npu
+	ci/npu $(TESTS)
 	ci/check $(TESTS)
 
 test-all: TESTS := -m ''
+test-all: export EXTENDED := yes
 test-all: test
 
 test-vllm: $(INSTALLED)

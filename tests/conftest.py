@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -23,6 +24,11 @@ elif importlib.util.find_spec("torch_npu"):
 @pytest.hookimpl(trylast=True)  # after the tests that the command line deselects are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = long_ones_first(items, workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage visit again what the imports of the tests have made."""
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -190,10 +190,12 @@ class CudaBackend(Backend):
         max_length: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        from hwrl_cuda import attention
+        from hwrl_cuda import attention, cudnn
 
         query, key, value = attention.cast(query, key, value)
         attend = attention.attend if attention.takes(query, value) else super().varlen_attention
+        if cudnn.pays(query, value, rows=cu_seqlens.shape[0] - 1, max_length=max_length):
+            attend = cudnn.attend
         return attend(query, key, value, cu_seqlens=cu_seqlens, max_length=max_length, scale=scale)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:

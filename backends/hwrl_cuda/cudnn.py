@@ -7,7 +7,6 @@ each shape once, so the caller rounds ``max_length`` to few numbers.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -20,16 +19,21 @@ _MOST_PADDING = 1.35
 """Padded places by tokens. Above it, the padding costs more than the faster kernel gains."""
 
 
-@functools.cache
-def runs() -> bool:
+def _runs() -> bool:
     """Return whether this process's device has the kernel."""
-    return torch.cuda.get_device_capability() >= _CAPABILITY and torch.backends.cudnn.is_available()
+    if not torch.cuda.device_count() or not torch.backends.cudnn.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= _CAPABILITY
+
+
+_RUNS = _runs()
+"""Read by traced code, where a call would break the graph."""
 
 
 def pays(query: torch.Tensor, value: torch.Tensor, *, rows: int, max_length: int) -> bool:
-    """Return whether the kernel takes these heads and dtypes, and ``rows`` padded rows are worth it."""
+    """Return whether the kernel runs here, takes these heads and dtypes, and ``rows`` padded rows are worth it."""
     size = query.shape[-1]
-    fits = query.dtype in _DTYPES and size == value.shape[-1] <= _HEAD_DIM and size % _HEAD_DIM_STEP == 0
+    fits = _RUNS and query.dtype in _DTYPES and size == value.shape[-1] <= _HEAD_DIM and size % _HEAD_DIM_STEP == 0
     return fits and rows * max_length <= _MOST_PADDING * query.shape[0]
 
 

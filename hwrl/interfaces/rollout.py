@@ -100,7 +100,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def pending(self) -> int:
-        """Return the number of queued and running requests."""
+        """Return the number of requests that :meth:`step` has not returned yet."""
 
     @abstractmethod
     def capacity(self) -> int:

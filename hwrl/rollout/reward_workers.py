@@ -243,7 +243,9 @@ class RewardWorkers:
         """End the workers with a call that takes too long."""
         now_s = time.monotonic()
         for worker in [worker for worker in self._workers if worker.job is not None]:
-            if now_s - worker.called_s() >= self._timeout_s:
+            if now_s - worker.called_s >= min(_TICK_S, self._timeout_s):
+                worker.read_calls()
+            if now_s - worker.called_s >= self._timeout_s:
                 self._remove(worker)
                 worker.fail(f"the reward function did not return within {self._timeout_s:g} s")
 
@@ -263,7 +265,7 @@ class RewardWorkers:
 
     def _wait_s(self) -> float | None:
         """Return how long to wait for news at most; None without limit."""
-        ends_s = [worker.called_s() + self._timeout_s for worker in self._workers if worker.job is not None]
+        ends_s = [worker.called_s + self._timeout_s for worker in self._workers if worker.job is not None]
         wait_s = min([_TICK_S, *(end_s - time.monotonic() for end_s in ends_s)]) if ends_s else math.inf
         wait_s = min(wait_s, self._backlog_s() if self._jobs else math.inf)
         return None if wait_s == math.inf else max(0.0, wait_s)
@@ -309,16 +311,23 @@ class _Worker:
         self.job, self._calls = job, (0, time.monotonic(), 0)
         send_frame(self.connection, message)
 
+    @property
     def called_s(self) -> float:
-        """Return the begin of the present call, in seconds of ``time.monotonic``."""
-        with contextlib.suppress(BlockingIOError):
-            while notes := os.read(self._calls_pipe, CALL.size << 10):
-                self._calls = (self._calls[0] + len(notes) // CALL.size, *CALL.unpack(notes[-CALL.size :]))
+        """The begin of the present call as far as it is known, in seconds of ``time.monotonic``."""
         return self._calls[1]
+
+    def read_calls(self) -> None:
+        """Read the notes of the calls that began since the last reading."""
+        nbytes = CALL.size << 10
+        with contextlib.suppress(BlockingIOError):
+            while notes := os.read(self._calls_pipe, nbytes):
+                self._calls = (self._calls[0] + len(notes) // CALL.size, *CALL.unpack(notes[-CALL.size :]))
+                if len(notes) < nbytes:
+                    break
 
     def finish(self, scores: Scores) -> None:
         """Answer the job. The process is idle then."""
-        self.called_s()
+        self.read_calls()
         job, self.job = self.job, None
         assert job is not None, "only a worker with a job answers"
         job.answer(scores)
@@ -339,7 +348,7 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_PIPE_S)
-        self.called_s()
+        self.read_calls()
         self._close()
         return _describe(self._process.returncode)
 

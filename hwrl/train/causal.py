@@ -84,7 +84,7 @@ class _TrialAttention(PackedAttention):
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             asked["attention to later tokens"] = True
         self.refused |= {name for name, answer in asked.items() if answer is not None}
-        if self.refused:  # the result does not matter any more
+        if self.refused:  # the result is not used
             return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
         return super().__call__(module, query, key, value, None, **kwargs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,7 +152,7 @@ class FsdpEngine(PolicyEngine):
             metrics["recompilations"] = float(self._compiler.new_graphs())
         return metrics
 
-    def _passes(self, plan: Iterable[Callable[[], MicroBatch]]) -> Iterator[MicroBatch]:
+    def _passes(self, plan: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         return super()._passes(plan if self._sharded is None else self._sharded.passes(plan))
 
     def _scores(self, part: MicroBatch) -> torch.Tensor:

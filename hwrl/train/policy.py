@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -68,7 +68,8 @@ class PolicyEngine(TrainEngine):
     # -- the step -----------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
-        plan = self._plan(batch)
+        with self._backend.range("hwrl.pack"):
+            plan = self._plan(batch)
         tokens = self._reduce([batch.trained_tokens], op="sum")[0]
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
@@ -100,13 +101,14 @@ class PolicyEngine(TrainEngine):
 
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
-        with self._backend.range("hwrl.forward"):
+        scale = self._gradient_scale / tokens
+        early = functools.partial(_loss_gradient, part, loss, scale)
+        with self._backend.range("hwrl.forward"), self.scorer.knowing(early):
             logprobs, entropy = self.forward(part)
-        known = {"behaviour": part.behaviour_logprobs, "proximal": part.proximal_logprobs}
-        per_token, metrics = loss(logprobs, **known, advantages=part.advantages)
+        per_token, metrics = _loss_of(part, loss, logprobs, slice(None))
         total = per_token.sum()
         with self._backend.range("hwrl.backward"):
-            (total * (self._gradient_scale / tokens)).backward()
+            (total * scale).backward()
         kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
         metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
         return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}
@@ -116,8 +118,11 @@ class PolicyEngine(TrainEngine):
         logprobs, entropy = self._scores(part)[:, : part.trained_tokens]
         return logprobs, entropy.detach()
 
-    def _plan(self, batch: Batch) -> list[Callable[[], MicroBatch]]:
-        """Return the micro-batches. Every rank has the same number of them; some may be empty."""
+    def _plan(self, batch: Batch) -> list[MicroBatch]:
+        """Return the micro-batches on the device. Every rank has the same number of them; some may be empty.
+
+        They are made before the first pass: a copy to the device would wait for the passes before it.
+        """
         lengths, limit = (batch.lengths() - 1).clamp(min=0).tolist(), self.settings.micro_batch_tokens
         parts = list(batch.micro_batches(max_tokens=limit))
         padded = sum(len(rows) * lengths[rows[0]] for rows in parts)
@@ -128,7 +133,7 @@ class PolicyEngine(TrainEngine):
         if form is make_pack and len(parts) < most:
             parts = [torch.tensor(rows) for rows in plan_packs(lengths, max_tokens=limit, packs=most)]
         parts += [_NO_ROWS] * (most - len(parts))
-        return [functools.partial(form, batch, rows.long(), device=self._backend.device()) for rows in parts]
+        return [form(batch, rows.long(), device=self._backend.device()) for rows in parts]
 
     def _packing_pays(self, real_share: float) -> bool:
         """Return whether packs are faster than padded rows, of which ``real_share`` is no padding.
@@ -137,12 +142,9 @@ class PolicyEngine(TrainEngine):
         """
         return self._backend.supports(Capability.VARLEN_ATTENTION).usable or real_share < 0.8
 
-    def _passes(self, plan: Iterable[Callable[[], MicroBatch]]) -> Iterator[MicroBatch]:
-        """Make the micro-batches, each just before its pass; a subclass may prepare itself for the pass."""
-        for make in plan:
-            with self._backend.range("hwrl.pack"):
-                part = make()
-            yield part
+    def _passes(self, plan: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches; a subclass may prepare itself for each pass."""
+        yield from plan
 
     # -- ranks --------------------------------------------------------------------------------------------------
 
@@ -165,6 +167,32 @@ class PolicyEngine(TrainEngine):
             tensor /= self._ranks // self.data_parallel_size
         reduced: list[float] = tensor.tolist()
         return reduced
+
+
+def _loss_of(
+    part: MicroBatch, loss: TokenLoss, logprobs: torch.Tensor, tokens: slice
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    proximal = part.proximal_logprobs
+    return loss(
+        logprobs,
+        behaviour=part.behaviour_logprobs[tokens],
+        proximal=None if proximal is None else proximal[tokens],
+        advantages=part.advantages[tokens],
+    )
+
+
+def _loss_gradient(
+    part: MicroBatch, loss: TokenLoss, scale: float, logprobs: torch.Tensor, targets: slice
+) -> torch.Tensor:
+    """Return the gradient of the scaled loss by the ``logprobs`` of ``targets``; 0 for those that do not count."""
+    gradient = torch.zeros_like(logprobs)
+    count = min(targets.stop, part.trained_tokens) - targets.start
+    if count > 0:
+        known = logprobs[:count].requires_grad_()
+        with torch.enable_grad():
+            per_token, _ = _loss_of(part, loss, known, slice(targets.start, targets.start + count))
+            gradient[:count] = torch.autograd.grad(per_token.sum() * scale, known)[0]
+    return gradient
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.long)

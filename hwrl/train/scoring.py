@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,44 +12,37 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
-def score_chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """Return what this rank's part of the vocabulary says about ``targets``: 3 × positions, float32.
+def score_chunk(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return what ``logits`` (positions × this rank's part of the vocabulary) say about ``targets``, in float32.
 
-    ``hidden`` (positions × size), ``weight`` (vocabulary × size), ``bias`` (vocabulary), ``targets`` (positions,
-    int64; a target outside the vocabulary is on another rank). The rows are the logarithm of the sum of the
-    exponentials of the logits, the target's logit (0 if it is outside) and the negative entropy. The logits are
-    computed in the dtype of ``hidden``, and float32 from there on. Traceable by ``torch.compile``.
+    ``targets`` (positions, int64) count from the first token of that part; others belong to another rank. The rows of
+    the result (3 × positions) are the logarithm of the sum of the exponentials of the logits, the target's logit (0 for
+    another rank's) and the negative entropy. Traceable by ``torch.compile``.
     """
-    logits = functional.linear(hidden, weight, bias).float().div_(temperature)
-    normalizer = logits.logsumexp(-1)
+    scaled = logits.to(torch.float32, copy=True).div_(temperature)
+    normalizer = scaled.logsumexp(-1)
     inside = (targets >= 0) & (targets < logits.shape[-1])
-    chosen = logits.gather(1, targets.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
-    shifted = logits.sub_(normalizer[:, None])  # so that no large numbers cancel
+    chosen = scaled.gather(1, targets.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
+    shifted = scaled.sub_(normalizer[:, None])  # so that no large numbers cancel
     return torch.stack([normalizer, chosen, shifted.exp().mul_(shifted).sum(-1)])
 
 
 def logit_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    temperature: float,
-    normalizer: torch.Tensor,
-    gradient: torch.Tensor,
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, normalizer: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of the logits (positions × vocabulary, in the dtype of ``hidden``).
+    """Return the gradient of ``logits``, in their shape and dtype; see :func:`score_chunk` for the inputs.
 
     ``gradient`` (positions, float32) is that of the targets' log-probabilities. ``normalizer`` (positions, float32) is
-    the logarithm of the sum of exponentials over the whole vocabulary. Traceable by ``torch.compile``.
+    the logarithm of the sum of exponentials over the whole vocabulary. Softmax minus one-hot, as in Wijmans et al.
+    2024, https://arxiv.org/abs/2411.09009. Traceable by ``torch.compile``.
     """
-    logits = functional.linear(hidden, weight, bias).float().div_(temperature)
-    scaled = (gradient / temperature)[:, None]
+    scaled = logits.to(torch.float32, copy=True).div_(temperature)
+    share = (gradient / temperature)[:, None]
     inside = (targets >= 0) & (targets < logits.shape[-1])
-    gradients = logits.sub_(normalizer[:, None]).exp_().mul_(-scaled)
-    share = scaled.where(inside[:, None], 0.0)
-    return gradients.scatter_add_(1, targets.where(inside, 0)[:, None], share).to(hidden.dtype)
+    gradients = scaled.sub_(normalizer[:, None]).exp_().mul_(-share)
+    return gradients.scatter_add_(1, targets.where(inside, 0)[:, None], share.where(inside[:, None], 0.0)).to(
+        logits.dtype
+    )
 
 
 def _score_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -71,12 +65,16 @@ class VocabularyShard:
     add: Callable[[torch.Tensor], torch.Tensor]
 
 
+GradientOf = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Returns the loss's gradient by the log-probabilities (float32) of a slice of the targets."""
+
+
 @dataclass
 class OutputScorer:
     """Computes log-probability and entropy of targets from hidden states, a chunk of positions at a time.
 
     At most ``chunk_logits`` logits exist at once (a position's at least). The backward pass computes the logits of a
-    chunk again. An engine may replace ``forward`` and ``backward`` by compiled versions.
+    chunk again, except inside :meth:`knowing`. An engine may replace ``forward`` and ``backward`` by compiled versions.
     """
 
     temperature: float = 1.0
@@ -84,6 +82,20 @@ class OutputScorer:
     shard: VocabularyShard | None = None
     forward: Callable[..., torch.Tensor] = score_chunk
     backward: Callable[..., torch.Tensor] = logit_gradients
+    gradient_of: GradientOf | None = None
+
+    @contextlib.contextmanager
+    def knowing(self, gradient_of: GradientOf) -> Iterator[None]:
+        """Compute gradients with the scores inside the block: the logits of a chunk are there already.
+
+        That saves one of four products with the weight, as in Hsu et al. 2024, https://arxiv.org/abs/2410.10989. The
+        backward pass must get exactly these gradients. Ranks that share the vocabulary compute the logits again.
+        """
+        self.gradient_of = gradient_of
+        try:
+            yield
+        finally:
+            self.gradient_of = None
 
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
@@ -118,45 +130,64 @@ class OutputScorer:
 
 
 class _Score(torch.autograd.Function):
-    """The chunks' scores. Only the inputs and a number for each position stay for the backward pass.
-
-    The gradient is softmax minus one-hot, as in Wijmans et al. 2024, https://arxiv.org/abs/2411.09009.
-    """
+    """The chunks' scores. Only the inputs, or their gradients, stay for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: Any, bias: Any, targets: Any, scorer: OutputScorer) -> Any:
         if scorer.shard is not None:
             targets = targets - scorer.shard.first
-        parts = [hidden.new_zeros(3, 0, dtype=torch.float32)] + [
-            scorer.forward(hidden[chunk], weight, bias, targets[chunk], scorer.temperature)
-            for chunk in scorer.chunks(len(hidden), len(weight))
-        ]
+        early = scorer.gradient_of if scorer.shard is None else None
+        ctx.gradients = None if early is None else _Gradients(ctx.needs_input_grad, hidden, weight, bias)
+        parts = [hidden.new_zeros(3, 0, dtype=torch.float32)]
+        for chunk in scorer.chunks(len(hidden), len(weight)):
+            logits = functional.linear(hidden[chunk], weight, bias)
+            parts.append(scorer.forward(logits, targets[chunk], scorer.temperature))
+            if early is not None:
+                normalizer, chosen, _ = parts[-1]
+                known = (normalizer, early(chosen - normalizer, chunk))
+                ctx.gradients.add(chunk, scorer.backward(logits, targets[chunk], scorer.temperature, *known))
         normalizer, chosen, negative = _joined(torch.cat(parts, 1), scorer.shard)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
-        ctx.scorer = scorer
+        if early is None:
+            ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
+            ctx.scorer = scorer
         return torch.stack([chosen - normalizer, -negative])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.gradients is not None:
+            return *ctx.gradients.found, None, None
         hidden, weight, bias, targets, normalizer = ctx.saved_tensors
         scorer: OutputScorer = ctx.scorer
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        of_weight = torch.zeros_like(weight) if wants_weight else None
-        of_bias = torch.zeros_like(bias) if wants_bias else None
+        gradients = _Gradients(ctx.needs_input_grad, hidden, weight, bias)
         for chunk in scorer.chunks(len(hidden), len(weight)):
-            part, known = hidden[chunk], (normalizer[chunk], gradient[0, chunk])
-            logits = scorer.backward(part, weight, bias, targets[chunk], scorer.temperature, *known)
-            if of_hidden is not None:
-                of_hidden[chunk] = logits @ weight
-            if of_weight is not None:
-                of_weight.addmm_(logits.t(), part)
-            if of_bias is not None:
-                of_bias += logits.sum(0)
+            logits = functional.linear(hidden[chunk], weight, bias)
+            known = (normalizer[chunk], gradient[0, chunk])
+            gradients.add(chunk, scorer.backward(logits, targets[chunk], scorer.temperature, *known))
+        of_hidden, *others = gradients.found
         if of_hidden is not None and scorer.shard is not None:
             of_hidden = scorer.shard.add(of_hidden)
-        return of_hidden, of_weight, of_bias, None, None
+        return of_hidden, *others, None, None
+
+
+class _Gradients:
+    """The gradients of hidden states, weight and bias, each None if it is not needed; chunks of logits add to them."""
+
+    def __init__(self, needed: Sequence[bool], *inputs: torch.Tensor | None) -> None:
+        self._hidden, self._weight = inputs[:2]
+        self.found = [
+            torch.zeros_like(each) if needs and each is not None else None
+            for each, needs in zip(inputs, needed, strict=False)
+        ]
+
+    def add(self, chunk: slice, of_logits: torch.Tensor) -> None:
+        of_hidden, of_weight, of_bias = self.found
+        if of_hidden is not None:
+            of_hidden[chunk] = of_logits @ self._weight
+        if of_weight is not None:
+            of_weight.addmm_(of_logits.t(), self._hidden[chunk])
+        if of_bias is not None:
+            of_bias += of_logits.sum(0)
 
 
 def _joined(parts: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:

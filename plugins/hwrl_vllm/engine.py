@@ -107,10 +107,10 @@ class VllmEngine(RolloutEngine):
         return self._settings.max_running - len(self._requests)
 
     def abort(self) -> int:
-        dropped = self.pending()
-        self._core.abort(list(self._requests))
+        dropped, requests = self.pending(), list(self._requests)
         self._requests.clear()
         self._waiting, self._finished = [], []
+        self._core.abort(requests)
         return dropped
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
@@ -174,9 +174,9 @@ class VllmEngine(RolloutEngine):
             yield
         except Exception as exc:
             self.version, self.base = -1, None
-            dropped = 0
+            dropped = self.pending()
             with suppress(Exception):  # vLLM has just failed
-                dropped = self.abort()
+                self.abort()
             if isinstance(exc, torch.OutOfMemoryError):  # Backend.allocating translates it
                 raise
             raise EngineError(

@@ -22,6 +22,7 @@ MET_ELSEWHERE = {
     "term-driver-evaluating-finally": "test_train_run.py: a signal ends the run cleanly",
     "int-ledger-judging": "test_train_run.py: without the ledger the run ends",
     "freeze-replica-judging": "test_train_run.py: frozen processes are replaced",
+    "reward-hangs-once": "test_reward_workers.py: a reward that hangs fails its prompt and holds up no other",
     "edit-weights-kill-trainer": "test_run_changes.py: an input that changed ends the run",
 }
 """Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""

@@ -9,6 +9,7 @@ import torch
 
 import hwrl
 from hwrl.discovery import kernels
+from hwrl.testing.varlen import PACKED, wrong_varlen
 from hwrl.train import apply_kernels
 from tests.support.tiny_model import tiny_model
 
@@ -25,6 +26,11 @@ def test_every_norm_and_gated_layer_runs_fused(dtype: torch.dtype) -> None:
     loss.backward()
     assert loss.item() == pytest.approx(right.item(), rel=1e-5 if dtype is torch.float32 else 3e-2)
     assert all(parameter.grad is not None for parameter in fused.parameters())
+
+
+def test_where_the_fused_attention_cannot_serve_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hwrl_npu.attention.takes", lambda *_: False)
+    assert wrong_varlen(hwrl.get_backend(), PACKED["grouped"], torch.float32) == []
 
 
 def test_the_peak_comes_from_canns_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

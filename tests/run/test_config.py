@@ -354,6 +354,18 @@ def test_a_run_without_its_configuration_is_still_a_run(tmp_path: Path) -> None:
         assert load_config(tmp_path / "run" / "config.yaml").dir == tmp_path / "run"
 
 
+def test_a_run_is_not_overwritten_and_not_resumed_in_another_order_of_prompts(tmp_path: Path) -> None:
+    own = begun_run(tmp_path)
+    copy, place = write(tmp_path, MINIMAL), f"dir={own}"
+    with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(copy, [place])):
+        pass
+    words = [place, "resume=true", "seed=7"]
+    with pytest.raises(ConfigError, match="with another seed"), claimed_directory(load_config(copy, words)):
+        pass
+    with claimed_directory(load_config(copy, words[:2])):
+        pass
+
+
 def test_a_damaged_account_is_still_a_run_and_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:
     own = begun_run(tmp_path)
     (own / "metrics.jsonl").write_bytes(b"\0\0\xff\n")

@@ -14,8 +14,6 @@ from hwrl.errors import BackendError
 from hwrl.run.demo import write_demo
 from hwrl.run.report import Metrics, read_metrics
 
-pytestmark = pytest.mark.long(40)
-
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 STEPS = 40
 COMPARED = 20
@@ -41,6 +39,8 @@ def runs_here(name: str) -> bool:
 
 
 BACKENDS = [name for name in ("cpu", "cuda", "npu") if runs_here(name)]
+# The host alone has nothing to compare with. It learns in ci/npu, beside the simulated NPU, and in `make test-all`.
+pytestmark = [pytest.mark.long(40), *([pytest.mark.extended] if BACKENDS == ["cpu"] else [])]
 
 
 @pytest.fixture(scope="module")

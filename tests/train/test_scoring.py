@@ -45,6 +45,24 @@ def test_scores_and_gradients_are_those_of_the_formula(chunk: int, biased: bool)
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 7 * VOCABULARY, 1 << 27])
+def test_gradients_that_are_known_with_the_scores_are_those_of_the_formula(chunk: int) -> None:
+    tensors, scorer = inputs(), OutputScorer(0.7, chunk)
+    weights = torch.linspace(-1, 1, POSITIONS)
+
+    def of_squares(logprobs: torch.Tensor, targets: slice) -> torch.Tensor:
+        return 2 * logprobs * weights[targets]
+
+    def gradients(score: Any) -> list[torch.Tensor]:
+        logprobs = score(*tensors)[0]
+        return [logprobs.detach(), *torch.autograd.grad((logprobs.square() * weights).sum(), tensors[:3])]
+
+    with scorer.knowing(of_squares):
+        found = gradients(scorer)
+    for one, other in zip(found, gradients(plain), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+
+
 def test_logits_that_a_model_computed_have_the_same_scores() -> None:
     hidden, weight, bias, targets = inputs()
 
@@ -116,7 +134,7 @@ def test_shards_of_the_vocabulary_give_the_scores_and_gradients_of_the_whole() -
     wanted = with_gradients(plain, hidden, weight, None, targets)
     half = VOCABULARY // 2
     parts = [
-        OutputScorer(0.7).forward(hidden.detach(), part.detach(), None, targets - first, 0.7)
+        OutputScorer(0.7).forward((hidden @ part.t()).detach(), targets - first, 0.7)
         for first, part in ((0, weight[:half]), (half, weight[half:]))
     ]
     added: list[torch.Tensor] = []
