@@ -101,7 +101,7 @@ def _train(workload: Any) -> list[dict[str, float]]:
         **on_cpu,
     )
     directory = Path(workload.directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model", local_files_only=True, trust_remote_code=False)
     tokenizer.response_template = _PLAIN_TEXT
     trainer = module.AsyncGRPOTrainer(
         model=str(directory / "model"),
