@@ -14,6 +14,9 @@ FAULT_SEED ?= 0
 START ?= 0
 DEMO := demo/seed-$(SEED)
 
+# Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo check test test-all test-npu test-vllm crash-test fault-test clean
 
 help:
@@ -51,10 +54,11 @@ test-npu: $(INSTALLED)
 # The tree last: the last lines are then the summary of all of its tests.
 test: $(INSTALLED)
 	ci/wheel
-	ci/npu
+	ci/npu $(TESTS)
 	ci/check $(TESTS)
 
 test-all: TESTS := -m ''
+test-all: export EXTENDED := yes
 test-all: test
 
 test-vllm: $(INSTALLED)

@@ -1,9 +1,11 @@
-"""Faces of packages whose names are imported on first use."""
+"""Imports: names of packages that are imported on first use, and large imports at less cost."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 
 def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -22,3 +24,20 @@ def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[st
         return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
 
     return get, lambda: list(module_of)
+
+
+@contextlib.contextmanager
+def large_imports() -> Iterator[None]:
+    """Let Python's garbage collector rest within the block, and pass over all present objects later.
+
+    An import of torch and transformers makes a million objects that stay, and a collector that visits them again and
+    again takes a sixth of the import's time.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if before:
+            gc.enable()

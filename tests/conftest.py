@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.testing import preload
+from tests.support.order import long_ones_first
 
 # Every test runs on the reference backend, on every machine, unless the caller names another one.
 os.environ.setdefault("HWRL_BACKEND", "cpu")
@@ -17,6 +19,16 @@ if os.environ["HWRL_BACKEND"] == "cpu":
     preload("transformers.models.qwen3.modeling_qwen3", "hwrl.rollout.embedded", "hwrl.train.fsdp")
 elif importlib.util.find_spec("torch_npu"):
     preload("torch_npu")  # alone, it opens its device on first use; transformers counts the devices when it is imported
+
+
+@pytest.hookimpl(trylast=True)  # after the tests that the command line deselects are gone
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = long_ones_first(items, workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage visit again what the imports of the tests have made."""
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -62,6 +62,8 @@ def hwrl_create_backend() -> Backend:
 class CpuBackend(Backend):
     """The CPU: one device; work is done when a call returns."""
 
+    _grouped_attention = True
+
     @functools.cached_property
     def _groups(self) -> AbortableGroups:
         from hwrl_cpu.gloo import AbortableGroups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from hwrl.comm import Store
+
+_log = logging.getLogger("hwrl.cuda")
 
 INFO = BackendInfo(name="cuda", device_type="cuda", description="NVIDIA GPUs, NCCL collectives", api=(1, 0))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -108,8 +111,11 @@ def hwrl_process_env(role: str, env: Mapping[str, str], exports_memory: bool) ->
 def hwrl_kernels() -> Kernels | None:
     if importlib.util.find_spec("liger_kernel") is None:
         return None
-    from hwrl_cuda import kernels
-
+    try:
+        from hwrl_cuda import kernels
+    except ImportError as exc:
+        _log.warning("liger_kernel is installed, and its operations cannot be used: %s", exc)
+        return None
     return Kernels(rms_norm=kernels.rms_norm, swiglu=kernels.swiglu)
 
 
@@ -184,10 +190,12 @@ class CudaBackend(Backend):
         max_length: int,
         scale: float | None = None,
     ) -> torch.Tensor:
-        from hwrl_cuda import attention
+        from hwrl_cuda import attention, cudnn
 
         query, key, value = attention.cast(query, key, value)
         attend = attention.attend if attention.takes(query, value) else super().varlen_attention
+        if cudnn.pays(query, value, rows=cu_seqlens.shape[0] - 1, max_length=max_length):
+            attend = cudnn.attend
         return attend(query, key, value, cu_seqlens=cu_seqlens, max_length=max_length, scale=scale)
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:

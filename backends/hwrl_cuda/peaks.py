@@ -1,6 +1,6 @@
 """The FLOP/s of dense matrix products on known GPUs, by NVIDIA's data sheets and architecture white papers.
 
-A data sheet that gives only the figure with sparsity gives twice the dense one. GeForce: with float32 accumulation.
+A data sheet that gives only the number with sparsity gives twice the dense one. GeForce: with float32 accumulation.
 """
 
 from __future__ import annotations

@@ -1,33 +1,74 @@
-"""Crash-safe checkpoints. ``docs/checkpoints.md`` has the protocol and the promises."""
+"""Crash-safe checkpoints. ``docs/checkpoints.md`` has the protocol and the promises.
 
-from hwrl.checkpoint.directory.checkpoint_directory import (
-    TRACKER_NAME,
-    CheckpointDirectory,
-    broken_checkpoints,
-    has_saves,
-    unfinished_saves,
-)
-from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
-from hwrl.checkpoint.directory.lock import DirectoryLock, find_owner
-from hwrl.checkpoint.format.copies import copy_for_torch
-from hwrl.checkpoint.format.loading import read_tensors
-from hwrl.checkpoint.format.manifest import (
-    EXTRA_NAME,
-    CheckpointInfo,
-    Manifest,
-    Skipped,
-    corrupt_error,
-    find_checkpoints,
-    hold_for_reading,
-    read_extra,
-    step_name,
-    verify_files,
-)
-from hwrl.checkpoint.format.shards import LocalShards
-from hwrl.checkpoint.join import join_parts
-from hwrl.checkpoint.manager import CheckpointManager, SaveReport
-from hwrl.checkpoint.resume import Resumed
-from hwrl.checkpoint.saving.tuning import SaveTuning
+Each name is imported on first use. The driver of a run finds and locks checkpoints without torch's own, which take
+seconds to import.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hwrl.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from hwrl.checkpoint.directory.checkpoint_directory import (
+        TRACKER_NAME,
+        CheckpointDirectory,
+        broken_checkpoints,
+        has_saves,
+        unfinished_saves,
+    )
+    from hwrl.checkpoint.directory.durable import DurableFS
+    from hwrl.checkpoint.directory.lock import DirectoryLock, find_owner
+    from hwrl.checkpoint.format.copies import copy_for_torch
+    from hwrl.checkpoint.format.loading import read_tensors
+    from hwrl.checkpoint.format.manifest import (
+        EXTRA_NAME,
+        CheckpointInfo,
+        Manifest,
+        Skipped,
+        corrupt_error,
+        find_checkpoints,
+        hold_for_reading,
+        read_extra,
+        step_name,
+        verify_files,
+    )
+    from hwrl.checkpoint.format.shards import LocalShards
+    from hwrl.checkpoint.join import join_parts
+    from hwrl.checkpoint.manager import CheckpointManager, SaveReport
+    from hwrl.checkpoint.resume import Resumed
+    from hwrl.checkpoint.saving.tuning import SaveTuning
+
+_MODULE_OF = {
+    "EXTRA_NAME": "format.manifest",
+    "TRACKER_NAME": "directory.checkpoint_directory",
+    "CheckpointDirectory": "directory.checkpoint_directory",
+    "CheckpointInfo": "format.manifest",
+    "CheckpointManager": "manager",
+    "DirectoryLock": "directory.lock",
+    "DurableFS": "directory.durable",
+    "FileRecord": "directory.durable",
+    "LocalShards": "format.shards",
+    "Manifest": "format.manifest",
+    "Resumed": "resume",
+    "SaveReport": "manager",
+    "SaveTuning": "saving.tuning",
+    "Skipped": "format.manifest",
+    "broken_checkpoints": "directory.checkpoint_directory",
+    "copy_for_torch": "format.copies",
+    "corrupt_error": "format.manifest",
+    "find_checkpoints": "format.manifest",
+    "find_owner": "directory.lock",
+    "has_saves": "directory.checkpoint_directory",
+    "hold_for_reading": "format.manifest",
+    "join_parts": "join",
+    "read_extra": "format.manifest",
+    "read_tensors": "format.loading",
+    "step_name": "format.manifest",
+    "unfinished_saves": "directory.checkpoint_directory",
+    "verify_files": "format.manifest",
+}
 
 __all__ = [
     "EXTRA_NAME",
@@ -58,3 +99,5 @@ __all__ = [
     "unfinished_saves",
     "verify_files",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -157,6 +157,11 @@ def _live_lines(name: str, live: dict[str, Any]) -> Iterator[str]:
         yield f"  {'devices':<24} {live['device_count']}"
     for capability, (state, reason) in live.get("capabilities", {}).items():
         yield f"  {capability:<24} {state:<12} {reason}"
+    if live["ok"]:
+        peak = live["peak_flops"]
+        number = f"{peak / 1e12:g} TFLOP/s" if peak else "unknown: a run reports no MFU"
+        yield f"  {'peak in bfloat16':<24} {number}"
+        yield f"  {'fused operations':<24} {', '.join(live['kernels']) or 'none'}"
     if live.get("capabilities", {}).get("collectives", [""])[0] == "unsupported":
         yield f"  {'without collectives':<24} a run has one trainer rank (train.ranks=1); weights travel by ipc or host"
     yield f"  {'result':<24} {'computed and copied correctly' if live['ok'] else live['why']}"

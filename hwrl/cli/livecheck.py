@@ -43,7 +43,9 @@ def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
 
 
 def _report() -> dict[str, Any]:
-    from hwrl.discovery import get_backend
+    import torch
+
+    from hwrl.discovery import get_backend, kernels
     from hwrl.interfaces import Capability
 
     report: dict[str, Any] = {"ok": False, "why": ""}
@@ -53,6 +55,9 @@ def _report() -> dict[str, Any]:
         report["capabilities"] = {name: [answer.state, answer.reason] for name, answer in supports.items()}
         report["device_count"] = backend.device_count()
         report["why"] = _why_unusable(backend)
+        if not report["why"]:
+            report["kernels"] = [name for name, kernel in vars(kernels()).items() if kernel is not None]
+            report["peak_flops"] = backend.peak_flops(torch.bfloat16)
         report["ok"] = not report["why"]
     except Exception as exc:  # noqa: BLE001 - the exception of a driver is the answer
         report["why"] = f"{type(exc).__name__}: {exc}"
@@ -63,7 +68,7 @@ def _why_unusable(backend: Backend) -> str:
     """Check memory, copies and a small model's numbers; return the first fault, "" if there is none."""
     import torch
 
-    from hwrl.testing.compute import wrong_at_a_glance
+    from hwrl.testing.glance import wrong_at_a_glance
 
     absent = backend.why_no_device()
     if absent:

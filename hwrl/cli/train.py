@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from hwrl.errors import manual, with_notes
+from hwrl.lazy import large_imports
 
 HELP = "train a policy with asynchronous reinforcement learning"
 
@@ -44,7 +45,8 @@ def _train(args: argparse.Namespace) -> int:
 
     sys.path.append(str(Path.cwd()))  # Ray's workers do it too: a reward function may be in a module of this directory
     check_inputs(config)
-    from hwrl.run import make_view, run_training  # imports torch and Ray, so only after the cheap checks
+    with large_imports():
+        from hwrl.run import make_view, run_training  # imports torch and Ray, so only after the cheap checks
 
     view = make_view(config.train.steps)
     try:

@@ -130,10 +130,12 @@ class Backend:
     """
 
     devices: DeviceMap = DeviceMap()
+    _grouped_attention = False
+    """Whether torch's fused attention takes fewer key heads than query heads. If not, torch would keep all scores."""
 
     def __init__(self, info: BackendInfo) -> None:
         self.info = info
-        self._padded_attention = PaddedAttention()
+        self._padded_attention = PaddedAttention(grouped=self._grouped_attention)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.info.name!r} on {self.info.device_type!r}>"

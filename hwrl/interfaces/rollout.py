@@ -92,11 +92,15 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """Advance every running request by at least one token; return finished requests. Blocks for one step."""
+        """Return the requests that finished since the last call. Blocks until a running request has a new token.
+
+        Call it again and again: between the calls an engine may begin steps, but need not. Without a pending request it
+        returns at once.
+        """
 
     @abstractmethod
     def pending(self) -> int:
-        """Return the number of queued and running requests."""
+        """Return the number of requests that :meth:`step` has not returned yet."""
 
     @abstractmethod
     def capacity(self) -> int:

@@ -53,7 +53,7 @@ class EngineSettings:
     parameters and optimizer state are in host memory outside :meth:`TrainEngine.on_device`. With
     ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice; ``auto``
     does that to as many layers as the device's memory needs. ``compile`` compiles the layers; ``auto`` does that if
-    it pays on the device.
+    it pays on the device. Layers that are not compiled run on the backend's fused operations, with ``fused_kernels``.
     """
 
     model_directory: Path
@@ -71,6 +71,7 @@ class EngineSettings:
     optimizer_offload: bool = False
     activation_checkpointing: Literal["auto"] | bool = "auto"
     compile: Literal["auto"] | bool = "auto"
+    fused_kernels: bool = True
     lora: LoraSettings | None = None
     seed: int = 0
 

@@ -16,10 +16,11 @@ class PaddedAttention:
     """Copies the sequences into padded rows, attends in each row, and copies the results back.
 
     It computes (sequences × longest²) scores instead of the sum of length². It keeps the index of the last
-    boundaries, because all layers of a model share them.
+    boundaries, because all layers of a model share them. ``grouped``: torch's attention shares key heads itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, grouped: bool) -> None:
+        self._grouped = grouped
         self._known: tuple[weakref.ref[torch.Tensor], int, int, int, torch.Tensor] | None = None
 
     def __call__(
@@ -38,10 +39,13 @@ class PaddedAttention:
         places = self._places(cu_seqlens, len(query), max_length)
         rows = cu_seqlens.shape[0] - 1
         shared = query.shape[1] // key.shape[1]
-        # Not enable_gqa: with it, several fused kernels refuse, and torch computes all scores at once.
-        key, value = (each.repeat_interleave(shared, dim=1) if shared > 1 else each for each in (key, value))
+        if shared > 1 and not self._grouped:
+            key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
         query, key, value = (_to_rows(each, places, rows, max_length) for each in (query, key, value))
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        grouped = query.shape[1] != key.shape[1]
+        out = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+        )
         return out.transpose(1, 2).flatten(0, 1).index_select(0, places)
 
     def _places(self, cu_seqlens: torch.Tensor, tokens: int, max_length: int) -> torch.Tensor:

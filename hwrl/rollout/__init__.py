@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.reward import Reward as Reward
     from hwrl.rollout.reward import load_reward as load_reward
     from hwrl.rollout.reward_workers import RewardWorkers as RewardWorkers
+    from hwrl.rollout.reward_workers import Scorer as Scorer
     from hwrl.rollout.reward_workers import Scores as Scores
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
@@ -60,6 +61,7 @@ _MODULE_OF = {
     "Reward": "reward",
     "RewardWorkers": "reward_workers",
     "Rollouter": "rollouter",
+    "Scorer": "reward_workers",
     "Scores": "reward_workers",
     "WeightUpdater": "weight_updater",
     "check_prompts": "data",
@@ -94,6 +96,7 @@ __all__ = [
     "Reward",
     "RewardWorkers",
     "Rollouter",
+    "Scorer",
     "Scores",
     "WeightUpdater",
     "check_prompts",

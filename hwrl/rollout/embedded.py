@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,14 +37,6 @@ from hwrl.rollout.checks import (
 from hwrl.rollout.slots import SlotCache
 
 _StateDict = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Generating:
-    """A request in a slot, and its random-number generator."""
-
-    request: GenerationRequest
-    random: np.random.Generator
 
 
 class EmbeddedEngine(RolloutEngine):
@@ -87,9 +78,10 @@ class EmbeddedEngine(RolloutEngine):
         self._prefill_tokens = prefill_tokens
         self._seed = seed % (1 << 64)  # numpy takes no negative seed
         self._waiting: deque[GenerationRequest] = deque()
-        self._slots: list[_Generating] = []
+        self._slots: list[GenerationRequest] = []
         self._tokens = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
         self._logprobs = torch.zeros(max_running, max_length, device=self._device)
+        self._draws = torch.zeros(max_running, max_length, device=self._device)  # from [0, 1), one for each token
         self._versions = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
         # Per slot, on the device: tokens held so far, tokens when the limit is reached, temperature.
         self._length = torch.zeros(max_running, dtype=torch.long, device=self._device)
@@ -209,9 +201,8 @@ class EmbeddedEngine(RolloutEngine):
         """Give free slots to waiting requests; return the number of started ones."""
         first = len(self._slots)
         while self._waiting and len(self._slots) < self._max_running:
-            request = self._waiting.popleft()
-            self._slots.append(_Generating(request, np.random.default_rng([self._seed, request.request_id])))
-        started = [slot.request for slot in self._slots[first:]]
+            self._slots.append(self._waiting.popleft())
+        started = self._slots[first:]
         if started:
             self._fill(slice(first, len(self._slots)), started)
         return len(started)
@@ -223,6 +214,7 @@ class EmbeddedEngine(RolloutEngine):
             prompt[: len(request.prompt_ids)] = torch.from_numpy(request.prompt_ids)
         sampling = [request.sampling for request in requests]
         self._tokens[rows, : prompts.shape[1]] = prompts.to(self._device)
+        self._draws[rows] = self._new_draws(requests).to(self._device)
         self._length[rows] = lengths.to(self._device)
         self._limit[rows] = (lengths + torch.tensor([s.max_new_tokens for s in sampling])).to(self._device)
         self._temperature[rows] = torch.tensor([s.temperature for s in sampling], device=self._device)
@@ -279,18 +271,22 @@ class EmbeddedEngine(RolloutEngine):
         logprobs = scaled.log_softmax(-1)
         sums = logprobs.exp().cumsum(-1)
         # The first token with a sum above the draw. Its probability is not 0, because a float32 draw is below 1.
-        drawn = (sums <= self._draws(rows)[:, None] * sums[:, -1:]).sum(-1)
-        token = torch.where(greedy, logprobs.argmax(-1), drawn)
         at = self._length[rows, None]
+        drawn = (sums <= self._draws[rows].gather(1, at) * sums[:, -1:]).sum(-1)
+        token = torch.where(greedy, logprobs.argmax(-1), drawn)
         self._tokens[rows].scatter_(1, at, token[:, None].int())
         self._logprobs[rows].scatter_(1, at, logprobs.gather(1, token[:, None]))
         self._versions[rows].scatter_(1, at, self.version)
         self._length[rows] += 1
 
-    def _draws(self, rows: slice) -> torch.Tensor:
-        """Return a random number from [0, 1) for each slot of ``rows``."""
-        draws = [slot.random.random(dtype=np.float32) for slot in self._slots[rows]]
-        return torch.tensor(draws, dtype=torch.float32).to(self._device)
+    def _new_draws(self, requests: Sequence[GenerationRequest]) -> torch.Tensor:
+        """Return a random number from [0, 1) for each token of each response (requests × ``max_length``, float32)."""
+        draws = np.zeros((len(requests), self._max_length), dtype=np.float32)
+        for row, request in zip(draws, requests, strict=True):
+            random = np.random.default_rng([self._seed, request.request_id])
+            begin, count = len(request.prompt_ids), request.sampling.max_new_tokens
+            row[begin : begin + count] = random.random(count, dtype=np.float32)
+        return torch.from_numpy(draws)
 
     def _collect_finished(self) -> list[Completion]:
         count = len(self._slots)
@@ -312,7 +308,7 @@ class EmbeddedEngine(RolloutEngine):
         )
         completions = []
         for index, (row, length) in enumerate(zip(rows.tolist(), self._length[rows].tolist(), strict=True)):
-            request = self._slots[row].request
+            request = self._slots[row]
             span = slice(len(request.prompt_ids), length)
             response = Response(
                 token_ids=tokens[index, span],
@@ -335,7 +331,7 @@ class EmbeddedEngine(RolloutEngine):
         if not moved:
             return
         self._cache.move(moved, gaps, int(self._length[moved].max()))
-        per_token = (self._tokens, self._logprobs, self._versions)
+        per_token = (self._tokens, self._logprobs, self._draws, self._versions)
         for state in (*per_token, self._length, self._limit, self._temperature):
             state[gaps] = state[moved]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hwrl.errors import DataError, EngineError
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, mean_metrics
-from hwrl.rollout.reward_workers import RewardWorkers, unscored
+from hwrl.rollout.reward_workers import Scorer
 
 _ATTEMPTS = 3
 
@@ -45,7 +45,7 @@ class Evaluator:
     close()    fail the present evaluation and all later requests
     """
 
-    def __init__(self, rewards: RewardWorkers) -> None:
+    def __init__(self, rewards: Scorer) -> None:
         self._rewards = rewards
         self._lock = threading.Lock()
         self._current: _CurrentEvaluation | None = None
@@ -129,7 +129,12 @@ def _evaluation_of(groups: Sequence[PendingGroup], *, incarnation: int) -> Evalu
 
 
 def _error_of(groups: Sequence[PendingGroup]) -> DataError:
-    return unscored([group.result() for group in groups])
+    failures = [reason for group in groups if (reason := group.result().failure) is not None]
+    return DataError(
+        f"{len(failures)} of {len(groups)} evaluation prompts could not be scored",
+        why=failures[0],
+        fix="fix the reward function, or raise reward.timeout_s; reward_errors in the metrics counts such errors",
+    )
 
 
 def _no_prompts() -> DataError:

@@ -47,6 +47,11 @@ class PendingGroup:
         assert self.is_scored and self.scores is not None, "ask is_scored first"
         return self.scores.result()
 
+    def cancel(self) -> None:
+        """Let the reward workers skip this group."""
+        if self.scores is not None:
+            self.scores.cancel()
+
     def add(self, index: int, response: Response) -> None:
         """Take the response to request ``index`` of this group."""
         self._finished[index] = response

@@ -6,7 +6,9 @@ import difflib
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -22,8 +24,10 @@ _LARGEST = 1e15
 """Rewards are kept in float32, and their squares must not overflow."""
 
 
-def load_reward(target: str) -> Reward:
+def load_reward(target: str, *, source: bytes | None = None) -> Reward:
     """Return the function at ``target``: ``package.module:function`` or ``path/to/file.py:function``.
+
+    ``source`` replaces the content of the module's file, which may have changed since. Raises DataError.
 
     >>> load_reward("hwrl.run.demo:sort_reward")("21>", "12", "12")["reward"]
     1.0
@@ -35,7 +39,7 @@ def load_reward(target: str) -> Reward:
             why="it must be package.module:function or path/file.py:function",
             fix="for example reward.function=my_rewards.py:exact_match",
         )
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    module = _load_file(Path(place), source) if place.endswith(".py") else _load_module(place, source)
     function = getattr(module, name, None)
     if not callable(function):
         raise DataError(
@@ -62,6 +66,35 @@ def score_response(reward: Reward, *, prompt: str, response: str, answer: Any) -
             fix=f"return a finite number, or {{'reward': number, …}} with finite numbers, up to {_LARGEST:g}",
         )
     return {name: float(value) for name, value in metrics.items()}
+
+
+def score_texts(
+    reward: Reward,
+    prompt: str,
+    answer: Any,
+    texts: Sequence[str],
+    *,
+    attempts: int,
+    begin: Callable[[int], None] = lambda index: None,
+) -> tuple[list[dict[str, float]], int, str | None]:
+    """Call ``reward`` for each of ``texts``, up to ``attempts`` times if it raises.
+
+    Returns the metrics of the responses, the number of calls without a result, and the reason if a response at the end
+    of the metrics has none. ``begin`` gets a response's index before each call.
+    """
+    metrics: list[dict[str, float]] = []
+    errors = 0
+    for index, text in enumerate(texts):
+        for attempt in range(1, attempts + 1):
+            begin(index)
+            try:
+                metrics.append(score_response(reward, prompt=prompt, response=text, answer=answer))
+                break
+            except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
+                errors += 1
+                if attempt == attempts:
+                    return metrics, errors, f"the reward function raised {exc!r} for the response {text!r}"
+    return metrics, errors, None
 
 
 def _is_usable(value: Any) -> bool:
@@ -95,9 +128,10 @@ def _fix_for_name(module: Any, *, name: str) -> str:
     return f"did you mean {close[0]!r}?" if close else f"define {name!r} there, or name another function"
 
 
-def _load_module(name: str) -> Any:
+def _load_module(name: str, source: bytes | None) -> Any:
     try:
-        return importlib.import_module(name)
+        spec = None if source is None else importlib.util.find_spec(name)
+        return importlib.import_module(name) if spec is None or source is None else _execute(spec, source)
     except ImportError as exc:
         raise DataError(
             f"the reward's module {name} cannot be imported",
@@ -108,15 +142,21 @@ def _load_module(name: str) -> Any:
         raise _broken(name, exc) from exc
 
 
-def _load_file(path: Path) -> Any:
+def _load_file(path: Path, source: bytes | None) -> Any:
     spec = importlib.util.spec_from_file_location(f"hwrl_reward_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    if (source is None and not path.is_file()) or spec is None:
         raise DataError(f"there is no file {path}", why="reward.function names it", fix="correct the path")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return _execute(spec, path.read_bytes() if source is None else source)
     except (Exception, SystemExit) as exc:
         raise _broken(str(path), exc) from exc
+
+
+def _execute(spec: ModuleSpec, source: bytes) -> Any:
+    """Return the module of ``spec`` with the code ``source``, importable under its name from now on."""
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
+    exec(compile(source, str(spec.origin), "exec"), vars(module))
     return module
 
 

@@ -15,7 +15,7 @@ from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup
 from hwrl.rollout.leases import LeaseQueue, LedgerClient
-from hwrl.rollout.reward_workers import RewardWorkers
+from hwrl.rollout.reward_workers import Scorer
 from hwrl.rollout.sleeper import Sleeper
 from hwrl.rollout.weight_updater import WeightUpdater
 
@@ -62,7 +62,7 @@ class Rollouter:
         weights: WeightUpdater,
         ledger: LedgerClient,
         prompts: PromptSource,
-        rewards: RewardWorkers,
+        rewards: Scorer,
         settings: LoopSettings,
     ) -> None:
         self.engine = engine
@@ -154,6 +154,8 @@ class Rollouter:
         """Drop all work of the last incarnation: its leases are over, and an evaluation must not mix two."""
         self._incarnation = self._weights.incarnation
         self._generator.drop()
+        for group in self._scoring:
+            group.cancel()
         self._scoring = []
         self._leases.drop_others(incarnation=self._incarnation)
         self._evaluator.restart()
@@ -206,11 +208,12 @@ class Rollouter:
 
     def _collect_scored(self) -> list[PromptGroup]:
         """Return the groups that are scored since the last call; report failed ones, and answer an evaluation."""
-        self._rewards.expire()
-        scored = [group for group in self._scoring if group.is_scored]
-        self._scoring = [group for group in self._scoring if group not in scored]
+        groups, self._scoring = self._scoring, []
         finished = []
-        for group in scored:
+        for group in groups:
+            if not group.is_scored:
+                self._scoring.append(group)
+                continue
             scores = group.result()
             self._totals["reward_errors"] += scores.errors
             if group.lease is not None and scores.failure is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -53,16 +55,24 @@ class WeightUpdater(Protocol):
 class RetryingReceiver:
     """Receives versions on one link. A failed transfer is logged, and the next offer is another try.
 
-    A receive waits at most ``timeout_s`` for a version to be complete.
+    A receive waits at most ``timeout_s`` for a version to be complete. It looks into the store once in ``poll_s``:
+    a round trip in each step would slow a fast engine down.
     """
 
-    def __init__(self, receiver: WeightReceiver, *, timeout_s: float) -> None:
-        self.receiver, self._timeout_s = receiver, timeout_s
+    def __init__(self, receiver: WeightReceiver, *, timeout_s: float, poll_s: float = 0.005) -> None:
+        self.receiver, self._timeout_s, self._poll_s = receiver, timeout_s, poll_s
+        self._offered, self._polled_s = False, -math.inf
         self.nbytes = 0
         """Received bytes so far."""
 
     def poll(self) -> bool:
-        """Return whether a new version is offered."""
+        """Return whether a new version was offered at the last look into the store, at most ``poll_s`` ago."""
+        now_s = time.monotonic()
+        if now_s - self._polled_s >= self._poll_s:
+            self._offered, self._polled_s = self._look(), now_s
+        return self._offered
+
+    def _look(self) -> bool:
         try:
             return self.receiver.poll() is not None
         except ReceiverExcludedError as exc:
@@ -71,6 +81,7 @@ class RetryingReceiver:
 
     def receive(self) -> Received | None:
         """Return the offered version, or None if the transfer failed. Blocks."""
+        self._polled_s = -math.inf
         try:
             received = self.receiver.receive(timeout_s=self._timeout_s)
             self.nbytes += received.nbytes

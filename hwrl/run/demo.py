@@ -1,7 +1,8 @@
 """The demo: data, a tokenizer and a tiny model, created from a seed. The model learns to sort digits.
 
 A prompt is a few digits and ``>``; the answer is the digits in order. ``python -m hwrl.run.demo DIR`` writes all files
-for ``hwrl train DIR/config.yaml``.
+for ``hwrl train DIR/config.yaml``. The processes that call :func:`sort_reward` import this module, and it imports
+nothing large.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import yaml
-
-from hwrl.checkpoint import find_owner
+if TYPE_CHECKING:
+    import numpy as np
 
 ALPHABET = ["<pad>", "<eos>", "<bos>", *"0123456789", ">", "<unused1>", "<unused2>"]
 """16 tokens. With so small a vocabulary random answers are sometimes partly right."""
@@ -51,6 +51,9 @@ def write_demo(
     Raises ValueError if too few texts of these lengths exist for ``prompts`` and 512 for evaluation.
     The model has ``layers`` layers of width ``hidden``, a multiple of 32.
     """
+    import numpy as np
+    import yaml
+
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     rows = list(_distinct_rows(rng, digits=digits, count=prompts + 512))
@@ -145,6 +148,8 @@ def _config(directory: Path, *, seed: int, longest: int) -> dict[str, object]:
 
 def main() -> None:
     """Write the demo and print the path of its configuration. Refuse if a run uses the directory."""
+    from hwrl.checkpoint import find_owner
+
     parser = argparse.ArgumentParser(prog="python -m hwrl.run.demo", description=write_demo.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)

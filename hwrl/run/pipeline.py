@@ -62,7 +62,7 @@ class Pipeline:
     def __init__(self, config: Config, view: View, interrupts: Interrupts, *, fleet: Fleet) -> None:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._opened_report: RunReport | None = None
-        self._rates = StepRates([])
+        self._rates = StepRates([], devices=fleet.device_counts)
         self._evaluation: Answer[Evaluation] | None = None
         self._saved_step = self._first_step = 0
         self.step = 0
@@ -109,6 +109,7 @@ class Pipeline:
             f"run directory {self._config.dir}; {next_step} follows"
         )
         self._report.start_clock()
+        self._rates.start_clock()
 
     def _go_to_checkpoint_or_step_0(self, *, resume: bool) -> None:
         """Set trainers, ledger, report and rates to the newest checkpoint; to step 0 without one or ``resume``."""
@@ -170,6 +171,9 @@ class Pipeline:
         metrics = self._fleet.trainers.step(groups)
         self.step += 1
         line = self._record_step(metrics, info)
+        profiled = self._config.train.profile_steps
+        if profiled is not None and self.step == profiled[1]:
+            self._finish_profile()
         line = self._collect_evaluation() or line
         if _is_due(self.step, self._config.eval.every_steps):
             self._begin_evaluation()
@@ -195,6 +199,13 @@ class Pipeline:
             for sentence in unknown_goals(self._config.goals, line, evaluates=evaluates):
                 self._view.log(sentence)
         return line
+
+    def _finish_profile(self) -> None:
+        """Log the outcome of the profile if there is one."""
+        if self._config.train.profile_steps is None:
+            return
+        if (sentence := self._fleet.trainers.finish_profile()) is not None:
+            self._view.log(sentence)
 
     def _save(self) -> None:
         """Save a checkpoint, and add its metrics to the line of the saved step."""
@@ -263,6 +274,7 @@ class Pipeline:
         self._collect_evaluation()
         if self._saved_step != self.step:
             self._save()
+        self._finish_profile()  # the run may end inside the range
         if not self._interrupts.pending:
             self._interrupts.message = "stopping without the last evaluation; all steps are saved"
             self._wait_for_evaluation()

@@ -64,15 +64,6 @@ def why_refused(backend: Backend, dtype: torch.dtype) -> str:
     return ""
 
 
-def wrong_at_a_glance(backend: Backend) -> list[str]:
-    """Check causal attention and all gradients in the usual dtypes, within a second; return the errors."""
-    wrong = []
-    for dtype in (torch.float32, torch.bfloat16):
-        if dtype is torch.float32 or not why_refused(backend, dtype):
-            wrong += wrong_attention(backend, ATTENTIONS["causal"], dtype) + wrong_training(backend, dtype, step=False)
-    return wrong
-
-
 def wrong_attention(backend: Backend, shape: Attention, dtype: torch.dtype) -> list[str]:
     """Return the errors in the device's attention and its gradients, one line each."""
     generator = torch.Generator().manual_seed(0)

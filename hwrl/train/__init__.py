@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import LossName as LossName
+    from hwrl.train.flops import ModelFlops as ModelFlops
+    from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
     from hwrl.train.kernels import apply_kernels as apply_kernels
     from hwrl.train.losses import PolicyLoss as PolicyLoss
@@ -38,6 +40,7 @@ _MODULE_OF = {
     "FsdpEngine": "fsdp",
     "LossName": "choices",
     "MicroBatch": "packing",
+    "ModelFlops": "flops",
     "OutputScorer": "scoring",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
@@ -48,6 +51,7 @@ _MODULE_OF = {
     "group_advantages": "losses",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
+    "read_model_flops": "flops",
     "rng_state": "rng",
     "set_rng_state": "rng",
 }
@@ -60,6 +64,7 @@ __all__ = [
     "FsdpEngine",
     "LossName",
     "MicroBatch",
+    "ModelFlops",
     "OutputScorer",
     "PolicyEngine",
     "PolicyLoss",
@@ -70,6 +75,7 @@ __all__ = [
     "group_advantages",
     "mismatch_kl",
     "move_metrics",
+    "read_model_flops",
     "rng_state",
     "set_rng_state",
 ]

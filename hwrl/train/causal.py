@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface
 
 from hwrl.interfaces import Backend, Batch
@@ -112,7 +111,7 @@ class CausalModel:
         """Call ``model`` on a few short rows in several ways, and choose the fastest with the right result.
 
         ``dtype`` is that of the computation. Logs the reasons for padded rows and for logits. Collective on ranks that
-        share the model.
+        share the model; with FSDP2 its weights may stay whole.
         """
         batch, name = _short_rows(model), type(model).__name__
         with torch.compiler.set_stance("force_eager"):
@@ -122,8 +121,6 @@ class CausalModel:
                     self._level, "The output layer of %s computes all logits of a micro-batch", type(model).__name__
                 )
             why = _why_not_static(model) or self._why_not_packed(model, batch, dtype)
-        if isinstance(model, FSDPModule):
-            model.reshard()  # without gradients the root module's parameters stay unsharded after a call
         self.packs = not why
         if why:
             _log.log(self._level, "%s trains on padded rows, not on packs: %s", name, why)

@@ -94,7 +94,7 @@ class FsdpEngine(PolicyEngine):
 
     def _fuse(self, model: torch.nn.Module) -> None:
         """Let ``model`` run on the backend's fused operations; a compiler fuses by itself."""
-        if self._compiler is None:
+        if self._compiler is None and self.settings.fused_kernels:
             apply_kernels(model, kernels(), device=self._backend.device(), dtype=self._dtype)
 
     def _make_compiler(self) -> Compiler | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,29 +54,33 @@ class MicroBatch:
 def plan_packs(lengths: Sequence[int], *, max_tokens: int, packs: int = 0) -> list[list[int]]:
     """Divide rows of ``lengths`` into packs of similar size; return their indices.
 
-    No pack has more than ``max_tokens``, except for a longer row alone. There are as few packs as the balance allows,
-    but at least ``packs``, of which some may be empty. Rows of length 0 are left out. The longest row goes first, and
-    each to the smallest pack (Graham 1969, https://doi.org/10.1137/0117039).
+    No pack has more than ``max_tokens``, except for a longer row alone. There are at least ``packs``, of which some may
+    be empty. Rows of length 0 are left out. Rows of similar length share a pack, because attention kernels may pad
+    them to the longest: the packs are stretches of the sorted rows, as few as possible, the largest as small as can be.
     """
     order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
-    fewest = -(-sum(min(length, max_tokens) for length in lengths) // max_tokens)
-    plans = (_balanced(order, lengths, packs=count, max_tokens=max_tokens) for count in range(fewest, len(order) + 1))
-    plan = next(plan for plan in plans if plan is not None)  # a row for each pack is always possible
-    if packs <= len(plan):
-        return plan
-    more = _balanced(order, lengths, packs=packs, max_tokens=max_tokens)
-    return plan + [[]] * (packs - len(plan)) if more is None else more
+    count = max(packs, len(_stretches(order, lengths, room=max_tokens)))
+    smallest, room = max([0, *(min(lengths[row], max_tokens) for row in order)]), max_tokens
+    while smallest < room:
+        middle = (smallest + room) // 2
+        if len(_stretches(order, lengths, room=middle)) <= count:
+            room = middle
+        else:
+            smallest = middle + 1
+    plan = _stretches(order, lengths, room=room)
+    return plan + [[]] * (packs - len(plan))
 
 
-def _balanced(order: list[int], lengths: Sequence[int], *, packs: int, max_tokens: int) -> list[list[int]] | None:
-    plan: list[list[int]] = [[] for _ in range(packs)]
-    smallest = [(0, index) for index in range(packs)]
+def _stretches(order: list[int], lengths: Sequence[int], *, room: int) -> list[list[int]]:
+    """Divide ``order`` into stretches of at most ``room`` tokens, or of one longer row."""
+    plan: list[list[int]] = []
+    left = 0
     for row in order:
-        tokens, index = heapq.heappop(smallest)
-        if tokens and tokens + lengths[row] > max_tokens:
-            return None
-        plan[index].append(row)
-        heapq.heappush(smallest, (tokens + lengths[row], index))
+        if lengths[row] > left:
+            plan.append([])
+            left = room
+        plan[-1].append(row)
+        left -= lengths[row]
     return plan
 
 
@@ -100,7 +103,8 @@ _TOKEN_STEP = 128
 def make_pack(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> MicroBatch:
     """Return the rows with the indices ``rows`` (int64) of ``batch``, end to end, on ``device``.
 
-    The last token of a row is only a target. An empty pack has one token and no target.
+    The last token of a row is only a target. An empty pack has one token and no target. Padding belongs to the last
+    row, behind its tokens: causal attention hides it.
     """
     lengths = (batch.lengths()[rows] - 1).clamp(min=0)
     row = rows.repeat_interleave(lengths)
@@ -108,24 +112,16 @@ def make_pack(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> Micr
     column = torch.arange(len(row)) - starts.repeat_interleave(lengths)
     total = max(1, len(row))
     size = min(rounded(total, bits=6), -(-total // _TOKEN_STEP) * _TOKEN_STEP)
-    boundaries = _boundaries(lengths.tolist(), size=size)
     filled = torch.zeros(2, 1, size, dtype=torch.long)
     filled[0, 0, : len(row)], filled[1, 0, : len(row)] = batch.tokens[row, column], column
+    boundaries = _boundaries([length for length in lengths.tolist() if length] or [1], size=size)
     return _micro_batch(batch, row, column, filled[0], filled[1], boundaries, torch.arange(len(row)), device)
 
 
 def _boundaries(lengths: list[int], *, size: int) -> Boundaries:
-    """Return the boundaries of sequences of ``lengths``, and of the padding after them.
-
-    The padding is sequences too, none longer than the longest row: a long one would cost as much as all rows.
-    """
-    longest = rounded(max([1, *lengths]), bits=4)
-    padding = size - sum(lengths)
-    lengths = [length for length in lengths if length]
-    lengths += [longest] * (padding // longest) + [padding % longest] * (padding % longest > 0)
-    lengths += [0] * (rounded(len(lengths), bits=4) - len(lengths))
+    lengths[-1] += size - sum(lengths)
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    return Boundaries(ends.to(torch.int32), longest)
+    return Boundaries(ends.to(torch.int32), rounded(max(lengths), bits=5))
 
 
 def make_rows(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> MicroBatch:

@@ -10,21 +10,23 @@ import torch
 from hwrl.interfaces import Batch, PromptGroup
 
 
-def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor) -> Batch:
-    """Return the batch of all responses of ``groups``, in order. ``advantages`` has one number for each response."""
-    rows = sum(group.size for group in groups)
-    length = max(len(group.prompt_ids) + int(group.lengths.max()) for group in groups)
-    tokens = np.zeros((rows, length), dtype=np.int64)
-    mask = np.zeros((rows, length), dtype=bool)
-    logprobs = np.zeros((rows, length), dtype=np.float32)
-    row = 0
-    for group in groups:
+def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor, rows: Sequence[int] | None = None) -> Batch:
+    """Return the batch of the responses of ``groups``, all or those with the indices ``rows``, in the order of these.
+
+    A response's index counts the responses of all groups in order. ``advantages`` has one number for each response.
+    """
+    places = [(group, span) for group in groups for span in group.responses()]
+    chosen = range(len(places)) if rows is None else rows
+    length = max(len(group.prompt_ids) + span.stop - span.start for group, span in (places[row] for row in chosen))
+    tokens = np.zeros((len(chosen), length), dtype=np.int64)
+    mask = np.zeros((len(chosen), length), dtype=bool)
+    logprobs = np.zeros((len(chosen), length), dtype=np.float32)
+    for index, row in enumerate(chosen):
+        group, span = places[row]
         prompt = len(group.prompt_ids)
-        for span in group.responses():
-            end = prompt + span.stop - span.start
-            tokens[row, :prompt] = group.prompt_ids
-            tokens[row, prompt:end] = group.token_ids[span]
-            logprobs[row, prompt:end] = group.logprobs[span]
-            mask[row, prompt:end] = True
-            row += 1
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs), advantages)
+        end = prompt + span.stop - span.start
+        tokens[index, :prompt] = group.prompt_ids
+        tokens[index, prompt:end] = group.token_ids[span]
+        logprobs[index, prompt:end] = group.logprobs[span]
+        mask[index, prompt:end] = True
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs), advantages[list(chosen)])

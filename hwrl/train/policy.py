@@ -68,7 +68,8 @@ class PolicyEngine(TrainEngine):
     # -- the step -----------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
-        plan = self._plan(batch)
+        with self._backend.range("hwrl.pack"):
+            plan = self._plan(batch)
         tokens = self._reduce([batch.trained_tokens], op="sum")[0]
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
@@ -81,7 +82,8 @@ class PolicyEngine(TrainEngine):
             metrics = self._mean_over_ranks(totals, tokens)
             _require_finite(norm, metrics)
             learning_rate = self.settings.learning_rate_at(self.updates)
-            self._update(learning_rate=learning_rate)
+            with self._backend.range("hwrl.update"):
+                self._update(learning_rate=learning_rate)
         finally:
             self._drop_gradients()
         self.updates += 1
@@ -100,11 +102,13 @@ class PolicyEngine(TrainEngine):
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
         scale = self._gradient_scale / tokens
-        with self.scorer.knowing(functools.partial(_loss_gradient, part, loss, scale)):
+        early = functools.partial(_loss_gradient, part, loss, scale)
+        with self._backend.range("hwrl.forward"), self.scorer.knowing(early):
             logprobs, entropy = self.forward(part)
         per_token, metrics = _loss_of(part, loss, logprobs, slice(None))
         total = per_token.sum()
-        (total * scale).backward()
+        with self._backend.range("hwrl.backward"):
+            (total * scale).backward()
         kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
         metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
         return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,9 +13,13 @@ import torch
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
 from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
+from hwrl.train.balance import divide_rows, imbalance
 from hwrl.train.choices import AdvantageName
 from hwrl.train.losses import PolicyLoss, group_advantages
 from hwrl.train.padding import collate
+
+if TYPE_CHECKING:
+    from hwrl.train.flops import ModelFlops
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,32 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A finished training step. If ``publishes``, the caller now sends the weights, as the trainer's new version."""
+    """A finished training step. If ``publishes``, the caller now sends the weights, as the trainer's new version.
+
+    ``tokens`` counts prompts and responses, on all ranks and once for each epoch. ``flops`` are the step's
+    floating-point operations on all ranks; None if the trainer does not know its model's.
+    """
 
     metrics: dict[str, float]
     publishes: bool
+    tokens: int
+    flops: float | None
+
+    def speed(self, *, seconds: float, devices: int, peak_flops: float | None) -> dict[str, float]:
+        """Return metrics of the speed of a step of ``seconds`` on ``devices`` devices.
+
+        ``peak_flops`` are the most FLOPs of a device in a second; None if unknown, and then ``perf/mfu`` is absent. A
+        step of no time, on a coarse clock, has no speed.
+        """
+        device_s = seconds * devices
+        if not device_s:
+            return {}
+        metrics = {"perf/train_tokens_per_s_per_device": self.tokens / device_s}
+        if self.flops is not None:
+            metrics["perf/train_flops_per_s_per_device"] = self.flops / device_s
+            if peak_flops is not None:
+                metrics["perf/mfu"] = self.flops / device_s / peak_flops
+        return metrics
 
 
 class AsyncTrainer:
@@ -41,7 +67,8 @@ class AsyncTrainer:
 
     ``step(groups)`` trains on a batch from the ledger. After every ``trigger_parameter_sync_step`` steps it returns
     ``publishes=True``: the weights are a new version, and the caller sends them. All ranks call ``step`` with the same
-    groups, and each trains on its share.
+    groups, and each trains on its share: responses with an equal sum of FLOPs, or of tokens without ``flops``. Their
+    groups may be divided, so every rank computes the advantages of all groups.
 
     ``step`` enforces ``max_staleness`` once more. It raises EngineError for a group that is too old, that has a token
     of a future version, or whose weights came from another ``incarnation`` of the trainer.
@@ -64,8 +91,10 @@ class AsyncTrainer:
         max_staleness: int,
         trigger_parameter_sync_step: int = 1,
         incarnation: int = 0,
+        flops: ModelFlops | None = None,
     ) -> None:
         self.engine = engine
+        self._flops = flops
         self._incarnation, self._algorithm = incarnation, algorithm
         self._max_staleness = max_staleness
         self._trigger_parameter_sync_step = trigger_parameter_sync_step
@@ -81,13 +110,19 @@ class AsyncTrainer:
     def step(self, groups: Sequence[PromptGroup]) -> TrainedStep:
         """Train on ``groups``. ``steps_done`` goes up, and with it perhaps ``version``."""
         consumed = self._consumed_metrics(groups)
-        self._require_rows(groups)
+        work = _Work.of(groups, self._flops)
+        division = divide_rows(
+            work.costs, mini_batches=self._algorithm.mini_batches, shares=self.engine.data_parallel_size
+        )
         with self.stepping():
-            trained = self._train(groups[self.engine.data_parallel_rank :: self.engine.data_parallel_size])
+            trained = self._train(groups, [part[self.engine.data_parallel_rank] for part in division])
         self.steps_done += 1
+        balance = {"perf/imbalance": imbalance(division, work.costs), "weights/version": float(self.version)}
         return TrainedStep(
-            {**consumed, **trained, "weights/version": float(self.version)},
+            {**consumed, **trained, **balance},
             publishes=self.steps_done % self._trigger_parameter_sync_step == 0,
+            tokens=work.tokens * self._algorithm.ppo_epochs,
+            flops=work.flops(self._algorithm),
         )
 
     # -- times and moves of the parts of a step --------------------------------------------------------------------
@@ -126,36 +161,18 @@ class AsyncTrainer:
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _train(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+    def _train(self, groups: Sequence[PromptGroup], share: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Train on ``share``: the rows of this rank in each mini-batch."""
         advantages = group_advantages(groups, estimator=self._algorithm.advantage)
-        batch = collate(groups, advantages=advantages)
+        batch = collate(groups, advantages=advantages, rows=[row for part in share for row in part])
         loss = self._algorithm.loss
         if loss.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
+        parts = _split(batch, [len(part) for part in share])
         metrics = [
-            self.engine.train_batch(part, loss=loss)
-            for _ in range(self._algorithm.ppo_epochs)
-            for part in self._mini_batches(batch)
+            self.engine.train_batch(part, loss=loss) for _ in range(self._algorithm.ppo_epochs) for part in parts
         ]
-        return {f"actor/{name}": float(np.mean([row[name] for row in metrics])) for name in metrics[0]}
-
-    def _mini_batches(self, batch: Batch) -> list[Batch]:
-        if self._algorithm.mini_batches == 1:
-            return [batch]
-        parts = torch.arange(batch.rows).tensor_split(self._algorithm.mini_batches)
-        return [batch.select(rows) for rows in parts]
-
-    def _require_rows(self, groups: Sequence[PromptGroup]) -> None:
-        """Raise, on all ranks, if one rank has fewer rows than mini-batches: its collectives would be missing."""
-        shares = self.engine.data_parallel_size
-        rows = [sum(group.size for group in groups[share::shares]) for share in range(shares)]
-        if min(rows) < self._algorithm.mini_batches:
-            raise EngineError(
-                f"rank {rows.index(min(rows))} of the trainer has too few responses for the step: {min(rows)}",
-                why=f"{len(groups)} prompt groups go to {shares} ranks, and each needs a response for each of "
-                f"{self._algorithm.mini_batches} mini-batches",
-                fix="lower algorithm.mini_batches, train on fewer ranks or with more prompts a step",
-            )
+        return _join(metrics)
 
     def _require_published(self, groups: Sequence[PromptGroup]) -> None:
         """Raise unless this incarnation has published the weights of every token. So no age is below 0."""
@@ -204,6 +221,50 @@ class AsyncTrainer:
 def move_metrics(moved: Moved) -> dict[str, float]:
     """Return the seconds of copies to the device and back to the host; 0.0 if nothing moved."""
     return {"weights/load_s": moved.load.seconds, "weights/offload_s": moved.offload.seconds}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The work of a step, row by row: ``costs`` are the FLOPs to train on a row, or its tokens without ``model``."""
+
+    costs: list[int]
+    tokens: int
+    forward: int
+    model: ModelFlops | None
+
+    @classmethod
+    def of(cls, groups: Sequence[PromptGroup], model: ModelFlops | None) -> _Work:
+        responses = np.concatenate([group.lengths for group in groups]).astype(np.int64)
+        prompts = np.repeat([len(group.prompt_ids) for group in groups], [group.size for group in groups])
+        lengths = prompts + responses
+        if model is None:
+            return cls(lengths.tolist(), int(lengths.sum()), 0, None)
+        costs: list[int] = model.training(lengths, responses=responses).tolist()
+        forward = sum(model.forward(lengths, responses=responses).tolist())
+        return cls(costs, int(lengths.sum()), forward, model)
+
+    def flops(self, algorithm: Algorithm) -> float | None:
+        """Return the FLOPs of all passes over the rows; None without ``model``."""
+        if self.model is None:
+            return None
+        return float(sum(self.costs) * algorithm.ppo_epochs + self.forward * algorithm.loss.needs_proximal)
+
+
+def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Return the consecutive parts of ``batch`` with ``sizes`` rows."""
+    return [batch] if len(sizes) == 1 else [batch.select(rows) for rows in torch.arange(batch.rows).split(list(sizes))]
+
+
+def _join(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of a step from those of its mini-batches: means, but the sum of the recompilations."""
+    joined = {name: float(np.mean([row[name] for row in metrics])) for name in metrics[0]}
+    if "recompilations" in joined:
+        joined["recompilations"] *= len(metrics)
+    return {f"perf/{name}" if name in _SPEED_METRICS else f"actor/{name}": value for name, value in joined.items()}
+
+
+_SPEED_METRICS = ("padding_share", "recompilations")
+"""An engine's metrics that are not about the policy."""
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 
@@ -19,6 +20,8 @@ from hwrl.weights.transport import ReceiverContext, ReceiverRound, ReceiverTimin
 from hwrl.weights.transports import TRANSPORTS
 
 _TIMING = ReceiverTiming()
+_CHECK_S = 0.5
+"""How often a receiver that waits for news looks whether it was excluded."""
 
 
 class Received(Mapping[str, torch.Tensor]):
@@ -79,6 +82,7 @@ class WeightReceiver:
         self.version: int | None = None
         """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
         self._done: int  # proposals up to this number were taken, aborted or ignored
+        self._checked_s = -math.inf  # when this receiver was last found not to be excluded
         self._into, self._slabs, self._timing = into, slabs, timing
         self._buffer: DoubleBuffer | None = None
         self._transports = transports
@@ -110,10 +114,15 @@ class WeightReceiver:
     def poll(self) -> int | None:
         """Return the proposed version if this receiver lacks it, or None; never blocks.
 
-        Costs two short store round trips. Raises ReceiverExcludedError if this receiver was excluded.
+        Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if this receiver was
+        excluded; if nothing is new, half a second after that at most.
         """
+        newest, now_s = self._channel.newest(), time.monotonic()
+        if newest <= self._done and now_s - self._checked_s < _CHECK_S:
+            return None
         self._channel.check_member(self._member, self.replica)
-        proposal = self._proposal_for_me(self._channel.newest())
+        self._checked_s = now_s
+        proposal = self._proposal_for_me(newest)
         return None if proposal is None else proposal.version
 
     def receive(self, *, timeout_s: float = 60.0) -> Received:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure weight transfer, memory offload, checkpoints, asynchronous training, LoRA or the cost of a call"
+HELP = "measure training, generation, weight transfer, offload, checkpoints, asynchronous training, LoRA, calls"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",
     "offload": "hwrl_bench.offload",
     "checkpoint": "hwrl_bench.checkpoint",
     "async": "hwrl_bench.async_training",
+    "path": "hwrl_bench.whole_path",
     "lora": "hwrl_bench.lora",
     "overhead": "hwrl_bench.overhead",
+    "train": "hwrl_bench.train",
+    "rollout": "hwrl_bench.rollout",
 }
 """The modules of the benchmarks. Each has HELP, configure(parser) and run(args), and imports torch in ``run`` only."""
 

@@ -20,7 +20,12 @@ def report(result: dict[str, Any], table: str, *, json_path: Path | None) -> Non
     """Print ``table``, and write ``result`` to ``json_path`` if there is one."""
     print(table)
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write(result, json_path)
+
+
+def write(result: dict[str, Any], json_path: Path) -> None:
+    """Write ``result``, or the part of it until now, to ``json_path``."""
+    json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def provenance(*distributions: str) -> dict[str, Any]:

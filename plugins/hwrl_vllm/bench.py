@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl import get_backend
+from hwrl_bench.models import MODELS
 from hwrl_bench.result import provenance
 from hwrl_bench.ways import BenchPlan, TransferResult
 from hwrl_bench.worker import BenchWorker
@@ -28,27 +29,6 @@ from hwrl_bench.worker import BenchWorker
 if TYPE_CHECKING:
     from hwrl_bench.ways import TransferWay
 
-MODELS: dict[str, dict[str, int]] = {
-    "4b": {
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-}
-"""Shapes of Qwen3 with tied embeddings: 4b has 398 tensors, 8.04 GB as bfloat16."""
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS, _LONGEST = 8, 48, 16, 128
 _ASLEEP_S = (0.0, 0.0, 2.0, 2.0)
 """Wake at once, and after a while, as after a trainer's step: a driver takes time to clear freed memory."""
@@ -73,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     store = serve_store()
     with tempfile.TemporaryDirectory() as directory:
-        _write_model(Path(directory), args.model)
+        MODELS[args.model].write(Path(directory))
         workload = EngineWorkload(Path(directory), args.apart, tuple(args.parts), args.options)
         plan = BenchPlan((), args.rounds, warm_up=1)
         about = _about(args)
@@ -98,14 +78,6 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
     command = f"python -m hwrl_vllm.bench --model {args.model}{' --apart' if args.apart else ''}"
     options = f" --parts {' '.join(args.parts)} --rounds {args.rounds} --options '{json.dumps(args.options)}'"
     return {**provenance("torch", "transformers", distribution), "command": command + options}
-
-
-def _write_model(directory: Path, name: str) -> None:
-    from transformers import Qwen3Config
-
-    config = Qwen3Config(**MODELS[name], tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=2)
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(directory)
 
 
 def _run(
@@ -309,6 +281,7 @@ class RolloutProcess(EngineProcess):
             "enable_prefix_caching": False,
             **vllm_transfer_options(self.worker.backend, apart=self.workload.apart),
         }
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own transfers give their process objects
         self.engine = VllmEngine(settings, options=options | self.workload.options, backend=self.worker.backend)
         directory = self.workload.directory
         return make_ways(self.worker, [], self.engine, apart=self.workload.apart, directory=directory)

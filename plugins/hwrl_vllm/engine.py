@@ -1,14 +1,15 @@
-"""The rollout engine on vLLM. Its scheduler runs in this process, so weights can change between two steps."""
+"""The rollout engine on vLLM: vLLM steps ahead, and pauses while weights change."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
 import torch
 
 from hwrl.discovery import engine_args
@@ -19,7 +20,6 @@ from hwrl.interfaces import (
     Capability,
     Completion,
     GenerationRequest,
-    Response,
     RolloutEngine,
     RolloutSettings,
     Sampling,
@@ -36,37 +36,25 @@ from hwrl.rollout import (
     require_same_model,
     require_weights,
 )
+from hwrl_vllm.core import core_of
 from hwrl_vllm.lora import request_lora, require_dtype, require_places
-from hwrl_vllm.options import engine_arguments, keys_in
-from hwrl_vllm.worker import Lent
+from hwrl_vllm.options import engine_arguments, keys_in, runs_inline
+from hwrl_vllm.orphans import OWNER
+from hwrl_vllm.partial import PartialResponse
+from hwrl_vllm.scheduler import NewTokens
+from hwrl_vllm.worker import LentWeights
 
 Weights = Mapping[str, torch.Tensor]
-
-
-@dataclasses.dataclass
-class _PartialResponse:
-    """A request and its generated tokens."""
-
-    request: GenerationRequest
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-
-    def response(self, eos_ids: Sequence[int]) -> Response:
-        return Response(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-            truncated=self.token_ids[-1] not in eos_ids,
-        )
 
 
 class VllmEngine(RolloutEngine):
     """Generates with vLLM; ``options`` are further arguments of vLLM's ``EngineArgs``.
 
-    Running requests keep their attention cache across an update and continue with the new weights. Requests after an
-    update read no cache from before it. After a failed update or step the engine has no weights, and generates nothing
-    until an update succeeds. A failed step drops the pending requests.
+    vLLM begins steps before :meth:`step` is called. An update waits for the step that has begun; no other begins until
+    all workers have the new weights. Running requests keep their attention cache across it and continue with the new
+    weights. Requests after an update read no cache from before it. After a failed update or step the engine has no
+    weights, and generates nothing until an update succeeds. A failed step drops the pending requests, and ends vLLM's
+    process if it has one.
 
     With ``settings.may_sleep`` it starts in vLLM's sleep mode. Raises ConfigError if vLLM has no sleep mode on this
     device, no place for a part of the adapter, or no sampling at ``settings.temperature``.
@@ -74,17 +62,22 @@ class VllmEngine(RolloutEngine):
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
         self._settings, self._backend = settings, backend
-        self._workers = settings.tensor_parallel
-        if self._workers > 1:
-            backend.require(Capability.DEVICE_IPC, needed_for=f"share weights among {self._workers} workers of vLLM")
+        inline = runs_inline(options, backend)
+        self._worker_is_here = inline and settings.tensor_parallel == 1
+        if not self._worker_is_here:
+            backend.require(Capability.DEVICE_IPC, needed_for="give weights to vLLM's processes")
         with torch.device("meta"):
             model = build_model(settings.model_directory, dtype=settings.dtype)
             self._base, self._adapter = divided(add_adapter(model, settings.lora) if settings.lora else model)
         self._form = settings.lora.peft_config() if settings.lora else {}
-        self._requests: dict[str, _PartialResponse] = {}
+        self._requests: dict[str, PartialResponse] = {}
+        self._finished: list[Completion] = []  # in an update, for the next step
+        self._waiting: list[str] = []  # not given to vLLM, because it cannot run them yet
+        self._request_numbers = itertools.count()
         self._cache_number = 0
         self._asleep: frozenset[str] = frozenset()
-        self._vllm = _start(settings, options)
+        self._vllm = _start(settings, options, inline=inline)
+        self._core = core_of(self._vllm.engine_core)
         try:
             self._prepare()
         except BaseException:
@@ -96,25 +89,28 @@ class VllmEngine(RolloutEngine):
             require_fit(request, max_length=self._settings.max_length)
         how = [_sampling(request.sampling, self._settings.eos_ids) for request in requests]
         for request, sampling in zip(requests, how, strict=True):
-            self._add(request, sampling)
+            self._add(PartialResponse(request, sampling))
 
     def step(self) -> list[Completion]:
         require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")
         require_weights(self.version, pending=self.pending())
-        with self._or_no_weights("generating"):
-            outputs = self._vllm.step()
-        return [completion for output in outputs for completion in self._take(output)]
+        if self._requests and not self._finished:
+            with self._or_no_weights("generating"):
+                self._take(self._core.next_tokens())
+        finished, self._finished = self._finished, []
+        return finished
 
     def pending(self) -> int:
-        return len(self._requests)
+        return len(self._requests) + len(self._finished)
 
     def capacity(self) -> int:
-        return self._settings.max_running - self.pending()
+        return self._settings.max_running - len(self._requests)
 
     def abort(self) -> int:
-        dropped = self.pending()
-        self._vllm.abort_request(list(self._requests))
+        dropped, requests = self.pending(), list(self._requests)
         self._requests.clear()
+        self._waiting, self._finished = [], []
+        self._core.abort(requests)
         return dropped
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
@@ -138,7 +134,7 @@ class VllmEngine(RolloutEngine):
 
     def close(self) -> None:
         super().close()
-        self._vllm.engine_core.shutdown()
+        self._core.close()
 
     def sleep(self, *, level: int) -> int:
         self._require_sleep_mode()
@@ -146,9 +142,10 @@ class VllmEngine(RolloutEngine):
         if self._asleep:
             return 0
         with self._or_no_weights("falling asleep"):
+            self._take(self._core.pause())  # of aborted requests
             free_nbytes = self._free_nbytes()
             self._asleep = MEMORY_TAGS  # before the call: a failed sleep may have freed memory
-            self._vllm.sleep(level)
+            self._core.sleep(level)
             self._cache_number += 1
             if level > 1:
                 self.version, self.base = -1, None
@@ -159,15 +156,16 @@ class VllmEngine(RolloutEngine):
         asleep = self._asleep.intersection(tags)
         if asleep:
             with self._or_no_weights("waking up"):
-                self._vllm.wake_up(sorted(asleep))
+                self._core.wake(sorted(asleep))
             self._asleep -= asleep
+            self._resume()
 
     def _prepare(self) -> None:
         """Check that vLLM supports the settings, and prepare its workers."""
         if self._settings.may_sleep:
-            self._vllm.collective_rpc("hwrl_prepare_sleep")
+            self._core.call_workers("hwrl_prepare_sleep")
         if self._adapter:
-            require_places(self._vllm.collective_rpc("hwrl_layers_without_place", args=(list(self._adapter),)))
+            require_places(self._core.call_workers("hwrl_layers_without_place", list(self._adapter)))
 
     @contextmanager
     def _or_no_weights(self, activity: str) -> Iterator[None]:
@@ -178,8 +176,7 @@ class VllmEngine(RolloutEngine):
             self.version, self.base = -1, None
             dropped = self.pending()
             with suppress(Exception):  # vLLM has just failed
-                self._vllm.abort_request(list(self._requests))
-            self._requests.clear()
+                self.abort()
             if isinstance(exc, torch.OutOfMemoryError):  # Backend.allocating translates it
                 raise
             raise EngineError(
@@ -190,7 +187,7 @@ class VllmEngine(RolloutEngine):
             ) from exc
 
     def _free_nbytes(self) -> int:
-        return sum(self._vllm.collective_rpc("hwrl_free_nbytes"))
+        return sum(self._core.call_workers("hwrl_free_nbytes"))
 
     def _require_sleep_mode(self) -> None:
         if not self._settings.may_sleep:
@@ -208,6 +205,10 @@ class VllmEngine(RolloutEngine):
 
     def _replace(self, method: str, weights: Weights, *args: Any, name: str) -> None:
         """Let the workers load ``weights``. The engine has no version until all of them have succeeded."""
+        with self._or_no_weights("finishing a step before an update"):
+            self._take(self._core.pause())
+        for partial in self._requests.values():
+            partial.mark(self.version)
         self.version = -1
         try:
             self._call_workers(method, weights, *args)
@@ -219,62 +220,93 @@ class VllmEngine(RolloutEngine):
             ) from exc
 
     def _call_workers(self, method: str, weights: Weights, *args: Any) -> None:
-        if self._workers == 1:  # the worker is in this process
-            self._vllm.collective_rpc(method, args=(weights, *args))
+        if self._worker_is_here:
+            self._core.call_workers(method, weights, *args)
             return
-        lent = {name: Lent.of(tensor, self._backend) for name, tensor in weights.items()}
+        lent = LentWeights.of(weights, self._backend)
         self._backend.synchronize()
-        self._vllm.collective_rpc("hwrl_load_lent", args=(method, lent, *args))
+        self._core.call_workers("hwrl_load_lent", method, pickle.dumps((lent, args)))
 
     def _serve(self, version: int) -> None:
         self.version = version
         self._cache_number += 1
         self._restart_requests()
+        self._resume()
 
-    def _add(self, request: GenerationRequest, sampling: Any) -> None:
+    def _resume(self) -> None:
+        """Let vLLM run if it can: it has weights and is awake. Give it the waiting requests."""
+        if self.version >= 0 and not self._asleep:
+            self._core.resume()
+            waiting, self._waiting = self._waiting, []
+            for name in waiting:
+                self._core.add(self._core_request(name))
+
+    def _add(self, partial: PartialResponse) -> None:
+        name = f"{partial.request.request_id}-{next(self._request_numbers)}"
+        self._requests[name] = partial
+        if self.version >= 0 and not self._asleep:
+            self._core.add(self._core_request(name))
+        else:
+            self._waiting.append(name)
+
+    def _core_request(self, name: str) -> Any:
+        """Return the request as vLLM's engine core takes it."""
+        partial = self._requests[name]
         # The salt hides cache entries of other weights, and from before a sleep.
-        prompt = {"prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": str(self._cache_number)}
-        name, adapter = str(request.request_id), request_lora() if self._settings.lora else None
+        prompt = {
+            "type": "token",
+            "prompt_token_ids": partial.request.prompt_ids.tolist(),
+            "cache_salt": str(self._cache_number),
+        }
         try:
-            self._vllm.add_request(name, prompt, sampling, lora_request=adapter)
+            return self._vllm.input_processor.process_inputs(
+                name,
+                prompt,
+                partial.sampling,
+                supported_tasks=("generate",),
+                lora_request=request_lora() if self._settings.lora else None,
+            )
         except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
+            del self._requests[name]
             raise EngineError(
-                f"vLLM refuses request {name}", why=str(exc), fix="correct the prompt, or the cause in the reason"
+                f"vLLM refuses request {partial.request.request_id}",
+                why=str(exc),
+                fix="correct the prompt, or the cause in the reason",
             ) from exc
-        self._requests[name] = _PartialResponse(request)
 
-    def _take(self, output: Any) -> list[Completion]:
-        """Append a request's new tokens; return its completion if it is finished."""
-        partial, (new,) = self._requests[output.request_id], output.outputs
-        partial.token_ids += new.token_ids
-        partial.logprobs += [of[token].logprob for token, of in zip(new.token_ids, new.logprobs, strict=True)]
-        partial.versions += [self.version] * len(new.token_ids)
-        if not output.finished:
-            return []
-        del self._requests[output.request_id]
-        return [Completion(partial.request.request_id, partial.response(self._settings.eos_ids))]
+    def _take(self, tokens: Sequence[NewTokens]) -> None:
+        """Append the requests' new tokens; keep the finished ones for the next :meth:`step`."""
+        for new in tokens:
+            partial = self._requests.get(new.request_id)
+            if partial is None:  # aborted
+                continue
+            partial.take(new)
+            if new.is_end:
+                del self._requests[new.request_id]
+                response = partial.response(version=self.version, eos_ids=self._settings.eos_ids)
+                self._finished.append(Completion(partial.request.request_id, response))
 
     def _restart_requests(self) -> None:
         """Restart the requests without a token: their prompts may have been computed with the old weights."""
-        without = {name: partial.request for name, partial in self._requests.items() if not partial.token_ids}
-        self._vllm.abort_request(list(without))
-        for request in without.values():
-            self._add(request, _sampling(request.sampling, self._settings.eos_ids))
+        begun = self._requests.keys() - self._waiting
+        without = [name for name, partial in self._requests.items() if name in begun and not partial.token_ids]
+        self._core.abort(without)
+        for name in without:
+            self._add(self._requests.pop(name))
 
 
 def _sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
     """Return ``wanted`` as vLLM's SamplingParams; EngineError if vLLM would change it."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
     try:
         sampling = SamplingParams(
             temperature=wanted.temperature,
             max_tokens=wanted.max_new_tokens,
             stop_token_ids=list(eos_ids),
+            ignore_eos=True,  # the configuration's, which may be others
             logprobs=0,  # of the chosen token only
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
         )
         if sampling.temperature != wanted.temperature:
             raise ValueError(f"it would sample at temperature {sampling.temperature}")
@@ -287,12 +319,15 @@ def _sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
     return sampling
 
 
-def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
+def _start(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool) -> Any:
     """Return vLLM's engine; ConfigError if it refuses its arguments, EngineError if it fails otherwise."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the rollouter decides when to step
+    # vLLM for CPUs would start a worker process, too; the argument of _make decides.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads, and may have used the device
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # replicas and trainer share the host's cores
+    os.environ[OWNER] = str(os.getpid())
     try:
-        return _make(settings, options)
+        return _make(settings, options, inline=inline)
     except (HwrlError, torch.OutOfMemoryError):  # Backend.allocating translates it
         raise
     except ValueError as exc:
@@ -307,7 +342,7 @@ def _start(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
         ) from exc
 
 
-def _make(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
+def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -315,7 +350,7 @@ def _make(settings: RolloutSettings, options: Mapping[str, Any]) -> Any:
     _require_temperature(settings)
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not inline)
 
 
 def _require_temperature(settings: RolloutSettings) -> None:

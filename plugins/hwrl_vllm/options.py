@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import difflib
+import multiprocessing
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import ConfigError
+from hwrl.interfaces import Capability
 from hwrl_vllm.lora import lora_arguments
 
 if TYPE_CHECKING:
-    from hwrl.interfaces import RolloutSettings
+    from hwrl.interfaces import Backend, RolloutSettings
 
 _HAVE_KEYS = {
     "model": "model.path",
@@ -38,12 +40,12 @@ _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,  # prompts and responses are token ids
     "generation_config": "vllm",  # a model's own sampling defaults would change the policy
     "logprobs_mode": "processed_logprobs",  # at the temperature of sampling, as the trainer computes them
-    # A token scheduled before an update must not appear after it.
-    "async_scheduling": False,
+    "async_scheduling": True,
     "stream_interval": 1,  # a token gets the version at its output
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "worker_extension_cls": "hwrl_vllm.worker.WeightLoading",
+    "scheduler_cls": "hwrl_vllm.scheduler.make_scheduler",
     "disable_log_stats": True,
 }
 """The engine's promises depend on these values."""
@@ -56,9 +58,10 @@ _MOVED = "it moves weights to other places, and an update would miss them"
 _OTHER_WORKERS = "hwrl places a replica's workers: in its process, or on rollout.tensor_parallel devices of its machine"
 
 _REFUSED = {
+    "async_scheduling": "it is always on where vLLM supports it, and updates wait for the step that has begun",
     "trust_remote_code": "hwrl runs no code from a model directory",
     "worker_cls": "updates and sleep need vLLM's own workers",
-    "scheduler_cls": "versions are correct only if no token is scheduled before an update and appears after it",
+    "scheduler_cls": "versions are correct only with a scheduler that can pause and finish its steps",
     "logits_processors": _OTHER_POLICY,
     "watermark_config": _OTHER_POLICY,
     "override_generation_config": _OTHER_POLICY,
@@ -68,7 +71,10 @@ _REFUSED = {
     **dict.fromkeys(["enable_eplb", "enable_elastic_ep", "offload_backend", "offload_group_size"], _MOVED),
     **dict.fromkeys(["nnodes", "node_rank", "prefill_context_parallel_size"], _OTHER_WORKERS),
 }
-"""Arguments with a fixed value, vLLM's default: hwrl's promises hold with no other."""
+"""Arguments with a fixed value: hwrl's promises hold with no other."""
+
+_ENGINE_CORES = ("process", "inline")
+"""The values of hwrl's own option ``engine_core``."""
 
 
 def engine_arguments(
@@ -92,14 +98,32 @@ def engine_arguments(
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         **(lora_arguments(settings.lora.rank, tensor_parallel=settings.tensor_parallel) if settings.lora else {}),
         **device,
-        **options,
+        **{name: value for name, value in options.items() if name != "engine_core"},
     }
 
 
-def check_options(options: Iterable[str], *, known: Collection[str]) -> None:
+def check_options(options: Mapping[str, Any], *, known: Collection[str]) -> None:
     """Raise ConfigError for an option outside ``known``, vLLM's arguments, and for one that hwrl sets or refuses."""
     for name in options:
-        _check(name, known)
+        if name != "engine_core":
+            _check(name, known)
+    engine_core = options.get("engine_core", "process")
+    if engine_core not in _ENGINE_CORES:
+        raise ConfigError(
+            f"rollout.engine_options.engine_core={engine_core!r} is unknown",
+            why=f"vLLM's engine core can be {' or '.join(_ENGINE_CORES)}",
+            fix="remove it, to have it in a process of its own",
+        )
+
+
+def runs_inline(options: Mapping[str, Any], backend: Backend) -> bool:
+    """Return whether vLLM's engine core runs in this process.
+
+    By default it has a process of its own, if that can open this process's memory, and if this process may have
+    children: daemons of :mod:`multiprocessing` may not.
+    """
+    can_start = backend.supports(Capability.DEVICE_IPC).usable and not multiprocessing.current_process().daemon
+    return bool(options.get("engine_core", "process" if can_start else "inline") == "inline")
 
 
 def known_arguments(package: Path) -> set[str]:
@@ -120,10 +144,10 @@ def keys_in(message: str, options: Iterable[str]) -> str:
 def _check(name: str, known: Collection[str]) -> None:
     if name in _HAVE_KEYS:
         why, fix = "hwrl has a key for it", f"set {_HAVE_KEYS[name]}"
-    elif name in _FIXED:
-        why, fix = f"updates and log-probabilities are right only with {_FIXED[name]!r}", "remove it"
     elif name in _REFUSED:
         why, fix = _REFUSED[name], "remove it"
+    elif name in _FIXED:
+        why, fix = f"updates and log-probabilities are right only with {_FIXED[name]!r}", "remove it"
     elif name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         why = "this version of vLLM has no such engine argument"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +19,35 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Lent:
-    """A tensor in the rollout process's memory; a worker process can open it."""
+class LentWeights:
+    """Tensors in the rollout process's memory, one handle for each storage; a worker process can open them."""
 
-    handle: dict[str, str | int]
-    dtype: torch.dtype
-    shape: torch.Size
+    handles: list[dict[str, str | int]]
+    places: dict[str, tuple[int, int, torch.dtype, torch.Size]]
+    """For each tensor: the number of its handle, its first byte, dtype and shape."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, backend: Backend) -> Lent:
-        """Lend ``tensor``, contiguous and not empty, as long as it exists."""
-        return cls(backend.export_memory(tensor), tensor.dtype, tensor.shape)
+    def of(cls, weights: Mapping[str, torch.Tensor], backend: Backend) -> LentWeights:
+        """Lend ``weights``, contiguous and not empty, as long as they exist."""
+        handles: dict[int, dict[str, str | int]] = {}
+        places = {}
+        for name, tensor in weights.items():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in handles:
+                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                handles[storage._cdata] = backend.export_memory(memory)
+            number = list(handles).index(storage._cdata)
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            places[name] = (number, begin, tensor.dtype, tensor.shape)
+        return cls(list(handles.values()), places)
 
-    def open(self, backend: Backend) -> torch.Tensor:
-        """Return the tensor, in another process."""
-        return backend.open_memory(self.handle).view(self.dtype).view(self.shape)
+    def open(self, backend: Backend) -> dict[str, torch.Tensor]:
+        """Return the tensors, in another process."""
+        opened = [backend.open_memory(handle) for handle in self.handles]
+        return {
+            name: opened[number][begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for name, (number, begin, dtype, shape) in self.places.items()
+        }
 
 
 class WeightLoading:
@@ -44,10 +59,10 @@ class WeightLoading:
     _hwrl_copies: CopyPlan | None = None
     _hwrl_recorded = False
 
-    def hwrl_load_lent(self, method: str, weights: Mapping[str, Lent], *args: Any) -> None:
-        """Call ``method`` with the ``weights`` of another process, and ``args``."""
-        backend = get_backend()
-        getattr(self, method)({name: lent.open(backend) for name, lent in weights.items()}, *args)
+    def hwrl_load_lent(self, method: str, pickled: bytes) -> None:
+        """Call ``method`` with the weights of another process: ``pickled`` are LentWeights, and further arguments."""
+        lent, args = pickle.loads(pickled)
+        getattr(self, method)(lent.open(get_backend()), *args)
 
     def hwrl_load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load contiguous ``weights`` of the whole model, in place; each worker takes its shards. Blocks.

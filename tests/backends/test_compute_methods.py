@@ -17,11 +17,42 @@ from torch.nn.attention import varlen
 import hwrl_cpu
 import hwrl_cuda
 from hwrl.interfaces import Backend, Capability, Kernels
+from hwrl.interfaces import varlen as interfaces_varlen
 from hwrl.testing.varlen import PACKED, wrong_varlen
 from hwrl_cuda import attention, peaks
 from hwrl_npu import peaks as npu_peaks
 
-GENERIC = hwrl_cpu.CpuBackend(hwrl_cpu.INFO)
+
+class Generic(hwrl_cpu.CpuBackend):
+    """Computes like a backend that overrides nothing."""
+
+    _grouped_attention = False
+
+
+GENERIC = Generic(hwrl_cpu.INFO)
+
+
+@pytest.mark.parametrize("pack", PACKED)
+def test_the_generic_attention_is_right_where_heads_cannot_share(pack: str) -> None:
+    assert wrong_varlen(GENERIC, PACKED[pack], torch.float32) == []
+
+
+def test_the_places_of_tokens_are_computed_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    right = interfaces_varlen._row_places
+
+    def counted(cu_seqlens: torch.Tensor, *sizes: int) -> torch.Tensor:
+        computed.append(len(cu_seqlens))
+        return right(cu_seqlens, *sizes)
+
+    monkeypatch.setattr(interfaces_varlen, "_row_places", counted)
+    query, key, value = packed(torch.float32)
+    for boundaries in ([0, 5, 12], [0, 12]):
+        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
+        for _ in range(3):
+            out = GENERIC.varlen_attention(query, key, value, cu_seqlens=cu_seqlens, max_length=12)
+    assert computed == [3, 2]
+    assert out.shape == query.shape
 
 
 # -- torch's kernel does not run on a host: these have its signatures, and compute it in the generic way --------------
@@ -211,6 +242,7 @@ def liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ModuleType("liger_kernel.ops"))
     yield
     sys.modules.pop("hwrl_cuda.kernels", None)
+    vars(hwrl_cuda).pop("kernels", None)
 
 
 @pytest.mark.usefixtures("liger")
@@ -220,6 +252,13 @@ def test_an_installed_package_brings_fused_operations() -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
     torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6), functional.rms_norm(x, (8,), weight, 1e-6))
     torch.testing.assert_close(kernels.swiglu(x, x + 1), functional.silu(x) * (x + 1))
+
+
+@pytest.mark.usefixtures("liger")
+def test_a_broken_package_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(sys.modules["liger_kernel.ops.swiglu"], "LigerSiLUMulFunction")
+    assert hwrl_cuda.hwrl_kernels() is None
+    assert "cannot be used: cannot import name 'LigerSiLUMulFunction'" in caplog.text
 
 
 def test_without_the_package_there_are_none() -> None:

@@ -86,6 +86,7 @@ def test_the_text_shows_every_backend_with_its_reason() -> None:
     assert ended.returncode == 0
     for part in ("chosen: cpu", "every machine has a CPU", "/dev/nvidia", "/dev/davinci", "names: ascend, npu"):
         assert part in ended.stdout
+    assert re.search(r"peak in bfloat16 +unknown: a run reports no MFU\n.*fused operations +none\n", ended.stdout)
     live = ended.stdout.partition("live check of cpu\n")[2].partition("\n\n")[0].splitlines()
     assert all(re.fullmatch(r"  .{24} \S.*", line) for line in live), "names and answers each have a column"
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -21,6 +21,7 @@ from pathlib import Path
 from hwrl.comm.store import serve_store, store_address
 from hwrl.testing.processes import run_processes
 from tests.crash.cycles import Tally, run_cycles
+from tests.crash.disk import Kind
 from tests.crash.managed import Managed
 from tests.crash.matrix import Matrix, Point, Result, Subject
 from tests.crash.trainers import MakeTrainer, Megatron, fsdp2, write_model
@@ -77,21 +78,33 @@ def managed_subjects(store: str, model: Path) -> list[Subject]:
 def points_of(matrix: Matrix, *, seed: int) -> Iterator[Point]:
     """Yield each single fault once, and after every two of them a pair of faults in two lives; then pairs for ever.
 
-    The order is random, but for this: the first few single faults have each kind of fault befall each subject.
+    The order is random, but for this: the first few single faults have each kind of fault befall each subject, and as
+    few of them as there are subjects meet each subject once and all kinds about equally often.
     """
     every = list(matrix.every_point())
     print(f"{len(every)} single faults", flush=True)
     random.Random(seed).shuffle(every)
-    alike: dict[object, list[Point]] = defaultdict(list)
+    alike: dict[tuple[str, Kind, bool], list[Point]] = defaultdict(list)
     for point in every:
         alike[point.subject, point.first.kind, point.first.whole_job].append(point)
     pairs = matrix.random_points(every, seed=seed)
+    alike = {key: alike[key] for key in _diagonally(alike)}
     singles = (point for row in itertools.zip_longest(*alike.values()) for point in row if point is not None)
     for number, single in enumerate(singles):
         yield single
         if number % 2:
             yield next(pairs)
     yield from pairs
+
+
+def _diagonally(keys: Iterable[tuple[str, Kind, bool]]) -> list[tuple[str, Kind, bool]]:
+    """Return ``keys``, each of a subject and a fault, such that neighbours differ in both."""
+    found = set(keys)
+    subjects = sorted({subject for subject, _, _ in found})
+    faults = sorted({(kind, whole) for _, kind, whole in found})
+    turns = itertools.product(range(len(faults)), enumerate(subjects))
+    keys = [(subject, *faults[(row + number) % len(faults)]) for row, (number, subject) in turns]
+    return [key for key in keys if key in found]
 
 
 # -- running them ----------------------------------------------------------------------------------------------------

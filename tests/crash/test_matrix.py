@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.testing.processes import run_processes
-from tests.crash.disk import Kind, why_unavailable
+from tests.crash.disk import KINDS, Kind, why_unavailable
 from tests.crash.matrix import Matrix, Point
 from tests.crash.references import DeletesEarly, Reference, ReferenceSession, WritesInPlace
 from tests.crash.sweep import Outcome, Plan, prepare_process, run_points, sweep
@@ -35,8 +35,12 @@ def test_the_matrix_finds_orders_that_lose_or_mix(tmp_path: Path, order: type[Re
         assert sum(f":{kind}@" in complaint for complaint in outcome.broken) >= at_least
 
 
+@pytest.mark.long(60)
 @pytest.mark.timeout(600)  # four minutes on two cores under a load of 30
-def test_no_single_fault_breaks_a_promise(tmp_path: Path) -> None:
-    outcome = sweep(Plan(160), timeout_s=590)
+@pytest.mark.parametrize("count", [64, pytest.param(160, marks=pytest.mark.extended)])
+def test_no_single_fault_breaks_a_promise(count: int) -> None:
+    outcome = sweep(Plan(count), timeout_s=590)
     assert not outcome.broken, "\n".join(outcome.broken)
-    assert outcome.points.total() == 160
+    assert outcome.points.total() == count
+    assert outcome.faults.keys() >= set(KINDS), "each kind of fault"
+    assert len(outcome.points) == 16, "each subject"

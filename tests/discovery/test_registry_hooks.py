@@ -9,7 +9,7 @@ import pytest
 
 from hwrl.discovery import Registry
 from hwrl.errors import BackendLoadError, BackendUnavailableError
-from hwrl.interfaces import Backend, BackendInfo
+from hwrl.interfaces import Backend, BackendInfo, Kernels
 from tests.support.plugin_files import SOURCE, PluginFiles, plugins
 
 __all__ = ["plugins"]  # a fixture
@@ -38,6 +38,7 @@ def test_a_worker_of_a_backend_that_wants_nothing_gets_nothing(plugins: PluginFi
 HOOKS: dict[str, tuple[str, Callable[[Registry], object]]] = {
     "hwrl_process_env": ("role", lambda registry: registry.process_env("trainer")),
     "hwrl_engine_args": ("framework", lambda registry: registry.engine_args("engine")),
+    "hwrl_kernels": ("", lambda registry: registry.kernels()),
     "hwrl_bootstrap": ("framework", lambda registry: registry.bootstrap("engine")),
 }
 
@@ -48,6 +49,16 @@ HOOKS: dict[str, tuple[str, Callable[[Registry], object]]] = {
         ("hwrl_process_env", "return dict(PORT=1)", "it['PORT'] is 1, not of type str"),
         ("hwrl_process_env", "return 'PORT=1'", "gave a wrong answer: it is 'PORT=1', not"),
         ("hwrl_engine_args", "return ['--fast']", "gave a wrong answer: it is ['--fast'], not"),
+        (
+            "hwrl_kernels",
+            "return dict(rms_norm=print)",
+            "gave a wrong answer: it is {'rms_norm': <built-in function print>}",
+        ),
+        (
+            "hwrl_kernels",
+            "import hwrl.interfaces\n    return hwrl.interfaces.Kernels(swiglu='fast')",
+            "swiglu is 'fast'",
+        ),
         *((hook, "raise OSError('no bus')", f"its {hook} raised OSError: no bus") for hook in HOOKS),
         *((hook, "raise SystemExit(0)", f"its {hook} raised SystemExit: 0") for hook in HOOKS),
     ],
@@ -115,3 +126,25 @@ def test_engines_get_the_arguments_that_the_chosen_backend_knows_for_them(plugin
     assert registry.engine_args("engine") == {"mode": "safe"}
     assert registry.engine_args("another") == {}
     assert plugins.registry(HWRL_BACKEND="other").engine_args("engine") == {}
+
+
+# -- fused operations -----------------------------------------------------------------------------------------------
+
+KERNELS = """
+
+@hwrl.hookimpl
+def hwrl_kernels():
+    from hwrl.interfaces import Kernels
+
+    return Kernels(swiglu=max)
+"""
+
+
+def test_the_chosen_backend_brings_its_fused_operations(plugins: PluginFiles) -> None:
+    plugins.add("chosen", source=SOURCE + KERNELS)
+    plugins.add("other")
+    assert plugins.registry(HWRL_BACKEND="chosen").kernels() == Kernels(swiglu=max)
+    assert plugins.registry(HWRL_BACKEND="other").kernels() == Kernels()
+    by_hand = plugins.registry()
+    by_hand.set_backend(Backend(BackendInfo(name="mine", device_type="cpu", description="")))
+    assert by_hand.kernels() == Kernels()

@@ -1,30 +1,17 @@
-"""Stop a run in an exact phase, to inject faults there: a backend and a reward function with gates.
-
-The backend is the CPU under the name ``gated``. Each process of a run calls :func:`pass_gate` as it enters a phase. The
-run has a list of gates. The first process to enter a gate's phase for the ``nth`` time writes ``reached-<gate>``, and
-waits until the sweep has injected its faults and written ``go-<gate>``. Gates open in their order.
-"""
+"""A backend that stops a run in an exact phase (:mod:`tests.faults.phases`): the CPU under the name ``gated``."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hwrl
 import hwrl_cpu
 from hwrl.interfaces import Backend, BackendInfo, ProbeContext, ProbeResult
-
-VARIABLE = "HWRL_FAULT_GATES"
-"""The environment variable with the directory of ``gates.json``, a list of ``[phase, nth]``."""
-PATIENCE_S = 60.0
+from tests.faults.phases import VARIABLE, pass_gate
 
 INFO = BackendInfo(name="gated", device_type="cpu", description="the CPU, with gates for injected faults", api=(1, 0))
 _PHASE_OF = {
@@ -35,34 +22,6 @@ _PHASE_OF = {
     "the export of the model": "exporting",
     "the end of the trainer": "closing",
 }
-_counts: Counter[str] = Counter()
-_counting = threading.Lock()
-
-
-def pass_gate(phase: str) -> None:
-    """Report that this process enters ``phase``; wait if it has a gate."""
-    directory = os.environ.get(VARIABLE)
-    if directory is None:
-        return
-    with _counting:
-        _counts[phase] += 1
-        count = _counts[phase]
-    for number, (name, nth) in enumerate(json.loads(Path(directory, "gates.json").read_text())):
-        if not Path(directory, f"go-{number}").exists():
-            if name == phase and count >= nth:
-                _wait_at(Path(directory), number)
-            return
-
-
-def _wait_at(directory: Path, number: int) -> None:
-    try:
-        with Path(directory, f"reached-{number}").open("x") as file:
-            file.write(str(os.getpid()))
-    except FileExistsError:  # another process or thread waits there
-        return
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not Path(directory, f"go-{number}").exists() and time.monotonic() < deadline_s:
-        time.sleep(0.005)
 
 
 class GatedBackend(hwrl_cpu.CpuBackend):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from tests.faults.acts import Act, Edit, Freeze, Limit, Protect, Replace, Send, TerminateGroup
 
 HEARTBEAT_S = 8
-HELPERS = ("log-monitor", "monitor", "dashboard", "env-agent", "agent")
-"""Processes of Ray that a run hardly needs."""
+HELPERS = ("env-agent", "agent")
+"""Processes of Ray that a run hardly needs. Its raylet starts them; hwrl lets Ray start no others."""
 LIMIT_S, SLOW_LIMIT_S = 150.0, 240.0
 """Time limits for a run with a fault. The second is for a death that only Ray notices, or for several limits."""
 WORDS_OF_PHASES = {"starting": "starting Ray", "building": "building "}
@@ -301,6 +301,8 @@ def _rewards() -> list[Point]:
         point("reward-gives-nan-sometimes", "done", reward="gives_nan_sometimes"),
         point("reward-gives-nan-always", "error", reward="gives_nan_always"),
         point("reward-is-slow", "done", reward="is_slow"),
+        point("kill-reward-workers-judging", "done", at("judging", Send("KILL", "reward-workers"), nth=JUDGED)),
+        point("freeze-reward-workers-judging", "done", at("judging", Freeze("reward-workers"), nth=JUDGED)),
     ]
 
 

@@ -1,8 +1,10 @@
-"""Reward functions with gates, some of them faulty. A point copies this file beside its data."""
+"""Reward functions with gates, some of them faulty. A point copies this file beside its data.
+
+Several workers may call them, so calls are counted in files.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -11,11 +13,10 @@ from functools import cache
 from pathlib import Path
 
 from hwrl.run.demo import sort_reward
-from tests.faults.gates import VARIABLE, pass_gate
+from tests.faults.phases import VARIABLE, pass_gate
 
 Metrics = dict[str, float]
 _EVALUATED_PROMPTS = 3
-_calls, _evaluations = itertools.count(1), itertools.count(1)
 
 
 @cache
@@ -24,13 +25,23 @@ def _evaluation() -> set[str]:
     return {json.loads(line)["prompt"] for line in text.splitlines()}
 
 
+def _count(what: str) -> int:
+    """Return how many calls of this function with ``what`` there were in all processes of the run."""
+    file = os.open(Path(os.environ[VARIABLE], f"count-{what}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.write(file, b".")
+        return os.lseek(file, 0, os.SEEK_CUR)
+    finally:
+        os.close(file)
+
+
 def plain(prompt: str, response: str, answer: str) -> Metrics:
     if prompt not in _evaluation():
-        pass_gate("judging")
-    elif next(_evaluations) <= _EVALUATED_PROMPTS:
-        pass_gate("evaluating")
+        pass_gate("judging", count=_count("judged"))
+    elif (count := _count("evaluated")) <= _EVALUATED_PROMPTS:
+        pass_gate("evaluating", count=count)
     else:
-        pass_gate("evaluating-finally")
+        pass_gate("evaluating-finally", count=count - _EVALUATED_PROMPTS)
     return sort_reward(prompt, response, answer)
 
 
@@ -48,13 +59,13 @@ def _hang() -> None:
 
 
 def hangs_once(prompt: str, response: str, answer: str) -> Metrics:
-    if prompt not in _evaluation() and next(_calls) > 5 and _is_first("hang"):
+    if prompt not in _evaluation() and _count("called") > 5 and _is_first("hang"):
         _hang()
     return plain(prompt, response, answer)
 
 
 def hangs_always(prompt: str, response: str, answer: str) -> Metrics:
-    if next(_calls) > 5:
+    if _count("called") > 5:
         _hang()
     return plain(prompt, response, answer)
 
@@ -72,7 +83,7 @@ def hangs_once_on_evaluation(prompt: str, response: str, answer: str) -> Metrics
 
 
 def raises_sometimes(prompt: str, response: str, answer: str) -> Metrics:
-    if next(_calls) % 5 == 0:
+    if _count("called") % 5 == 0:
         raise ValueError("every fifth call fails")
     return plain(prompt, response, answer)
 
@@ -84,25 +95,25 @@ def raises_on_evaluation(prompt: str, response: str, answer: str) -> Metrics:
 
 
 def exits_sometimes(prompt: str, response: str, answer: str) -> Metrics:
-    if next(_calls) % 5 == 0:
+    if _count("called") % 5 == 0:
         sys.exit(0)
     return plain(prompt, response, answer)
 
 
 def interrupts_sometimes(prompt: str, response: str, answer: str) -> Metrics:
-    if next(_calls) % 5 == 0:
+    if _count("called") % 5 == 0:
         raise KeyboardInterrupt
     return plain(prompt, response, answer)
 
 
 def ends_its_process_once(prompt: str, response: str, answer: str) -> Metrics:
-    if next(_calls) > 5 and _is_first("end"):
+    if _count("called") > 5 and _is_first("end"):
         os._exit(0)
     return plain(prompt, response, answer)
 
 
 def gives_nan_sometimes(prompt: str, response: str, answer: str) -> Metrics:
-    if next(_calls) % 5 == 0:
+    if _count("called") % 5 == 0:
         return {"reward": float("nan")}
     return plain(prompt, response, answer)
 

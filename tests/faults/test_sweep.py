@@ -1,9 +1,13 @@
-"""Ten points of the sweep: each kind of fault and each victim at least once."""
+"""Ten points of the sweep: each kind of fault and each victim at least once.
+
+``make test`` leaves out those of a kind and a victim that a test of whole runs in ``tests/run`` meets, too.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +17,19 @@ from tests.faults.trial import run_point
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 TEN = choose([point for point in POINTS if point.is_quick], 10, seed=5)
+MET_ELSEWHERE = {
+    "hup-trainer-stepping": "test_train_run.py: a dead trainer goes back to its checkpoint",
+    "term-driver-evaluating-finally": "test_train_run.py: a signal ends the run cleanly",
+    "int-ledger-judging": "test_train_run.py: without the ledger the run ends",
+    "freeze-replica-judging": "test_train_run.py: frozen processes are replaced",
+    "reward-hangs-once": "test_reward_workers.py: a reward that hangs fails its prompt and holds up no other",
+    "edit-weights-kill-trainer": "test_run_changes.py: an input that changed ends the run",
+}
+"""Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""
+
+
+def _case(point: Point) -> Any:
+    return pytest.param(point, id=point.name, marks=[pytest.mark.extended] if point.name in MET_ELSEWHERE else [])
 
 
 def labels(points: list[Point]) -> set[str]:
@@ -28,6 +45,7 @@ def test_there_are_sixty_points_and_more_and_no_two_are_alike() -> None:
 
 def test_ten_points_meet_every_kind_and_every_victim() -> None:
     assert labels(POINTS) - labels(TEN) <= {"everything"}
+    assert MET_ELSEWHERE.keys() <= {point.name for point in TEN}
 
 
 def test_the_page_has_a_row_for_each_point() -> None:
@@ -35,8 +53,9 @@ def test_the_page_has_a_row_for_each_point() -> None:
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == [point.name for point in POINTS]
 
 
+@pytest.mark.long(50)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("point", TEN, ids=lambda point: point.name)
+@pytest.mark.parametrize("point", [_case(point) for point in TEN])
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)
     assert verdict.held, describe(point, verdict)

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hwrl.run.demo import write_demo
 from tests.faults.acts import Scene
-from tests.faults.gates import VARIABLE
+from tests.faults.phases import VARIABLE
 from tests.faults.points import HEARTBEAT_S, WORDS_OF_PHASES, Injection, Point
 from tests.faults.run_checks import FellError, check_accounts, name_end, require, shared_memory
 from tests.support.train_run import Run

@@ -1,10 +1,15 @@
-"""What tests share lies where a reader looks for it."""
+"""What tests share lies where a reader looks for it, and the tests run in a good order."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.order import long_ones_first
 
 REPO = Path(__file__).parents[2]
 
@@ -36,3 +41,24 @@ def test_the_scripts_name_tests_that_exist() -> None:
     named = {(path.name, name) for path in scripts for name in re.findall(r"\btests/[\w/]+\.py\b", path.read_text())}
     assert named
     assert [f"{script} names {name}" for script, name in sorted(named) if not (REPO / name).is_file()] == []
+
+
+class Item:
+    """A test, as far as its order depends on it."""
+
+    def __init__(self, name: str, seconds: float | None = None) -> None:
+        self.name, self.marker = name, None if seconds is None else pytest.mark.long(seconds).mark
+
+    def get_closest_marker(self, name: str) -> Any:
+        return self.marker
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_long_tests_come_first_in_the_shares_of_all_workers_but_one(workers: int) -> None:
+    items: list[Any] = [*(Item(f"short-{number}") for number in range(18)), Item("b", 20), Item("a", 30), Item("c", 10)]
+    ordered = [item.name for item in long_ones_first(items, workers=workers)]
+    assert sorted(ordered) == sorted(item.name for item in items)
+    firsts = [ordered[21 * worker // workers] for worker in range(workers)]
+    assert firsts[: max(1, workers - 1)] == ["a", "b", "c"][: max(1, workers - 1)]
+    assert workers == 1 or firsts[-1].startswith("short")
+    assert [name for name in ordered if name.startswith("short")] == [f"short-{number}" for number in range(18)]

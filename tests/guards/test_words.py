@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def test_every_file_is_plain() -> None:
     assert not too_dense, f"write shorter sentences: {too_dense}"
 
 
+@cache
 def written(path: Path) -> list[tuple[int, str]]:
     """Return each docstring (on line 1), comment and message of ``path``, with its line."""
     return [*((1, text) for text in docstrings(path)), *comments(path), *messages(path)]

@@ -16,7 +16,7 @@ __all__ = ["model_directory"]  # a fixture
 _STEPS = 4
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_ranks_take_the_steps_of_the_host(model_directory: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     store = serve_store()
     sharded = run_processes(train, ranks, model_directory, store_address(store), ranks, _STEPS, timeout_s=120.0)

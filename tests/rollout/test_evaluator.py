@@ -9,19 +9,19 @@ import pytest
 
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import Sampling
-from hwrl.rollout import Evaluator, RewardWorkers
+from hwrl.rollout import Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup
-from tests.support.scripted_rollout import CountingEngine, Lengths
+from tests.support.scripted_rollout import CountingEngine, InlineScorer, Lengths
 
 PROMPTS = [Lengths()[0], Lengths()[2]]
 
 
 class Examination:
-    """An evaluator, its reward workers, and an engine at ``version``. A call of the reward takes one of ``scores``."""
+    """An evaluator, its scorer, and an engine at ``version``. A call of the reward takes one of ``scores``."""
 
     def __init__(self, scores: list[float | None], *, version: int = 0) -> None:
         self._script: Iterator[float | None] = iter(scores)
-        self._rewards = RewardWorkers(self._next_score, decode=str, attempts=1, threads=1)
+        self._rewards = InlineScorer(self._next_score, attempts=1)
         self.evaluator = Evaluator(self._rewards)
         self._engine = CountingEngine()
         self._engine.version = version

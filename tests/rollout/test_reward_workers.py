@@ -1,83 +1,270 @@
-"""The threads that score responses: whatever the reward function does, each prompt gets its answer."""
+"""The processes that score responses: whatever the reward function does, each prompt gets its answer."""
 
 from __future__ import annotations
 
-import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Response
-from hwrl.rollout import RewardWorkers
+from hwrl.rollout import Prompt, RewardWorkers, Scores
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 
+FUNCTIONS = "tests.support.reward_functions"
+Start = Callable[..., RewardWorkers]
 
-def test_a_reward_that_hangs_fails_its_prompt_and_holds_up_no_other() -> None:
-    released = threading.Event()
 
-    def hangs(prompt: str, response: str, answer: object) -> float:
-        if prompt == "0":
-            released.wait(30)
-        return 1.0
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[RewardWorkers] = []
 
+    def begin(function: str, **settings: Any) -> RewardWorkers:
+        target = function if ":" in function else f"{FUNCTIONS}:{function}"
+        started.append(RewardWorkers(target, decode=lambda ids: " ".join(map(str, ids)), **settings))
+        return started[-1]
+
+    yield begin
+    for workers in started:
+        workers.close()
+
+
+def responses_of(lengths: Sequence[int]) -> list[Response]:
+    tokens = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
+    return [Response(ids, ids.astype(np.float32), ids, truncated=False) for ids in tokens]
+
+
+def prompt_of(answer: object) -> Prompt:
+    return Prompt("say", np.ones(1, dtype=np.int32), answer)
+
+
+def score(workers: RewardWorkers, answer: object = None, lengths: Sequence[int] = (1, 2, 3)) -> Future[Scores]:
+    return workers.score(prompt_of(answer), responses_of(lengths))
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came"
+        time.sleep(0.01)
+
+
+def test_responses_are_scored_in_order_in_a_light_process_that_lives_on(start: Start) -> None:
+    assert score(start("length")).result(20).metrics == [{"reward": 1.0}, {"reward": 2.0}, {"reward": 3.0}]
+    workers = start("identify")
+    workers.wait_until_ready()
+    rows = [row for _ in range(2) for row in score(workers).result(20).metrics]
+    assert {row["pid"] for row in rows} == {rows[0]["pid"]} and rows[0]["pid"] != os.getpid()
+    assert [row["calls"] for row in rows] == [1, 2, 3, 4, 5, 6], "a module's globals stay"
+    assert rows[0]["large"] == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        ("raise", "ZeroDivisionError('no luck')"),
+        ("exit", "SystemExit(3)"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("cancel", "CancelledError"),
+        ("end a generator", "GeneratorExit"),
+    ],
+)
+def test_a_call_that_raises_is_repeated_in_the_same_process_then_the_prompt_has_failed(
+    start: Start, order: str, reason: str
+) -> None:
+    workers = start("obey", attempts=2)
+    scores = score(workers, order).result(20)
+    assert (scores.metrics, scores.errors) == ([{"reward": 1.0}], 2)
+    assert scores.failure is not None and reason in scores.failure and "for the response '1 2'" in scores.failure
+    assert score(workers, order, [1]).result(20) == Scores([{"reward": 1.0}])
+
+
+def test_a_call_that_succeeds_at_last_counts_its_errors(start: Start) -> None:
+    assert score(start("fails_twice"), lengths=[1]).result(20) == Scores([{"reward": 1.0}], errors=2)
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        ("end the process", "ended with status 7"),
+        ("crash", "was killed by SIGSEGV"),
+        ("run out of memory", "was killed by SIGKILL"),
+        ("close everything", "its worker"),
+        ("hang", "did not return within 0.3 s"),
+        ("hold the lock", "did not return within 0.3 s"),
+    ],
+)
+def test_a_call_that_ends_or_holds_its_process_fails_its_prompt_only(start: Start, order: str, reason: str) -> None:
+    workers = start("obey", workers=1, timeout_s=0.3)
+    failing, next_one = score(workers, order), score(workers, order, [1])
+    scores = failing.result(20)
+    assert scores.failure is not None and reason in scores.failure and "for the response '1 2'" in scores.failure
+    assert scores.errors == 1
+    assert next_one.result(20) == Scores([{"reward": 1.0}]), "a new process"
+
+
+@pytest.mark.parametrize("order", ["print", "ignore Ctrl-C", "set an alarm"])
+def test_what_a_call_may_do(start: Start, order: str) -> None:
+    assert score(start("obey"), order).result(20) == Scores([{"reward": 1.0}] * 3)
+
+
+def test_an_error_without_a_text_is_reported(start: Start) -> None:
+    assert "ValueError" in str(score(start("obey"), "raise without a text").result(20).failure)
+
+
+def test_responses_and_answers_that_cannot_be_sent_fail_their_prompt(start: Start) -> None:
+    workers = start("length")
+    assert "pickle" in str(score(workers, threading.Lock()).result(20).failure)
+    assert score(workers, lengths=[5]).result(20).metrics == [{"reward": 5.0}]
+    broken = RewardWorkers(f"{FUNCTIONS}:length", decode=lambda ids: str(ids[7]))
+    assert "IndexError" in str(score(broken).result(20).failure)
+    broken.close()
+
+
+def test_waiting_prompts_get_more_processes_up_to_the_limit(start: Start) -> None:
+    workers = start("takes_a_while", workers=2)
+    workers.wait_until_ready()
+    scores = [score(workers, 0.3, [1]).result(20) for _ in range(2)]
+    assert len({row["pid"] for one in scores for row in one.metrics}) == 1, "nothing waited"
+    futures = [score(workers, 0.3, [1]) for _ in range(6)]
+    assert len({row["pid"] for future in futures for row in future.result(20).metrics}) == 2
+
+
+def test_a_prompt_that_nobody_wants_is_not_scored(start: Start) -> None:
+    workers = start("takes_a_while", workers=1)
+    begun, dropped, last = (score(workers, seconds, [1]) for seconds in (0.3, 1e6, 0.0))
+    assert dropped.cancel()
+    assert begun.result(20).failure is None and last.result(20).failure is None
+
+
+@pytest.mark.parametrize("place", ["{path}:missing", "{path}/none.py:f", "tests.support.missing:f"])
+def test_a_function_that_cannot_be_loaded_is_told(start: Start, tmp_path: Path, place: str) -> None:
+    (tmp_path / "reward.py").write_text("")
+    workers = start(place.format(path=tmp_path / "reward.py"))
+    with pytest.raises(DataError, match="reward"):
+        workers.wait_until_ready()
+    assert score(workers).result(20).failure is not None
+
+
+def test_a_function_that_only_one_process_can_load_is_called_by_that_one(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import time\nfrom pathlib import Path\n\n"
+        "Path(__file__).with_name('claimed').touch(exist_ok=False)\n\n"
+        "def f(prompt, response, answer):\n    time.sleep(answer)\n    return 1.0\n"
+    )
+    workers = start(f"{path}:f", workers=4)
+    workers.wait_until_ready()
+    assert [future.result(20).failure for future in [score(workers, 0.2, [1]) for _ in range(4)]] == [None] * 4
+
+
+def test_a_module_that_ends_its_process_is_told(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("import os\nos._exit(5)\n")
+    with pytest.raises(DataError, match="ended with status 5"):
+        start(f"{tmp_path / 'reward.py'}:f").wait_until_ready()
+
+
+def test_a_new_process_runs_the_code_that_the_first_one_ran(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("import os\n\ndef f(prompt, response, answer):\n    return answer or os._exit(0)\n")
+    workers = start(f"{path}:f", source=path.read_bytes())
+    path.write_text("def f(prompt, response, answer):\n    return 5.0\n")
+    assert score(workers, 0.0).result(20).failure is not None
+    assert score(workers, 2.0, [1]).result(20).metrics == [{"reward": 2.0}]
+
+
+def test_a_call_that_is_killed_takes_along_what_it_started(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "child"
+    scores = score(start("leaves_a_child", timeout_s=1.0), str(file), [1]).result(20)
+    assert "did not return" in str(scores.failure)
+    wait_until(lambda: ended(int(file.read_text())))
+
+
+def test_a_process_that_dies_while_it_is_idle_costs_no_prompt(start: Start) -> None:
+    workers = start("identify", workers=1)
+    first = int(score(workers).result(20).metrics[0]["pid"])
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: ended(first))
+    again = score(workers).result(20)
+    assert again.failure is None and again.metrics[0]["pid"] != first
+
+
+def test_closing_ends_processes_inside_of_a_call_and_cancels_what_waits(start: Start) -> None:
+    workers = start("identify", workers=1)
+    pid = int(score(workers).result(20).metrics[0]["pid"])
+    busy = start("obey", workers=1)
+    running, waiting = score(busy, "hang"), score(busy, "hang")
+    for each in (workers, busy):
+        each.close()
+    assert ended(pid) and running.cancelled() and waiting.cancelled()
+    with pytest.raises(CancelledError):
+        score(busy).result(0)
+
+
+def test_processes_end_with_their_replica_also_inside_of_a_call(tmp_path: Path) -> None:
+    """A replica may be killed at any moment, and the function may hold the interpreter's lock."""
+    function = tmp_path / "reward.py"
+    function.write_text(
+        "import os, pathlib\n\n"
+        "def f(prompt, response, answer):\n"
+        "    pathlib.Path(answer).write_text(str(os.getpid()))\n"
+        "    return sum(iter(int, 1))\n"
+    )
+    code = (
+        "import sys, time\n"
+        "import numpy as np\n"
+        "from hwrl.interfaces import Response\n"
+        "from hwrl.rollout import Prompt, RewardWorkers\n"
+        "ids = np.ones(1, dtype=np.int32)\n"
+        "workers = RewardWorkers(sys.argv[1] + ':f', decode=str)\n"
+        "workers.score(Prompt('', ids, sys.argv[2]), [Response(ids, ids.astype(np.float32), ids, truncated=False)])\n"
+        "time.sleep(1e6)\n"
+    )
+    file = tmp_path / "pid"
+    replica = subprocess.Popen([sys.executable, "-c", code, str(function), str(file)])
+    wait_until(lambda: file.exists() and bool(file.read_text()))
+    replica.send_signal(signal.SIGKILL)
+    replica.wait(20)
+    wait_until(lambda: ended(int(file.read_text())))
+
+
+def test_a_rollouter_hands_in_what_real_workers_scored_and_fails_what_hangs(start: Start) -> None:
     desk = Desk([0, 1])
-    rollouter = rollouter_of(desk, reward=hangs, reward_timeout_s=0.2)
+    workers = start("obey", timeout_s=0.3)
+    rollouter = rollouter_of(desk, rewards=workers, prompts=Ordering())
     step_until(rollouter, lambda: bool(desk.failed and desk.groups))
-    assert [group.sequence_number for group in desk.groups] == [1], "another thread took the hung one's place"
-    assert desk.failed[0][0] == 0 and "did not return within 0.2 s for the response '1'" in desk.failed[0][1]
-    released.set()
-    desk.numbers = [2]
-    step_until(rollouter, lambda: len(desk.groups) == 2)
-    assert len(desk.failed) == 1, "a late answer counts no more"
+    assert [group.sequence_number for group in desk.groups] == [0]
+    assert desk.failed[0][0] == 1 and "did not return within 0.3 s for the response '1 2'" in desk.failed[0][1]
     assert rollouter.stats()["reward_errors"] == 1
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()])
-def test_whatever_a_reward_raises_its_thread_goes_on(error: BaseException) -> None:
-    def raises(prompt: str, response: str, answer: object) -> float:
-        if prompt == "0":
-            raise error
-        return 1.0
+class Ordering(Lengths):
+    """Prompt n wants n + 1 tokens, and its reward hangs at two."""
 
-    desk = Desk([0, 1])
-    rollouter = rollouter_of(desk, reward=raises)
-    step_until(rollouter, lambda: bool(desk.failed and desk.groups))
-    assert type(error).__name__ in desk.failed[0][1]
+    def __getitem__(self, sequence_number: int) -> Prompt:
+        return Prompt(str(sequence_number), np.array([sequence_number + 1], dtype=np.int32), "hang")
 
 
-def test_a_response_that_cannot_be_decoded_fails_its_prompt_and_closing_waits_for_nobody() -> None:
-    token = np.zeros(1, dtype=np.int32)
-    response = Response(token, token.astype(np.float32), token, truncated=False)
-    workers = RewardWorkers(lambda *_: 1.0, decode=lambda ids: str(ids[7]), threads=1)
-    failures = [workers.score(Lengths()[0], [response]).result(timeout=10).failure for _ in range(2)]
-    assert all("IndexError" in str(failure) for failure in failures)
-    workers.close()
-
-
-def test_an_evaluation_whose_reward_hangs_once_tries_that_prompt_again() -> None:
-    calls, released = [0], threading.Event()
-
-    def hangs_once(prompt: str, response: str, answer: object) -> float:
-        calls[0] += 1
-        if calls[0] == 1:
-            released.wait(30)
-        return 0.5
-
-    rollouter = rollouter_of(Desk([]), reward=hangs_once, reward_timeout_s=0.2)
-    answer = rollouter.evaluate([Lengths()[0]])
+def test_an_evaluation_whose_reward_hangs_says_so(start: Start) -> None:
+    rollouter = rollouter_of(Desk([]), rewards=start("obey", timeout_s=0.3))
+    answer = rollouter.evaluate([Ordering()[1]])
     step_until(rollouter, answer.done)
-    released.set()
-    assert answer.result(timeout=0).metrics == {"reward": 0.5}
-    assert rollouter.stats()["reward_errors"] == 1
-
-
-def test_an_evaluation_whose_reward_hangs_says_so() -> None:
-    released = threading.Event()
-    rollouter = rollouter_of(Desk([]), reward=lambda *_: float(released.wait(30)), reward_timeout_s=0.2)
-    answer = rollouter.evaluate([Lengths()[0]])
-    step_until(rollouter, answer.done)
-    released.set()
-    with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within 0.2 s"):
+    with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within 0.3 s"):
         answer.result(timeout=0)

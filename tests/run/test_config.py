@@ -96,20 +96,29 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_running=4 must be at least n=8"):
         load_config(write(tmp_path, MINIMAL), ["rollout.max_running=4"])
-    with pytest.raises(ConfigError, match=r"batch_groups=1 must be at least train\.ranks=2"):
-        load_config(write(tmp_path, MINIMAL), ["train.batch_groups=1", "train.ranks=2"])
     with pytest.raises(ConfigError, match=r"lora_rank=8 needs train\.engine=fsdp; megatron trains whole models"):
         load_config(write(tmp_path, MINIMAL), ["model.lora_rank=8", "train.engine=megatron"])
     with pytest.raises(ConfigError, match=r"goals: eval/exact cannot be reached without data\.eval"):
         load_config(write(tmp_path, MINIMAL), ["goals={eval/exact: 0.5}"])
-    few = ["train.batch_groups=5", "train.ranks=2", "rollout.n=3"]
-    assert load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=6"])
-    with pytest.raises(ConfigError, match=r"algorithm\.mini_batches=7 must be at most 6, the responses of a rank"):
-        load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=7"])
+    few = ["train.batch_groups=1", "train.ranks=2", "rollout.n=7"]
+    assert load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=3"])
+    with pytest.raises(
+        ConfigError, match=r"the 7 responses of a step(.|\n)*train\.ranks=2 \* algorithm\.mini_batches=4"
+    ):
+        load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=4"])
+    assert load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=7", "train.engine=megatron"])
     with pytest.raises(ConfigError, match=r"eval\.every_steps=5 needs data\.eval"):
         load_config(write(tmp_path, MINIMAL), ["eval.every_steps=5"])
     with pytest.raises(ConfigError, match=r"set free_cache_engine=true, too"):
         load_config(write(tmp_path, MINIMAL), ["rollout.sleep_level=2"])
+
+
+def test_profiled_steps_are_a_range_of_the_runs_steps(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL), ["train.steps=5", "train.profile_steps=[2,5]"])
+    assert config.train.profile_steps == (2, 5)
+    for steps in ("[0,1]", "[3,2]", "[2,6]", "[2]", "3", "[1.5,2]"):
+        with pytest.raises(ConfigError, match="profile_steps"):
+            load_config(write(tmp_path, MINIMAL), ["train.steps=5", f"train.profile_steps={steps}"])
 
 
 def test_paths_are_absolute_when_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +352,18 @@ def test_a_run_without_its_configuration_is_still_a_run(tmp_path: Path) -> None:
         pass
     with claimed_directory(load_config(path, [place, "resume=true"])):
         assert load_config(tmp_path / "run" / "config.yaml").dir == tmp_path / "run"
+
+
+def test_a_run_is_not_overwritten_and_not_resumed_in_another_order_of_prompts(tmp_path: Path) -> None:
+    own = begun_run(tmp_path)
+    copy, place = write(tmp_path, MINIMAL), f"dir={own}"
+    with pytest.raises(ConfigError, match="already holds a run"), claimed_directory(load_config(copy, [place])):
+        pass
+    words = [place, "resume=true", "seed=7"]
+    with pytest.raises(ConfigError, match="with another seed"), claimed_directory(load_config(copy, words)):
+        pass
+    with claimed_directory(load_config(copy, words[:2])):
+        pass
 
 
 def test_a_damaged_account_is_still_a_run_and_a_damaged_configuration_is_an_error(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_every_key_refuses_what_it_cannot_mean(key: str, schema: dict[str, Any])
         "goals={reward/mean: .nan}",
         "rollout.temperature=.inf",
         "optimizer.betas=[0.9, 1.0]",
-        "reward.threads=100000",
+        "reward.workers=100000",
         "weights.timeout_s=1e-9",
         "model.target_modules='['",
     ],
@@ -139,6 +139,21 @@ def test_a_key_may_be_changed_where_it_is_merged(tmp_path: Path) -> None:
         load_config(path)
     path.write_text(yaml.safe_dump(MINIMAL) + "train: &t {threads: 2}\nrollout: {<<: *t, threads: 4}\n")
     assert load_config(path).rollout.threads == 4
+
+
+def test_a_renamed_key_is_told_with_its_new_name(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError, match=r"reward\.threads: there is no such key, did you mean reward\.workers"):
+        load_config(path, ["reward.threads=2"])
+
+
+def test_a_reward_may_not_take_longer_than_its_lease(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError, match=r"reward\.timeout_s=300 must be at most rollout\.group_timeout_s=60"):
+        load_config(path, ["rollout.group_timeout_s=60"])
+    assert load_config(path, ["rollout.group_timeout_s=60", "reward.timeout_s=60"]).reward.timeout_s == 60
 
 
 def test_a_key_that_stands_twice_in_a_word_is_refused(tmp_path: Path) -> None:

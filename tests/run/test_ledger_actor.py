@@ -18,7 +18,7 @@ def config_of() -> Config:
             "dir": "run",
             "model": {"path": "model"},
             "data": {"train": "train.jsonl"},
-            "reward": {"function": "m:f"},
+            "reward": {"function": "m:f", "timeout_s": 0.1},
             "rollout": {"n": 2, "group_timeout_s": 0.1},
             "train": {"steps": 3, "batch_groups": 2},
             "async_training": {"staleness_threshold": 0},

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.train_run import LORA, Run, adapter_nbytes, assert_whole, base_nbytes, sent
 
-pytestmark = pytest.mark.timeout(600)  # up to three runs, on a busy machine
+pytestmark = [pytest.mark.long(30), pytest.mark.timeout(600)]  # up to three runs, on a busy machine
 
 TIMEOUT_S = 240.0
 
@@ -53,6 +53,7 @@ def test_what_a_sleeper_has_dropped_is_sent_again(start: Callable[..., Run], dem
     times_sent = sum(sent(run, "base_sent"))
     assert times_sent >= 2 if bypass_cpu == "true" else times_sent == 1, "the host's store has it"
     assert sum(sent(run, "base_nbytes")) == times_sent * base_nbytes(demo)
+    assert sent(run, "adapter_nbytes")[1:] == [adapter_nbytes(run)] * 5, "each version is an adapter, by each transport"
 
 
 def test_a_sleeper_keeps_whole_models_or_gets_them_again(start: Callable[..., Run], demo: Path) -> None:

@@ -14,7 +14,7 @@ from hwrl.run.cluster.devices import reserve_together
 
 @pytest.fixture
 def two_machines() -> Iterator[None]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     cluster.add_node(num_cpus=4)
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     yield

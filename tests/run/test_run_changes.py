@@ -6,7 +6,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.train_run import Run, trained_prompts
+
+pytestmark = pytest.mark.long(70)
 
 
 def saved_steps(run: Run) -> list[int]:

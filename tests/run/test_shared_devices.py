@@ -13,6 +13,8 @@ import pytest
 from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
 
+pytestmark = pytest.mark.long(25)
+
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 SMALL = ["train.steps=3", "train.batch_groups=4", "rollout.n=4", "eval.prompts=8", "goals={}"]
 

@@ -33,7 +33,9 @@ class Replica:
     def __init__(self, store: Store) -> None:
         def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
             options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
-            return RetryingReceiver(WeightReceiver(store, name=name, replica="r0", **options), timeout_s=10.0)
+            return RetryingReceiver(
+                WeightReceiver(store, name=name, replica="r0", **options), timeout_s=10.0, poll_s=0.0
+            )
 
         model = add_adapter(tiny_model(99), LORA)
         self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)

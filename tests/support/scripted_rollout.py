@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
-from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, RewardWorkers, Rollouter
+from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, Rollouter, Scorer, Scores
+from hwrl.rollout.reward import score_texts
 
 
 class CountingEngine(RolloutEngine):
@@ -107,6 +108,24 @@ class Lengths:
         return Prompt(str(sequence_number), np.array([sequence_number + 1], dtype=np.int32), sequence_number)
 
 
+class InlineScorer:
+    """Calls ``reward`` in a thread of this process, one call at a time; ``attempts`` calls if it raises."""
+
+    def __init__(self, reward: Reward, *, attempts: int = 3) -> None:
+        self._reward, self._attempts = reward, attempts
+        self._thread = ThreadPoolExecutor(1)
+
+    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
+        texts = [" ".join(map(str, response.token_ids)) for response in responses]
+        return self._thread.submit(self._score, prompt, texts)
+
+    def _score(self, prompt: Prompt, texts: list[str]) -> Scores:
+        return Scores(*score_texts(self._reward, prompt.text, prompt.answer, texts, attempts=self._attempts))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 def rollouter_of(
     desk: Desk,
     *,
@@ -116,19 +135,15 @@ def rollouter_of(
     engine: RolloutEngine | None = None,
     prompts: Lengths | None = None,
     sleep_level: int | None = None,
-    reward_timeout_s: float = 60.0,
+    rewards: Scorer | None = None,
 ) -> Rollouter:
     updater = updater or Updater(engine)
     return Rollouter(
         updater.engine,
         ledger=desk,
         prompts=prompts or Lengths(),
-        rewards=RewardWorkers(
-            reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1)),
-            decode=lambda token_ids: " ".join(map(str, token_ids)),
-            threads=1,  # in the order in which the responses finished
-            timeout_s=reward_timeout_s,
-        ),
+        rewards=rewards
+        or InlineScorer(reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1))),
         weights=updater,
         settings=LoopSettings(sampling=Sampling(10), group_size=2, partial_rollout=partial, sleep_level=sleep_level),
     )

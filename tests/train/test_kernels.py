@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from torch.nn import functional
 
 from hwrl.interfaces import Kernels
-from hwrl.train import apply_kernels
+from hwrl.train import PolicyLoss, apply_kernels
+from tests.support.fsdp_training import batch_of, engine_on, groups_of, model_directory
 from tests.support.tiny_model import tiny_model
+
+__all__ = ["model_directory"]  # a fixture
 
 HOST = torch.device("cpu")
 
@@ -135,3 +139,19 @@ def test_without_operations_nothing_changes() -> None:
     model = tiny_model()
     assert apply_kernels(model, Kernels(), device=HOST, dtype=torch.float32) == 0
     assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engine_uses_them_unless_told_otherwise(
+    model_directory: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted()
+    monkeypatch.setattr("hwrl.train.fsdp.kernels", lambda: counted.kernels)
+    batch, metrics = batch_of(groups_of(3, seed=1)), []
+    for fused in (True, False):
+        engine = engine_on(model_directory, None, dtype=dtype, fused_kernels=fused)
+        counted.norms = counted.gates = 0
+        metrics.append(engine.train_batch(batch, loss=PolicyLoss()))
+        assert [counted.norms > 0, counted.gates > 0] == [fused, fused]
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
+    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=tolerance)

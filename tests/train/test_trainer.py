@@ -17,7 +17,16 @@ import hwrl
 from hwrl.errors import EngineError, MemoryStateError
 from hwrl.interfaces import Batch, EngineSettings, Moved, PromptGroup, Response, TokenLoss, TrainEngine
 from hwrl.run.demo import write_demo
-from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, LossName, PolicyLoss, move_metrics
+from hwrl.train import (
+    Algorithm,
+    AsyncTrainer,
+    FsdpEngine,
+    LossName,
+    ModelFlops,
+    PolicyLoss,
+    TrainedStep,
+    move_metrics,
+)
 
 GOOD, BAD = 5, 9
 
@@ -213,10 +222,11 @@ def test_what_is_offloaded_is_there_for_the_step_and_the_transfer_and_seconds_sa
 
 
 class CountingEngine(TrainEngine):
-    """Trains nothing; keeps the rows of each mini-batch of one share."""
+    """Trains nothing; keeps the rows of each mini-batch of one share, and returns ``metrics`` of each."""
 
-    def __init__(self, *, share: int = 0, shares: int = 1) -> None:
+    def __init__(self, *, share: int = 0, shares: int = 1, metrics: dict[str, float] | None = None) -> None:
         self.rows: list[int] = []
+        self._metrics = metrics or {}
         self._share, self._shares = share, shares
 
     @property
@@ -232,7 +242,7 @@ class CountingEngine(TrainEngine):
 
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         self.rows.append(batch.rows)
-        return {}
+        return self._metrics
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return batch.behaviour_logprobs
@@ -253,7 +263,7 @@ class CountingEngine(TrainEngine):
         pass
 
 
-def counts_of_ranks(*, groups: int, ranks: int, mini_batches: int) -> list[list[int]]:
+def rows_of_ranks(*, groups: int, ranks: int, mini_batches: int) -> list[list[int]]:
     """Return the rows of each mini-batch, for every rank, when ``groups`` groups of two responses are trained on."""
     counts = []
     for rank in range(ranks):
@@ -265,20 +275,54 @@ def counts_of_ranks(*, groups: int, ranks: int, mini_batches: int) -> list[list[
     return counts
 
 
-def test_every_rank_takes_the_same_number_of_mini_batches() -> None:
-    # torch.chunk would make 3 parts of the first rank's 6 rows, and 4 of the second rank's 4.
-    assert counts_of_ranks(groups=5, ranks=2, mini_batches=4) == [[2, 2, 1, 1], [1, 1, 1, 1]]
+def test_every_rank_takes_the_same_number_of_mini_batches_and_groups_may_be_divided() -> None:
+    assert rows_of_ranks(groups=5, ranks=2, mini_batches=4) == [[2, 2, 1, 1], [1, 1, 1, 1]]
+    assert rows_of_ranks(groups=1, ranks=2, mini_batches=1) == [[1], [1]]
 
 
-@pytest.mark.parametrize(("groups", "mini_batches"), [(3, 3), (1, 1)])
-def test_a_rank_with_fewer_rows_than_mini_batches_is_an_error_on_all_ranks(groups: int, mini_batches: int) -> None:
+def test_too_few_responses_for_the_ranks_are_an_error_on_all_of_them_before_anything_is_trained() -> None:
     for rank in range(2):
         engine = CountingEngine(share=rank, shares=2)
-        algorithm = Algorithm(PolicyLoss(), mini_batches=mini_batches)
-        trainer = AsyncTrainer(engine, algorithm=algorithm, max_staleness=0)
-        with pytest.raises(EngineError, match=r"rank 1 (.|\n)*too few responses(.|\n)*mini-batches"):
-            trainer.step([group_of(version=0)] * groups)
+        trainer = AsyncTrainer(engine, algorithm=Algorithm(PolicyLoss(), mini_batches=4), max_staleness=0)
+        with pytest.raises(EngineError, match=r"too few responses(.|\n)*2 ranks(.|\n)*4 mini-batches"):
+            trainer.step([group_of(version=0)] * 3)
         assert engine.rows == []
+        assert trainer.steps_done == 0
+
+
+def test_metrics_of_speed_are_named_apart_from_those_of_the_policy() -> None:
+    engine = CountingEngine(metrics={"loss": 2.0, "padding_share": 0.25, "recompilations": 3.0})
+    trainer = AsyncTrainer(engine, algorithm=Algorithm(PolicyLoss(), mini_batches=2), max_staleness=0)
+    trained = trainer.step([group_of(version=0)])
+    assert trained.metrics["actor/loss"] == 2.0
+    assert trained.metrics["perf/padding_share"] == 0.25
+    assert trained.metrics["perf/recompilations"] == 6.0
+    assert (trained.tokens, trained.flops) == (2 * 4, None)
+
+
+def test_the_speed_of_a_step_is_that_of_each_device_and_a_share_of_a_known_peak() -> None:
+    step = TrainedStep({}, publishes=False, tokens=8000, flops=6e12)
+    speed = step.speed(seconds=2.0, devices=4, peak_flops=3e12)
+    assert speed["perf/train_tokens_per_s_per_device"] == 1000
+    assert (speed["perf/train_flops_per_s_per_device"], speed["perf/mfu"]) == (0.75e12, 0.25)
+    assert "perf/mfu" not in step.speed(seconds=2.0, devices=4, peak_flops=None)
+    assert step.speed(seconds=0.0, devices=4, peak_flops=3e12) == {}
+    assert replace(step, flops=None).speed(seconds=2.0, devices=4, peak_flops=3e12).keys() == {
+        "perf/train_tokens_per_s_per_device"
+    }
+
+
+@pytest.mark.parametrize(("loss", "passes"), [("ppo_clip", 2.0), ("decoupled", 2 + 1 / 3)])
+def test_the_flops_of_a_step_count_each_epoch_and_the_forward_pass_of_the_proximal_policy(
+    loss: LossName, passes: float
+) -> None:
+    flops = ModelFlops(layer_parameters=100, output_parameters=10, full_width=2)
+    trainer = AsyncTrainer(
+        CountingEngine(), algorithm=Algorithm(PolicyLoss(loss), ppo_epochs=2), max_staleness=0, flops=flops
+    )
+    trained = trainer.step([group_of(version=0)] * 3)
+    assert trained.flops == pytest.approx(passes * 6 * 6 * (100 * 4 + 10 * 1 + 2 * 4**2))
+    assert trained.tokens == 2 * 6 * 4
 
 
 def test_a_reward_metric_that_only_some_groups_have_is_averaged_over_these(model_directory: Path) -> None:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from torch.distributed.checkpoint.filesystem import FileSystem
-
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -22,8 +20,8 @@ class FileRecord:
     sha256: str
 
 
-class DurableFS(FileSystem):
-    """Creates, syncs, renames and removes. Serves torch's checkpoint writer as its ``fs``.
+class DurableFS:
+    """Creates, syncs, renames and removes.
 
     A file is flushed **and then** synced before its stream closes. (torch syncs its metadata file while the bytes are
     still in Python's buffer.) Its hash is computed from the bytes in memory, before the disk has them.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # where an item lies in torch's files
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -84,8 +86,25 @@ def write_torch_metadata(fs: DurableFS, directory: Path, entries: Sequence[Json]
     state, _ = read_layout(entries, whole=True)
     keys = {entry["name"]: keys_of(entry) for entry in entries}
     writer = FileSystemWriter(directory, sync_files=False)  # DurableFS syncs, after it has flushed
-    writer.fs = fs
+    writer.fs = _ThroughDurableFS(fs)
     writer.finish(Metadata(state, planner_data=keys), [[_write_result(entry) for entry in entries]])
+
+
+class _ThroughDurableFS(FileSystem):
+    """The file system of torch's writer: it creates and renames through a :class:`DurableFS`."""
+
+    def __init__(self, fs: DurableFS) -> None:
+        self._fs = fs
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open ``path``. A written file is durable when the context ends without an error."""
+        with self._fs.create_stream(path, mode) as stream:
+            yield stream
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file."""
+        self._fs.rename(path, new_path)
 
 
 def require_readable(entries: Iterable[Json]) -> None:

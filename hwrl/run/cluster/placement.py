@@ -39,6 +39,18 @@ class Reservation:
 
 
 @dataclass(frozen=True)
+class DeviceCounts:
+    """The devices of the trainer, of the replicas, and of both. A device that both use counts for each.
+
+    A process without a device counts as one device.
+    """
+
+    trainer: int
+    rollout: int
+    both: int
+
+
+@dataclass(frozen=True)
 class DeviceAssignment:
     """A reservation for each trainer rank and each replica, in order, on ``devices`` devices."""
 
@@ -50,6 +62,12 @@ class DeviceAssignment:
     def shared(self) -> bool:
         """Whether several processes share a device."""
         return sum(len(one.devices) for one in (*self.ranks, *self.replicas)) > self.devices
+
+    @property
+    def counts(self) -> DeviceCounts:
+        """The number of devices of each side."""
+        rollout = {device for one in self.replicas for device in one.devices}
+        return DeviceCounts(len(self.ranks), len(rollout), self.devices)
 
     @property
     def bundles(self) -> list[tuple[int, ...]]:

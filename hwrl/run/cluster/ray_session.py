@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.node import Node
 
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, attempt_all
@@ -30,6 +31,9 @@ _CLIENT_SCHEME = "ray://"
 _CLIENT_PORT = 10001
 _SHUTDOWN_LOG_S = 10.0
 _SHUTDOWN_LOGS_BEFORE_KILL = 3
+
+_UNUSED_STARTS = ("start_monitor", "start_api_server", "start_log_monitor")
+"""The methods of Ray's Node that start its autoscaler, its web server, and its reader of logs."""
 
 _starting = False
 """Whether this process is starting Ray at the moment."""
@@ -110,7 +114,7 @@ def _start(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
     log("starting Ray on this machine")
     with private_ray() as directory:
         try:
-            with _own_process_groups(), _without_token_advice():
+            with _own_process_groups(), _without_token_advice(), _few_processes():
                 _connect(
                     config, address="local", include_dashboard=False, _temp_dir=str(directory), **_resources(config)
                 )
@@ -171,6 +175,27 @@ def _leave_group() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_group)
+
+
+@contextmanager
+def _few_processes() -> Iterator[None]:
+    """Let Ray start no autoscaler, no web server and no reader of logs: a run on one machine uses none of them.
+
+    They would take two seconds of CPU time, and memory for the whole run. ``include_dashboard=False`` leaves out only
+    the pages of the web server. Remove this when ray.init has options for them.
+    """
+    before = {name: vars(Node)[name] for name in _UNUSED_STARTS if name in vars(Node)}
+    for name in before:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(Node, name, start)
+
+
+def _start_nothing(node: Node, **options: Any) -> None:
+    """Stand in for a method of Node that starts a process."""
 
 
 # -- a cluster ------------------------------------------------------------------------------------------------------

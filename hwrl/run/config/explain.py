@@ -8,6 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 _MAX_SHOWN = 100
+_RENAMED = {"reward.threads": "reward.workers, which counts processes"}
+"""Keys of earlier versions, and their successors."""
 
 
 def describe(error: Any, *, root: type[BaseModel]) -> str:
@@ -19,7 +21,7 @@ def describe(error: Any, *, root: type[BaseModel]) -> str:
     if error["type"] == "model_type":
         return f"{key}: it is a section, not a value; did you mean {' or '.join(keys_in(key, root=root))}?"
     if error["type"] == "extra_forbidden":
-        likely = _likely_keys(key, root=root)
+        likely = [_RENAMED[key]] if key in _RENAMED else _likely_keys(key, root=root)
         return f"{key}: there is no such key" + (f", did you mean {' or '.join(likely)}?" if likely else "")
     given = error["input"]
     is_shown = error["type"] != "missing" and isinstance(given, str | int | float) and len(str(given)) <= _MAX_SHOWN

@@ -82,9 +82,9 @@ class RewardConfig(Section):
     attempts: Positive = 3
     """Calls for one prompt, if the function raises, before the prompt has failed."""
     timeout_s: Seconds = 300.0
-    """Time limit of one call; a longer call counts as a failed attempt."""
-    threads: Threads = 4
-    """Calls at the same time in each replica, in threads of its process; 1 for a function without thread safety."""
+    """Time limit of one call, at most ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
+    workers: Processes = 4
+    """Most processes of each replica that call the function; another one starts when prompts wait."""
 
     @field_validator("function")
     @classmethod
@@ -198,15 +198,28 @@ class TrainConfig(Section):
     """Recompute layers in the backward pass: less memory, more time. ``auto``: as many as the memory needs."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the layers with torch; ``auto``: where that pays on the device."""
+    fused_kernels: bool = True
+    """Run layers that are not compiled on the backend's fused operations, where these compute the same."""
     max_restarts: NotNegative = 3
     """Restarts of the trainer, from the last complete checkpoint, before the run ends with an error."""
     threads: Threads = 1
     """Host threads of a rank."""
+    profile_steps: tuple[Positive, Positive] | None = None
+    """The first and last step that torch's profiler records; rank 0 writes a Chrome trace to ``profile/``."""
 
     @model_validator(mode="after")
     def _options_are_a_plugins(self) -> TrainConfig:
         if self.engine == FSDP and self.engine_options:
             raise ValueError(f"engine_options are for a plugin's engine, and engine={FSDP} has none")
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_are_trained(self) -> TrainConfig:
+        if self.profile_steps is not None and not self.profile_steps[0] <= self.profile_steps[1] <= self.steps:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)} must be the first and the last of some of the "
+                f"steps=1 … {self.steps}"
+            )
         return self
 
 
@@ -319,22 +332,14 @@ class Config(Section):
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")
-    def _ranks_share_a_batch(self) -> Config:
-        if self.train.batch_groups < self.train.ranks:
+    def _every_rank_has_a_response(self) -> Config:
+        shares = self.train.ranks if self.train.engine == FSDP else 1  # a plugin's ranks may share a response
+        responses = self.train.batch_groups * self.rollout.n
+        if self.algorithm.mini_batches * shares > responses:
             raise ValueError(
-                f"train.batch_groups={self.train.batch_groups} must be at least train.ranks={self.train.ranks}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _every_mini_batch_has_a_response(self) -> Config:
-        shares = self.train.ranks if self.train.engine == FSDP else 1  # a plugin's ranks may share a batch
-        responses = self.train.batch_groups // shares * self.rollout.n
-        if self.algorithm.mini_batches > responses:
-            raise ValueError(
-                f"algorithm.mini_batches={self.algorithm.mini_batches} must be at most {responses}, the responses of a "
-                f"rank: train.batch_groups={self.train.batch_groups} // train.ranks={self.train.ranks} * rollout.n="
-                f"{self.rollout.n}"
+                f"the {responses} responses of a step (train.batch_groups={self.train.batch_groups} * rollout.n="
+                f"{self.rollout.n}) must be at least one for each rank in each mini-batch: train.ranks={shares} * "
+                f"algorithm.mini_batches={self.algorithm.mini_batches}"
             )
         return self
 
@@ -359,6 +364,15 @@ class Config(Section):
             raise ValueError(
                 f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
                 "models, with model.lora_rank=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_reward_ends_before_its_lease(self) -> Config:
+        if self.reward.timeout_s > self.rollout.group_timeout_s:
+            raise ValueError(
+                f"reward.timeout_s={self.reward.timeout_s:g} must be at most rollout.group_timeout_s="
+                f"{self.rollout.group_timeout_s:g}: a replica that holds a prompt for so long is replaced"
             )
         return self
 

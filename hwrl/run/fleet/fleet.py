@@ -16,6 +16,7 @@ from hwrl.discovery import get_backend
 from hwrl.errors import attempt_all
 from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.devices import RunDevices
+from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.fleet.replicas import Replicas
@@ -81,6 +82,11 @@ class Fleet:
     def describe_size(self) -> str:
         """Return the numbers of processes, in words."""
         return f"{self._config.train.ranks} trainer rank(s), {self._config.rollout.replicas} rollout replica(s)"
+
+    @property
+    def device_counts(self) -> DeviceCounts:
+        """The devices of each side."""
+        return self._devices.plan.assignment.counts
 
     def describe(self) -> str:
         """Return the processes, their reported devices, and the transport of weights, in words."""

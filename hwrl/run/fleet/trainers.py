@@ -116,6 +116,10 @@ class Trainers:
         """Train one step on the batch ``groups``, and send the weights if they are due; return the metrics."""
         return self._call("a training step", [rank.step(groups) for rank in self._ranks])
 
+    def finish_profile(self) -> str | None:
+        """Write the first rank's profile of steps if there is one to write; return a sentence about it, only once."""
+        return self._call("the trainer to write its profile", [self._ranks[0].finish_profile()])
+
     def save(self, ledger: dict[str, Any]) -> Metrics:
         """Save a checkpoint with the ledger's state; return how long it took."""
         return self._call("the trainer to save a checkpoint", [rank.save(ledger) for rank in self._ranks])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hwrl.discovery import get_backend, set_backend
 from hwrl.errors import EngineError
 from hwrl.interfaces import PromptGroup
+from hwrl.lazy import large_imports
 from hwrl.rollout import PromptLease, PromptLedger
 from hwrl.run.cluster.placement import (
     HeldDevices,
@@ -262,8 +263,9 @@ class RolloutActor:
 
         This is no part of ``__init__``, because Ray reports errors of an actor's ``__init__`` poorly.
         """
-        self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
-        from hwrl.run.processes.build import build_rollouter, evaluation_prompts
+        with large_imports():
+            self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
+            from hwrl.run.processes.build import build_rollouter, evaluation_prompts
 
         with setup.inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
             self._rollouter = build_rollouter(
@@ -311,8 +313,9 @@ class TrainActor:
         self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName
     ) -> HeldDevices | None:
         """Build this rank and return its device. The ranks wait for each other."""
-        devices = _use_devices(setup, threads=setup.config.train.threads)
-        from hwrl.run.processes.trainer_rank import TrainerRank
+        with large_imports():
+            devices = _use_devices(setup, threads=setup.config.train.threads)
+            from hwrl.run.processes.trainer_rank import TrainerRank
 
         with setup.inputs.unchanged("trainer"), get_backend().allocating("the trainer"):
             self._rank: TrainerRank = TrainerRank(
@@ -343,6 +346,10 @@ class TrainActor:
         """Train one step; return its metrics."""
         with get_backend().allocating("a training step"):
             return self._rank.step(groups)
+
+    def finish_profile(self) -> str | None:
+        """Write a profile of steps if there is one to write; return a sentence about it."""
+        return self._rank.finish_profile()
 
     def save(self, ledger: dict[str, Any]) -> Metrics:
         """Save a checkpoint with the ledger's state; return how long it took."""

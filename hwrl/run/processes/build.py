@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.modeling_utils  # noqa: F401 - every model imports it; here it belongs to the process's large imports
 
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
@@ -33,12 +35,11 @@ from hwrl.rollout import (
     WeightUpdater,
     check_vocabulary,
     load_prompts,
-    load_reward,
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.identity import EVAL, TRAIN, RunInputs
+from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss
+from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, PolicySender, TransportName, WeightReceiver, WeightSender
 
 
@@ -56,18 +57,18 @@ def build_rollouter(
 ) -> Rollouter:
     """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
     tokenizer = load_tokenizer(config.model.path)
-    engine = _build_rollout_engine(config, tokenizer, seed=seed)
+    with ExitStack() as after_an_error:
+        rewards = _start_rewards(config, inputs, tokenizer)
+        after_an_error.callback(rewards.close)
+        engine = _build_rollout_engine(config, tokenizer, seed=seed)
+        prompts = PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed)
+        rewards.wait_until_ready()
+        after_an_error.pop_all()
     return Rollouter(
         engine,
         ledger=ledger,
-        prompts=PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed),
-        rewards=RewardWorkers(
-            load_reward(config.reward.function),
-            decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
-            attempts=config.reward.attempts,
-            threads=config.reward.threads,
-            timeout_s=config.reward.timeout_s,
-        ),
+        prompts=prompts,
+        rewards=rewards,
         weights=_build_updater(config, engine, store_address=store_address, replica=replica),
         settings=LoopSettings(
             sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
@@ -75,6 +76,19 @@ def build_rollouter(
             partial_rollout=config.async_training.partial_rollout,
             sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
         ),
+    )
+
+
+def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardWorkers:
+    """Return reward workers, which begin to load the function."""
+    file = inputs.files.get(REWARD)
+    return RewardWorkers(
+        config.reward.function,
+        source=inputs.read(REWARD) if file is not None and file.path.suffix == ".py" else None,
+        decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+        attempts=config.reward.attempts,
+        workers=config.reward.workers,
+        timeout_s=config.reward.timeout_s,
     )
 
 
@@ -116,7 +130,7 @@ def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
     settings = RolloutSettings(
         model_directory=config.model.path,
-        dtype=_dtype(config),
+        dtype=compute_dtype(config),
         eos_ids=_eos_ids(config.model.path, tokenizer),
         max_running=config.rollout.max_running,
         max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
@@ -165,11 +179,12 @@ def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
         micro_batch_tokens=config.train.micro_batch_tokens,
         temperature=config.rollout.temperature,
-        dtype=_dtype(config),
+        dtype=compute_dtype(config),
         param_offload=config.train.param_offload,
         optimizer_offload=config.train.optimizer_offload,
         activation_checkpointing=config.train.activation_checkpointing,
         compile=config.train.compile,
+        fused_kernels=config.train.fused_kernels,
         lora=config.model.lora,
         seed=config.seed,
         **config.optimizer.model_dump(),
@@ -197,6 +212,7 @@ def build_trainer(config: Config, engine: TrainEngine, *, incarnation: int) -> A
         max_staleness=config.async_training.staleness_threshold,
         trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
         incarnation=incarnation,
+        flops=read_model_flops(config.model.path, frozen=config.model.lora is not None),
     )
 
 
@@ -231,5 +247,6 @@ def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManag
     )
 
 
-def _dtype(config: Config) -> torch.dtype:
+def compute_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of forward and backward passes, rollout and export."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]

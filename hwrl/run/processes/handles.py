@@ -71,6 +71,10 @@ class TrainerHandle(ActorHandle):
         """Train one step and send the weights if they are due; the answer has the step's metrics."""
         return _send(self._actor.step, groups)
 
+    def finish_profile(self) -> Answer[str | None]:
+        """Write a profile of steps if there is one to write; the answer is a sentence about it."""
+        return _send(self._actor.finish_profile)
+
     def save(self, ledger: dict[str, Any]) -> Answer[Metrics]:
         """Save a checkpoint with the ledger's state; the answer says how long it took."""
         return _send(self._actor.save, ledger)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from safetensors import SafetensorError
@@ -14,7 +15,15 @@ from hwrl.interfaces import PromptGroup
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.processes.actors import RestoredRun
-from hwrl.run.processes.build import build_checkpoints, build_sender, build_train_engine, build_trainer, join_ranks
+from hwrl.run.processes.build import (
+    build_checkpoints,
+    build_sender,
+    build_train_engine,
+    build_trainer,
+    compute_dtype,
+    join_ranks,
+)
+from hwrl.run.processes.step_profile import PROFILES, StepProfile
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.summary import SENT
 from hwrl.run.run_directory import MODEL_DIRECTORY
@@ -50,17 +59,28 @@ class TrainerRank:
         self._trainer = build_trainer(config, self._engine, incarnation=incarnation)
         self._checkpoints = build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
+        self._profile = _profile_of(config) if rank == 0 else None
 
     # -- training and weights --------------------------------------------------------------------------------------
 
     def step(self, groups: Sequence[PromptGroup]) -> Metrics:
         """Train on ``groups``, and send the weights if they are due; return the metrics of both."""
-        with self._trainer.stepping() as moved:
+        with self._profiled(), self._trainer.stepping() as moved:
             trained = self._trainer.step(groups)
             sent = self._send() if trained.publishes else {}
-        metrics = {**trained.metrics, **sent, **move_metrics(moved), **self._trainer.timing()}
+        timing = self._trainer.timing()
+        speed = trained.speed(
+            seconds=timing["timing_s/train"],
+            devices=self._config.train.ranks,
+            peak_flops=get_backend().peak_flops(compute_dtype(self._config)),
+        )
+        metrics = {**trained.metrics, **sent, **move_metrics(moved), **timing, **speed}
         earlier, self._sent_between_steps = self._sent_between_steps, {}
         return {**metrics, **{name: metrics.get(name, 0.0) + value for name, value in earlier.items()}}
+
+    def finish_profile(self) -> str | None:
+        """Write the profile if there is one to write; return a sentence about it for the log, but only once."""
+        return None if self._profile is None else self._profile.finish()
 
     def send_weights(self) -> None:
         """Send the current weights between two steps. The metrics of the next step include the LoRA bytes of this."""
@@ -75,12 +95,19 @@ class TrainerRank:
 
     def _send(self) -> Metrics:
         """Gather the weights on all ranks, and send them as the trainer's version; return metrics on rank 0."""
-        with self._trainer.sending(), SharedWeights(self._engine, self._group) as weights:
+        with (
+            get_backend().range("hwrl.sync"),
+            self._trainer.sending(),
+            SharedWeights(self._engine, self._group) as weights,
+        ):
             if self._sender is None:
                 weights.follow()
                 return {}
             report = self._sender.send(self._trainer.version, model=weights.model, adapter=weights.adapter)
         return _sync_metrics(report)
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._profile is None else self._profile.recording(self._trainer.steps_done + 1)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -158,6 +185,11 @@ class TrainerRank:
             self._engine.close()
             if self._group is not None:
                 self._group.close()
+
+
+def _profile_of(config: Config) -> StepProfile | None:
+    steps = config.train.profile_steps
+    return None if steps is None else StepProfile(*steps, directory=config.dir / PROFILES)
 
 
 def _sync_metrics(report: SyncReport) -> Metrics:

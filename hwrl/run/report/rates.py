@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hwrl.run.report.bottleneck import BUSY_SECONDS, busy_shares
 from hwrl.run.report.records import Metrics
 
 if TYPE_CHECKING:
+    from hwrl.run.cluster.placement import DeviceCounts
     from hwrl.run.processes.actors import BatchInfo
 
-BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
+WINDOW_STEPS = 20
+"""Steps for ``perf/bottleneck``: a single one may begin or end inside a replica's work."""
 COUNTS = ("received_nbytes", "base_loads", "sleeps", "freed_nbytes")
 
 
 class StepRates:
     """Turns the replicas' running totals into metrics of the time since the last step.
 
-    ``history`` holds the lines of the run before a resume.
+    ``history`` holds the lines of the run before a resume; ``devices`` counts the devices of each side.
     """
 
-    def __init__(self, history: list[Metrics]) -> None:
+    def __init__(
+        self, history: list[Metrics], *, devices: DeviceCounts, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._devices, self._now = devices, now
         self._last_totals: dict[str, dict[str, float]] = {}
+        self._window: deque[Metrics] = deque(maxlen=WINDOW_STEPS)
         self._rollout_idle_ratio = 0.0
         self.go_back(history)
+
+    def start_clock(self) -> None:
+        """Let the first window begin now. Call this when every process is ready."""
+        self._last_s = self._now()
 
     def go_back(self, history: list[Metrics]) -> None:
         """Go back to the end of ``history`` with the trained tokens.
@@ -33,18 +46,18 @@ class StepRates:
         """
         self._trained_tokens = history[-1].get("response/tokens_total", 0.0) if history else 0.0
         if not self._last_totals:
-            self._last_s = time.perf_counter()
+            self.start_clock()
 
     def metrics(self, trained: Metrics, batch: BatchInfo) -> Metrics:
         """Return the rates since the last call. ``trained`` holds the trainer's metrics of the step on ``batch``."""
-        now_s = time.perf_counter()
+        now_s = self._now()
         elapsed_s, self._last_s = max(now_s - self._last_s, 1e-9), now_s
         rollout = self._added_since_last(batch.replicas)
         if rollout.get("idle_s", 0.0) + _busy_s(rollout) > 0:  # else no replica has reported since the last step
             self._rollout_idle_ratio = rollout["idle_s"] / (rollout["idle_s"] + _busy_s(rollout))
         self._trained_tokens += trained["response/tokens"]
         trainer_s = sum(value for name, value in trained.items() if name.startswith("timing_s/"))
-        return {
+        metrics = {
             **{f"ledger/{name}": float(value) for name, value in batch.counts.items()},
             "response/tokens_total": self._trained_tokens,
             "trainer/tokens_per_s": trained["response/tokens"] / elapsed_s,
@@ -54,7 +67,15 @@ class StepRates:
             "rollout/reward_errors": rollout.get("reward_errors", 0.0),
             "rollout/replicas": float(len(batch.replicas)),
             **{f"rollout/{name}": rollout[name] for name in (*BUSY_SECONDS, *COUNTS) if name in rollout},
+            "perf/step_s": elapsed_s,
+            "perf/tokens_per_s_per_device": trained["response/tokens"] / elapsed_s / self._devices.both,
         }
+        if busy_s := _busy_s(rollout):
+            per_replica = rollout.get("tokens", 0.0) / busy_s
+            metrics["perf/rollout_tokens_per_s_per_device"] = per_replica * len(batch.replicas) / self._devices.rollout
+        self._window.append({**trained, **metrics})
+        shares = busy_shares(self._window)
+        return metrics if shares is None else {**metrics, "perf/bottleneck": shares.code}
 
     def _added_since_last(self, replicas: dict[str, dict[str, float]]) -> dict[str, float]:
         """Return the growth of each total since the last step, summed over the replicas."""

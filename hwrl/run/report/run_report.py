@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hwrl.checkpoint import DurableFS
 from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.run.report.curve import draw_curve
 from hwrl.run.report.event_files import AppendedFile, EventFile
@@ -36,8 +37,6 @@ class RunReport:
     """
 
     def __init__(self, directory: Path, *, log: Callable[[str], None], resume_step: int = 0) -> None:
-        from hwrl.checkpoint import DurableFS  # imports torch, and readers of metrics need no torch
-
         self._directory, self._log = directory, log
         self._fs = DurableFS()
         self.history: list[Metrics] = self._drop_after(METRICS, last_step=resume_step)

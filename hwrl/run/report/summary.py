@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 from hwrl.run.config import RUN_CONFIG, Config
+from hwrl.run.report.bottleneck import busy_shares
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.run_report import CURVE, METRICS
 
@@ -77,6 +78,7 @@ def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> S
     for name in ("staleness/mean", "trainer/idle_ratio", "rollout/idle_ratio") if history else ():
         values = [line[name] for line in history if name in line]
         lines += [f"  {name:<22} {statistics.mean(values):.3g}, mean of all steps"] if values else []
+    lines += _speed(history)
     if any("sync/base_sent" in line for line in history):
         sent, base, adapter = (sum(line.get(name, 0.0) for line in history) for name in SENT)
         lines.append(f"  published: {sent:.0f} times the base, {base:,.0f} B; adapters, {adapter:,.0f} B")
@@ -88,3 +90,22 @@ def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> S
         advice = "continue" if history else "nothing was trained or saved; start again"
         lines.append(f"{advice} with: {command}")
     return Summary(not interrupted, missed, "\n".join(lines))
+
+
+def _speed(history: list[Metrics]) -> list[str]:
+    """Return lines about the speed of both sides and the bottleneck."""
+    lines = []
+    for name in (
+        "perf/train_tokens_per_s_per_device",
+        "perf/rollout_tokens_per_s_per_device",
+        "perf/tokens_per_s_per_device",
+        "perf/mfu",
+    ):
+        values = [line[name] for line in history if name in line]
+        if values:
+            value = statistics.median(values)
+            lines.append(f"  {name} {f'{value:,.0f}' if value >= 100 else f'{value:.3g}'}, median of all steps")
+    shares = busy_shares(history)
+    if shares is not None:
+        lines.append(f"  bottleneck: {shares}; wall time {shares.wall_ratio:.2f} × the busier side's")
+    return lines

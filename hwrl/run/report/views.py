@@ -100,7 +100,8 @@ def _shown(line: Metrics, total: int) -> list[tuple[str, str]]:
         ),
         (
             "train",
-            f"{line.get('trainer/tokens_per_s', 0.0):,.0f} tok/s, idle {line.get('trainer/idle_ratio', 0.0):.0%}",
+            f"{line.get('trainer/tokens_per_s', 0.0):,.0f} tok/s, idle {line.get('trainer/idle_ratio', 0.0):.0%}"
+            + (f", MFU {line['perf/mfu']:.2f}" if "perf/mfu" in line else ""),
         ),
         (
             "rollout",

@@ -31,6 +31,8 @@ def test_overrides_of_a_benchmark_may_follow_its_options(tmp_path: Path, capsys:
         ("lora --hidden 40", "argument --hidden: it must be a multiple of 32, and is 40"),
         ("offload --gib nan", "argument --gib: it must be a number above 0, and is 'nan'"),
         ("overhead --calls 0", "argument --calls: it must be a whole number above 0, and is '0'"),
+        ("train --ways hwrl@0", "argument --ways: it must be a whole number above 0, and is '0'"),
+        ("train --peak-tflops nan", "argument --peak-tflops: it must be a number above 0, and is 'nan'"),
         ("weights --receivers 0", "argument --receivers: it must be a whole number above 0, and is '0'"),
         ("weights --mib -4", "argument --mib: it must be a whole number above 0, and is '-4'"),
         ("weights --slabs two", "argument --slabs: it must be a whole number above 0, and is 'two'"),

@@ -12,6 +12,8 @@ import pytest
 from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
 
+pytestmark = pytest.mark.long(90)
+
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 WORDS = [
     "train.engine=megatron",

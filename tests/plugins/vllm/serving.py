@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,10 +111,27 @@ def engine_of(
         tensor_parallel=tensor_parallel,
     )
     options = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "block_size": BLOCK, **options}
-    if not ON_HOST:
+    if ON_HOST:
+        _schedule_asynchronously()
+    else:
         # That attention knows float32; and other tests may use the device, too.
         options |= {"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.1}
     return VllmEngine(settings, options=options, backend=get_backend())
+
+
+@functools.cache
+def _schedule_asynchronously() -> None:
+    """Let an inline engine core schedule as on devices: vLLM for CPUs can, but turns it off."""
+    from vllm import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    def create_asynchronous(*args: Any, **options: Any) -> Any:
+        config = create(*args, **options)
+        config.scheduler_config.async_scheduling = True
+        return config
+
+    EngineArgs.create_engine_config = create_asynchronous
 
 
 def requests_of(count: int, *, temperature: float = 0.0, prompt: int = 6, new: int = 12) -> list[GenerationRequest]:

@@ -103,17 +103,17 @@ def test_another_base_waits_for_its_adapter(engine: VllmEngine, policy: Policy) 
 def test_requests_go_on_with_the_new_adapter_and_others_read_nothing_of_before(
     engine: VllmEngine, policy: Policy
 ) -> None:
-    first, old = requests_of(4, prompt=2 * BLOCK + 6, new=20), engine.version
+    first, old = requests_of(4, prompt=2 * BLOCK + 6, new=56), engine.version
+    adapter, new = policy.change_adapter(), next(_versions)
     engine.submit(first)
     engine.step()
-    engine.step()
-    new = next(_versions)
-    engine.load_adapter(policy.change_adapter().items(), version=new, base=BASE)
+    engine.load_adapter(adapter.items(), version=new, base=BASE)
     others = requests_of(2, prompt=2 * BLOCK + 6, new=20)  # the same prompts
     engine.submit(others)
     responses = finish(engine)
     crossed = [responses[request.request_id].versions.tolist() for request in first if request.request_id in responses]
-    assert any(versions == [old] * 2 + [new] * (len(versions) - 2) and len(versions) > 2 for versions in crossed)
+    assert all(versions == sorted(versions) and versions[0] == old for versions in crossed)
+    assert any(versions[-1] == new for versions in crossed)
     policy.check_greedy(others, responses)
 
 

@@ -63,7 +63,8 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
         ("logprobs_mode", "right only with 'processed_logprobs'"),
         ("stream_interval", "right only with 1"),
         ("lora_target_modules", r"set model\.target_modules"),
-        ("scheduler_cls", "no token is scheduled before an update and appears after it"),
+        ("scheduler_cls", "a scheduler that can pause and finish its steps"),
+        ("async_scheduling", "updates wait for the step that has begun"),
         ("logits_processors", r"only rollout\.temperature may shape"),
         ("speculative_config", "a draft model would get no weights"),
         ("trust_remote_code", "hwrl runs no code from a model directory"),
@@ -76,6 +77,12 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
 def test_an_option_that_is_not_the_users_is_refused_with_the_remedy(name: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=rf"rollout\.engine_options\.{name} cannot be set(.|\n)*{remedy}"):
         arguments({name: 1})
+
+
+def test_the_engine_core_is_hwrls_own_option_and_not_vllms() -> None:
+    assert "engine_core" not in arguments({"engine_core": "inline"})
+    with pytest.raises(ConfigError, match=r"engine_core='thread' is unknown(.|\n)*process or inline"):
+        arguments({"engine_core": "thread"})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""The code of a reward worker's process: load the user's function once, then score one prompt after another.
+
+The process imports neither torch nor numpy, unless the user's function does: so it starts in a twentieth of a second.
+A frame is its length (8 bytes) and its content. Jobs come as pickles, because an answer may be any value of a row; the
+replica itself wrote them. Results go back as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hwrl.errors import HwrlError
+from hwrl.rollout.reward import Reward, load_reward, score_texts
+
+CALL = struct.Struct("<dq")
+"""The note that a call begins: the time (seconds of ``time.monotonic``) and the response's index in the job."""
+_LENGTH = struct.Struct("<Q")
+_PR_SET_PDEATHSIG = 1
+
+
+def send_frame(connection: socket.socket, content: bytes) -> None:
+    """Send ``content`` as one frame. Blocks until the socket has taken it; raises OSError."""
+    connection.sendall(_LENGTH.pack(len(content)))
+    connection.sendall(content)
+
+
+def receive_frame(connection: socket.socket) -> bytes:
+    """Return the content of the next frame. Blocks; raises EOFError if the other end is closed, or OSError."""
+    (nbytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    return _receive(connection, nbytes)
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    content = bytearray()
+    while len(content) < nbytes:
+        part = connection.recv(min(nbytes - len(content), 1 << 20))
+        if not part:
+            raise EOFError("the other end is closed")
+        content += part
+    return bytes(content)
+
+
+def main(jobs: int, calls: int, parent: int) -> None:
+    """Serve jobs from the socket ``jobs`` until it is closed; note each call in the pipe ``calls``.
+
+    The process ends with its ``parent``, and ignores Ctrl-C: the replica decides when its workers end.
+    """
+    _end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed process loses its buffer
+    for descriptor in (jobs, calls):
+        os.set_inheritable(descriptor, False)
+    connection = socket.socket(fileno=jobs)
+    try:
+        function, source, attempts = pickle.loads(receive_frame(connection))
+        reward = _load(function, source)
+        send_frame(connection, json.dumps(reward if isinstance(reward, list) else None).encode())
+        while not isinstance(reward, list):
+            job = receive_frame(connection)
+            result = _score(job, reward, attempts=attempts, begin=lambda index: _note_call(calls, index))
+            send_frame(connection, json.dumps(result).encode())
+    except (EOFError, ConnectionError):  # the replica has closed its workers, or is dead
+        pass
+
+
+def _score(job: bytes, reward: Reward, *, attempts: int, begin: Callable[[int], None]) -> tuple[Any, int, str | None]:
+    try:
+        prompt, answer, texts = pickle.loads(job)
+        return score_texts(reward, prompt, answer, texts, attempts=attempts, begin=begin)
+    except BaseException as exc:  # noqa: BLE001 - the answer's class is missing here, or an error has no text
+        return [], 1, f"scoring raised {type(exc).__name__}"
+
+
+def _load(function: str, source: bytes | None) -> Reward | list[str]:
+    """Return the function, or the three sentences of the error."""
+    try:
+        return load_reward(function, source=source)
+    except HwrlError as exc:
+        return [exc.what, exc.why, exc.fix]
+
+
+def _note_call(calls: int, index: int) -> None:
+    os.write(calls, CALL.pack(time.monotonic(), index))
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel end this process when the thread that started it ends, also inside of a call. Linux only.
+
+    Elsewhere the process ends after its present call, when it finds its socket closed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before
+            os._exit(1)

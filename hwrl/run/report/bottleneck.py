@@ -1,0 +1,64 @@
+"""Which side of a run limits its speed: the trainer or the rollout replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hwrl.run.report.records import Metrics
+
+TRAINER_BUSY = ("timing_s/train", "timing_s/sync", "timing_s/save")
+BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
+"""The working time of a replica, in its totals."""
+_EQUAL = 0.05
+"""Shares that differ by less than this are equal: the window ends inside a replica's work."""
+
+Side = Literal["trainer", "rollout"]
+
+
+@dataclass(frozen=True)
+class BusyShares:
+    """The shares of the wall time, 0 to 1, in which the trainer and an average replica worked."""
+
+    trainer: float
+    rollout: float
+
+    @property
+    def bottleneck(self) -> Side | None:
+        """The side that works more of the time; None if both work alike."""
+        if abs(self.trainer - self.rollout) < _EQUAL:
+            return None
+        return "trainer" if self.trainer > self.rollout else "rollout"
+
+    @property
+    def code(self) -> float:
+        """:attr:`bottleneck` as a number for metrics: 0.0 trainer, 1.0 rollout, 0.5 neither."""
+        return {"trainer": 0.0, "rollout": 1.0, None: 0.5}[self.bottleneck]
+
+    @property
+    def wall_ratio(self) -> float:
+        """The wall time over the busy time of the busier side: 1.0 if that side never waits."""
+        return 1 / max(self.trainer, self.rollout, 1e-9)
+
+    def __str__(self) -> str:
+        shares = {"trainer": self.trainer, "rollout": self.rollout}
+        if self.bottleneck is None:
+            return f"none, trainer and rollout are busy alike ({self.trainer:.0%} and {self.rollout:.0%} of the time)"
+        busy = shares.pop(self.bottleneck)
+        ((other, less),) = shares.items()
+        return f"{self.bottleneck}, busy {busy:.0%} of the time; {other} {less:.0%}"
+
+
+def busy_shares(lines: Sequence[Metrics]) -> BusyShares | None:
+    """Return the busy shares over the steps of ``lines``; None if no line has a ``perf/step_s``."""
+    timed = [line for line in lines if "perf/step_s" in line]
+    wall_s = sum(line["perf/step_s"] for line in timed)
+    replicas_s = sum(line["perf/step_s"] * max(1.0, line["rollout/replicas"]) for line in timed)
+    if not wall_s:
+        return None
+    rollout_busy = [f"rollout/{name}" for name in BUSY_SECONDS]
+    trainer_s, rollout_s = (
+        sum(line.get(name, 0.0) for line in timed for name in names) for names in (TRAINER_BUSY, rollout_busy)
+    )
+    return BusyShares(min(1.0, trainer_s / wall_s), min(1.0, rollout_s / replicas_s))

@@ -1,0 +1,143 @@
+"""vLLM's engine core, which schedules and runs the steps: in this process, or in a process of its own."""
+
+from __future__ import annotations
+
+import queue
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from hwrl_vllm.scheduler import NewTokens, unpack
+
+_LOOK_S = 1.0
+"""How often a wait for the engine core's process checks that it lives."""
+
+
+class Core(ABC):
+    """The engine core behind ``client``, vLLM's client of it. It runs ahead: it begins steps before hwrl needs them.
+
+    Requests have unique ids. Tokens of aborted requests may still come.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def add(self, request: Any) -> None:
+        """Queue ``request``, an ``EngineCoreRequest``."""
+        self._client.add_request(request)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests."""
+        self._client.abort_requests(list(request_ids))
+
+    @abstractmethod
+    def next_tokens(self) -> list[NewTokens]:
+        """Wait for new tokens, and return all that are there. Call it only while a request runs."""
+
+    @abstractmethod
+    def pause(self) -> list[NewTokens]:
+        """Begin no more steps; wait for those that have begun, and return their tokens."""
+
+    def resume(self) -> None:
+        """Begin steps again."""
+        self.call("resume_scheduler")
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> Any:
+        """Return the result of the engine core's ``method``."""
+
+    def call_workers(self, method: Any, *args: Any) -> list[Any]:
+        """Return each worker's result of its ``method``. To another process ``args`` go as msgpack."""
+        return list(self.call("collective_rpc", method, None, args, None))
+
+    def sleep(self, level: int) -> None:
+        """Free the device's memory; no request may be pending."""
+        self.call("sleep", level, "abort")
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take the device's memory for ``tags`` again."""
+        self.call("wake_up", list(tags))
+
+    def close(self) -> None:
+        """End the engine core and its workers."""
+        self._client.shutdown()
+
+
+class InlineCore(Core):
+    """The engine core in this process. It steps only in calls; the device may then be one step ahead."""
+
+    def next_tokens(self) -> list[NewTokens]:
+        tokens: list[NewTokens] = []
+        while not tokens and self._has_work():
+            tokens = unpack(self._client.get_output().outputs)
+        return tokens
+
+    def pause(self) -> list[NewTokens]:
+        self.call("pause_scheduler", "keep", False)
+        tokens: list[NewTokens] = []
+        while self._has_work():
+            tokens += unpack(self._client.get_output().outputs)
+        return tokens
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._client.engine_core, method)(*args)
+
+    def _has_work(self) -> bool:
+        core = self._client.engine_core
+        return bool(core.batch_queue) or core.scheduler.has_requests()
+
+
+class ProcessCore(Core):
+    """The engine core in a process of its own, which steps on its own while it has requests.
+
+    vLLM's client would wait for ever after the process's death, so this class waits itself.
+    """
+
+    def next_tokens(self) -> list[NewTokens]:
+        while True:
+            self._client.ensure_alive()
+            try:
+                return self._taken([self._client.outputs_queue.get(timeout=_LOOK_S)])
+            except queue.Empty:
+                pass
+
+    def pause(self) -> list[NewTokens]:
+        self.call("pause_scheduler", "keep", False)
+        return self._taken([])  # the reply came after them, through the same socket
+
+    def call(self, method: str, *args: Any) -> Any:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        call_id, future = uuid.uuid4().int >> 65, Future[Any]()
+        self._client.utility_results[call_id] = future
+        self._client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, method, args))
+        while True:
+            try:
+                return future.result(timeout=_LOOK_S)
+            except TimeoutError:
+                if future.done():
+                    raise
+                self._client.ensure_alive()
+            except Exception as exc:  # it has the other process's message only
+                if "out of memory" in str(exc):
+                    raise torch.OutOfMemoryError(str(exc)) from exc
+                raise
+
+    def _taken(self, items: Iterable[Any]) -> list[NewTokens]:
+        """Return the tokens in ``items`` and in the queue; raise the error of the process."""
+        items = [*items]
+        while not self._client.outputs_queue.empty():
+            items.append(self._client.outputs_queue.get_nowait())
+        for item in items:
+            if isinstance(item, Exception):
+                raise item
+        return [tokens for item in items for tokens in unpack(item.outputs)]
+
+
+def core_of(client: Any) -> Core:
+    """Return the engine core behind vLLM's ``client``."""
+    return InlineCore(client) if hasattr(client, "engine_core") else ProcessCore(client)

