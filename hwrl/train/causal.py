@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface
 
 from hwrl.interfaces import Backend, Batch
@@ -28,7 +27,7 @@ _COARSE = 0.1
 _OF_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest row of a call."""
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger("hwrl.train")
 
 
 class PackedAttention:
@@ -93,11 +92,11 @@ class CausalModel:
     """How to call one model: in packs or in padded rows, with its output layer replaced or with logits.
 
     :meth:`prove` finds out; before, calls have padded rows and logits. It registers an attention function with
-    transformers, under a name for all models of the process.
+    transformers, under a name for all models of the process. ``level`` is that of the log lines.
     """
 
-    def __init__(self, *, backend: Backend, scorer: OutputScorer) -> None:
-        self.scorer = scorer
+    def __init__(self, *, backend: Backend, scorer: OutputScorer, level: int = logging.WARNING) -> None:
+        self.scorer, self._level = scorer, level
         self.packs = self.scores = False
         self._backend = backend
 
@@ -112,19 +111,19 @@ class CausalModel:
         """Call ``model`` on a few short rows in several ways, and choose the fastest with the right result.
 
         ``dtype`` is that of the computation. Logs the reasons for padded rows and for logits. Collective on ranks that
-        share the model.
+        share the model; with FSDP2 its weights may stay whole.
         """
-        batch = _short_rows(model, self._backend)
+        batch, name = _short_rows(model), type(model).__name__
         with torch.compiler.set_stance("force_eager"):
             self.scores = self._can_score(model, batch)
             if not self.scores:
-                logger.info("The output layer of %s computes all logits of a micro-batch", type(model).__name__)
+                _log.log(
+                    self._level, "The output layer of %s computes all logits of a micro-batch", type(model).__name__
+                )
             why = _why_not_static(model) or self._why_not_packed(model, batch, dtype)
-        if isinstance(model, FSDPModule):
-            model.reshard()  # without gradients the root module's parameters stay unsharded after a call
         self.packs = not why
         if why:
-            logger.warning("%s trains on padded rows, not on packs: %s", type(model).__name__, why)
+            _log.log(self._level, "%s trains on padded rows, not on packs: %s", name, why)
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -233,7 +232,7 @@ def _why_not_static(model: Any) -> str:
     return ""
 
 
-def _short_rows(model: Any, backend: Backend) -> Batch:
+def _short_rows(model: Any) -> Batch:
     vocabulary = model.config.get_text_config().vocab_size
     lengths = torch.tensor(_SHORT)
     places = torch.arange(max(_SHORT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,8 @@ class FsdpEngine(PolicyEngine):
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._state_nbytes = sum(4 * _local(parameter).numel() for parameter in self._trained)
         self.optimizer = build_adamw(self._trained, device=backend.device(), **self._hyperparameters())
-        self._causal = CausalModel(backend=backend, scorer=self.scorer)
+        level = logging.WARNING if self.data_parallel_rank == 0 else logging.DEBUG  # so that a run is told once
+        self._causal = CausalModel(backend=backend, scorer=self.scorer, level=level)
         self._causal.prove(self.compute_model, dtype=settings.dtype)
         if self._sharded is not None:
             self._sharded.reshard()

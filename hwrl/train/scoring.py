@@ -173,12 +173,12 @@ class _Score(torch.autograd.Function):
 class _Gradients:
     """The gradients of hidden states, weight and bias, each None if it is not needed; chunks of logits add to them."""
 
-    def __init__(self, needed: Sequence[bool], *inputs: torch.Tensor | None) -> None:
-        self._hidden, self._weight = inputs[:2]
-        self.found = [
-            torch.zeros_like(each) if needs and each is not None else None
-            for each, needs in zip(inputs, needed, strict=False)
-        ]
+    def __init__(
+        self, needed: Sequence[bool], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        self._hidden, self._weight = hidden, weight
+        wanted = zip((hidden, weight, bias), needed, strict=False)
+        self.found = [None if each is None or not needs else torch.zeros_like(each) for each, needs in wanted]
 
     def add(self, chunk: slice, of_logits: torch.Tensor) -> None:
         of_hidden, of_weight, of_bias = self.found

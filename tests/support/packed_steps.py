@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,14 +25,19 @@ def steps_in_both_forms(
     engine._update = keep_gradients  # type: ignore[method-assign] # so that both steps start at the same weights
     for packs in (True, False):
         engine._packing_pays = lambda real_share, packs=packs: packs  # type: ignore[misc,method-assign] # on every backend
-        if not packs:  # an independent way to the gradients
-            engine.scorer.knowing = lambda gradient_of: contextlib.nullcontext()  # type: ignore[method-assign] # no known
+        if not packs:
+            engine.scorer.knowing = _forgetting  # type: ignore[method-assign] # an independent way to the gradients
         assert (engine._plan(batch)[0].boundaries is not None) == packs
         taken.append({})
         taken[-1]["metrics"] = engine.train_batch(batch, loss=loss)
         taken[-1]["logprobs"] = engine.logprobs(batch)
         engine.updates = 0
     return taken
+
+
+@contextlib.contextmanager
+def _forgetting(gradient_of: object) -> Iterator[None]:
+    yield
 
 
 def assert_same_steps(steps: list[dict[str, Any]]) -> None:
