@@ -31,7 +31,7 @@ def large_imports() -> Iterator[None]:
     """Let Python's garbage collector rest within the block, and pass over all present objects later.
 
     An import of torch and transformers makes a million objects that stay, and a collector that visits them again and
-    again takes a sixth of the import's time.
+    again takes a quarter of the import's time.
     """
     before = gc.isenabled()
     gc.disable()

@@ -47,10 +47,12 @@ def _report() -> dict[str, Any]:
 
     from hwrl.discovery import get_backend, kernels
     from hwrl.interfaces import Capability
+    from hwrl.lazy import large_imports
 
     report: dict[str, Any] = {"ok": False, "why": ""}
     try:
-        backend = get_backend()
+        with large_imports():
+            backend = get_backend()
         supports = {capability.value: backend.supports(capability) for capability in Capability}
         report["capabilities"] = {name: [answer.state, answer.reason] for name, answer in supports.items()}
         report["device_count"] = backend.device_count()

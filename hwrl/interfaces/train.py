@@ -46,7 +46,7 @@ class EngineSettings:
     """The settings of every train engine.
 
     ``total_steps`` shapes the learning-rate schedule: linear warm-up over ``warmup_steps``, then linear decay to
-    ``min_learning_rate_ratio``. A micro-batch has at most ``micro_batch_tokens`` padded tokens. ``temperature`` is the
+    ``min_learning_rate_ratio``. A micro-batch has at most ``micro_batch_tokens`` tokens. ``temperature`` is the
     sampling temperature, and so part of the policy. Parameters and optimizer state are float32; ``dtype`` is the dtype
     of forward and backward passes, and of published weights. With ``lora`` the engine freezes the model and trains an
     adapter on it; the adapter's initial values depend on ``seed``. With ``param_offload`` and ``optimizer_offload``,

@@ -118,7 +118,7 @@ def _difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], t
     for name, right in wanted.items():
         if (got[name].shape, got[name].dtype) != (right.shape, right.dtype):
             return f"{name} of the backend's operation has another shape or dtype"
-        off = float((got[name].double() - right.double()).norm() / right.double().norm())
+        off = float((got[name].float() - right.float()).norm() / right.float().norm())
         if not off <= tolerance:  # not a number, too
             return f"{name} of the backend's operation is off by {off:.2g} of its norm, and {tolerance:g} is allowed"
     return ""

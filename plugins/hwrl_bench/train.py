@@ -165,9 +165,8 @@ def compare(result: dict[str, Any]) -> None:
         result["device"] = row["device"]
 
 
-_HEADER = (
-    f"{'way':<42}{'tok/s':>9}{'MFU':>6}{'peak GiB':>10}{'s':>8}{'warm-up s':>11}{'loss':>9}{'of ref.':>9}{'of one':>8}"
-)
+_COLUMNS = {"tok/s": 9, "MFU": 6, "peak GiB": 10, "s": 8, "warm-up s": 11, "recomp.": 9, "loss": 9, "of ref.": 9}
+_HEADER = f"{'way':<42}" + "".join(f"{name:>{width}}" for name, width in _COLUMNS.items()) + f"{'of one':>8}"
 
 
 def _line(name: str, row: dict[str, Any]) -> str:
@@ -177,7 +176,7 @@ def _line(name: str, row: dict[str, Any]) -> str:
     ratios = f"{_shown(row.get('of_reference'), '.2f'):>9}{_shown(row.get('of_one'), '.2f'):>8}"
     return (
         f"{name:<42}{row['tokens_per_s']:>9,.0f}{_shown(row['mfu'], '.3f'):>6}{_shown(peak, '.1f'):>10}"
-        f"{row['median_s']:>8.3f}{row['warm_up_s']:>11.1f}{row['loss']:>9.4f}{ratios}"
+        f"{row['median_s']:>8.3f}{row['warm_up_s']:>11.1f}{row['recompilations']:>9.0f}{row['loss']:>9.4f}{ratios}"
     )
 
 
@@ -192,4 +191,5 @@ def _table(result: dict[str, Any]) -> str:
         lines += [machine_line(result), _HEADER, *(_line(name, row) for name, row in measured.items())]
     lines += unmeasured_lines(result["ways"])
     lines.append("tok/s and MFU: of one device, by the median; warm-up: the first step, with its compilation")
+    lines.append("recomp.: compilations in the measured steps, where the way counts them")
     return "\n".join(lines)

@@ -113,6 +113,7 @@ def measure(rank: int, address: str, way: TrainWay, workload: TrainWorkload, rou
         "flops": [step_flops(shape, each, prompt=prompt) for each in lengths[1:]],
         "loss": timed[-1][1]["loss"],
         "metrics": timed[-1][1],
+        "recompilations": sum(metrics.get("recompilations", 0.0) for _, metrics in timed[1:]),
         "peak_nbytes": _peak_nbytes(backend),
         "peak_flops": backend.peak_flops(getattr(torch, workload.dtype)),
         "device": _device_name(backend),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import hwrl
+import hwrl_cpu
 from hwrl.discovery import kernels
 from hwrl.testing.varlen import PACKED, wrong_varlen
-from hwrl.train import apply_kernels
+from hwrl.train import FsdpEngine, PolicyLoss, apply_kernels
+from tests.support.fsdp_training import batch_of, engine_on, groups_of, model_directory
 from tests.support.tiny_model import tiny_model
+
+__all__ = ["model_directory"]  # a fixture
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,3 +49,17 @@ def test_the_peak_comes_from_canns_description(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     assert backend.peak_flops(torch.bfloat16) == 24 * 16**3 * 2 * 1.8e9
     assert backend.peak_flops(torch.float32) is None
+
+
+def test_packs_train_on_fused_operations_as_on_the_host(
+    model_directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = engine_on(model_directory, None)
+    assert not [record for record in caplog.records if "padded rows" in record.getMessage()]
+    host_settings = replace(device.settings, fused_kernels=False)
+    host = FsdpEngine(host_settings, backend=hwrl_cpu.CpuBackend(hwrl_cpu.INFO), group=None)
+    for step in range(3):
+        batch = batch_of(groups_of(4, seed=step))
+        got, wanted = (engine.train_batch(batch, loss=PolicyLoss()) for engine in (device, host))
+        for name in ("loss", "grad_norm", "entropy"):
+            assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), f"{name} in step {step}"

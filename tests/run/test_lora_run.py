@@ -53,7 +53,6 @@ def test_what_a_sleeper_has_dropped_is_sent_again(start: Callable[..., Run], dem
     times_sent = sum(sent(run, "base_sent"))
     assert times_sent >= 2 if bypass_cpu == "true" else times_sent == 1, "the host's store has it"
     assert sum(sent(run, "base_nbytes")) == times_sent * base_nbytes(demo)
-    assert sent(run, "adapter_nbytes")[1:] == [adapter_nbytes(run)] * 5, "each version is an adapter, by each transport"
 
 
 def test_a_sleeper_keeps_whole_models_or_gets_them_again(start: Callable[..., Run], demo: Path) -> None:

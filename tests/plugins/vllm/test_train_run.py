@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
     pytest.mark.timeout(1200),  # three starts of vLLM
 ]
-WORKER = "VLLM::Worker"
+WORKER, CORE = "VLLM::Worker", "VLLM::EngineCore"
 VLLM = ("rollout.engine=vllm", "rollout.engine_options={kv_cache_memory_bytes: 67108864, enforce_eager: true}")
 
 
@@ -30,13 +30,13 @@ def test_a_run_on_vllm_goes_on_when_a_replica_is_killed(start: Callable[..., Run
 def test_a_replica_of_two_workers_that_is_killed_leaves_none_of_them(start: Callable[..., Run]) -> None:
     run = start("rollout.tensor_parallel=2", *VLLM)
     run.wait_for_step(3, timeout_s=500.0)
-    workers = run.processes(WORKER)
-    assert len(workers) == 2 and run.kill("ray::RolloutActor") == 1
+    workers, cores = run.processes(WORKER), run.processes(CORE)
+    assert (len(workers), len(cores)) == (2, 1) and run.kill("ray::RolloutActor") == 1
     run.wait_for_output("a new replica starts")
     run.wait_for_step(int(run.metrics()[-1]["step"]) + 2, timeout_s=500.0)
-    assert not set(workers) & set(run.processes(WORKER))
+    assert not {*workers, *cores} & {*run.processes(WORKER), *run.processes(CORE)}
     assert run.wait(timeout_s=500.0) == 0, run.output()
-    assert not run.processes(WORKER)
+    assert not run.processes(WORKER) and not run.processes(CORE)
     assert_whole(run)
 
 
