@@ -127,6 +127,7 @@ def test_an_engine_traces_its_layers_once_and_takes_the_same_steps(
 
 
 @pytest.mark.extended
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses deprecated parts of torch
 def test_compiled_layers_compute_what_plain_ones_do(model_directory: Path) -> None:
     plain, compiled = (engine_on(model_directory, None, compile=wanted) for wanted in (False, True))
     batch = batch_of(groups_of(5, seed=0))
