@@ -15,6 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 _CAPABILITY = (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIM, _HEAD_DIM_STEP = 128, 8
+_forward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+_backward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 _MOST_PADDING = 1.35
 """Padded places by tokens. Above it, the padding costs more than the faster kernel gains."""
 
@@ -58,9 +60,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = _Rows.of(cu_seqlens, tokens=query.shape[0], max_length=max_length)
     padded = (rows.pad(each) for each in (query, key, value))
-    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *padded, None, True, 0.0, True, False, scale=scale
-    )
+    out, logsumexp, *_ = _forward_kernel(*padded, None, True, 0.0, True, False, scale=scale)
     return rows.unpad(out), logsumexp.reshape(rows.count, query.shape[1], max_length)
 
 
@@ -84,7 +84,7 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = _Rows.of(cu_seqlens, tokens=query.shape[0], max_length=max_length)
     no_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
-    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    gradients = _backward_kernel(
         rows.pad_with_zeros(gradient),
         *(rows.pad(each) for each in (query, key, value, out)),
         logsumexp.unsqueeze(-1),
