@@ -111,7 +111,7 @@ class Rollouter:
             self._generator.drop()
 
     def step(self) -> bool:
-        """Do one round of the loop: at most one token a response. Return False if nothing was generated."""
+        """Do one round of the loop: at most one step of the engine. Return False if nothing was generated."""
         update_waits = self._weights.poll()
         if update_waits and (self._settings.partial_rollout or not self.engine.pending()):
             self._update_weights()

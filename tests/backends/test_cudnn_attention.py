@@ -17,14 +17,14 @@ LENGTHS = ([5, 4, 4], [7], [3, 3, 0, 2])
 def parts(query: Any, key: Any, value: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the causal scores, and key and value with a head for each of the query's."""
     shared = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
-    scores = (query @ key.transpose(-1, -2)) * scale
-    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf), key, value
+    keys, values = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    scores = (query @ keys.transpose(-1, -2)) * scale
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf), keys, values
 
 
 def forward(query: Any, key: Any, value: Any, *_: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what cuDNN's kernel returns: the attention, and the logarithm of the sum of exponentials."""
-    scores, _, value = parts(query, key, value, scale)
+    scores, _keys, value = parts(query, key, value, scale)
     return scores.softmax(-1) @ value, scores.logsumexp(-1)[..., None]
 
 
