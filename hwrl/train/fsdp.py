@@ -225,8 +225,10 @@ class FsdpEngine(PolicyEngine):
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers; every rank has them whole."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        yield from ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in parameters)
+        for prefix, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = self._model_and_optimizer()
