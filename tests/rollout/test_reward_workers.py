@@ -20,6 +20,7 @@ import pytest
 from hwrl.errors import DataError
 from hwrl.interfaces import Response
 from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_workers
+from hwrl.rollout.reward_process import send_frame
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 
 FUNCTIONS = "tests.support.reward_functions"
@@ -191,13 +192,13 @@ def test_a_second_process_that_hangs_while_it_loads_fails_a_prompt_and_holds_up_
 
 
 def test_a_job_that_can_never_be_sent_fails(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, begun = reward_workers.send_frame, set()
+    begun = set()
 
     def send(connection: socket.socket, content: bytes) -> None:
         if connection in begun:
             raise BrokenPipeError("nobody listens")
         begun.add(connection)
-        real(connection, content)
+        send_frame(connection, content)
 
     monkeypatch.setattr(reward_workers, "send_frame", send)
     assert "nobody listens" in str(score(start("length")).result(20).failure)
