@@ -161,7 +161,9 @@ def test_a_frame_of_another_form_fails_its_prompt_only(start: Start, tmp_path: P
         "    return 1.0\n"
     )
     workers = start(f"{path}:f", workers=1)
-    for frame in (b"{}", b"5", b"[9, []]", b"[3, []]", b"[4, [[], 0, null]]", b"[5, [[1], 0, null]]", b"[" * 9999):
+    of_another_prompt = b'[1, [[{"reward": 7.0}], 0, null]]'
+    wrong_form = (b"{}", b"[3, []]", b"[4, [[], 0, null]]", b"[5, [[1], 0, null]]", b"[" * 9999)
+    for frame in (b"5", *wrong_form, of_another_prompt):
         assert "answer to no question" in str(score(workers, frame, [1]).result(20).failure), frame
     assert score(workers, b"", [1]).result(20) == Scores([{"reward": 1.0}])
 
