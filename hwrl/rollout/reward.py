@@ -62,7 +62,7 @@ def score_response(reward: Reward, *, prompt: str, response: str, answer: Any) -
     if "reward" not in metrics or not all(map(_is_usable, metrics.values())):
         raise DataError(
             "the reward is not a finite number, or another metric is not",
-            why=f"the function returned {_short(result)}",
+            why=f"the function returned {short_repr(result)}",
             fix=f"return a finite number, or {{'reward': number, …}} with finite numbers, up to {_LARGEST:g}",
         )
     return {name: float(value) for name, value in metrics.items()}
@@ -93,7 +93,11 @@ def score_texts(
             except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
                 errors += 1
                 if attempt == attempts:
-                    return metrics, errors, f"the reward function raised {exc!r} for the response {text!r}"
+                    return (
+                        metrics,
+                        errors,
+                        f"the reward function raised {short_repr(exc)} for the response {short_repr(text)}",
+                    )
     return metrics, errors, None
 
 
@@ -114,10 +118,11 @@ def _check_name(name: Any) -> None:
         fix = "rename the metric"
     else:
         return
-    raise DataError(f"the reward function cannot return a metric named {_short(name)}", why=why, fix=fix)
+    raise DataError(f"the reward function cannot return a metric named {short_repr(name)}", why=why, fix=fix)
 
 
-def _short(value: object) -> str:
+def short_repr(value: object) -> str:
+    """Return ``repr(value)``, cut off after 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
 
@@ -156,7 +161,8 @@ def _execute(spec: ModuleSpec, source: bytes) -> Any:
     """Return the module of ``spec`` with the code ``source``, importable under its name from now on."""
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look it up there
-    exec(compile(source, str(spec.origin), "exec"), vars(module))
+    code = compile(source, str(spec.origin), "exec", dont_inherit=True)  # our __future__ imports are not the user's
+    exec(code, vars(module))
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -24,7 +25,8 @@ from typing import Protocol
 from hwrl.errors import DataError
 from hwrl.interfaces import Response
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.reward_process import CALL, receive_frame, send_frame
+from hwrl.rollout.reward import short_repr
+from hwrl.rollout.reward_process import CALL, JOB, LOADED, receive_frame, send_frame
 
 _log = logging.getLogger(__name__)
 _BACKLOG_S = 0.1
@@ -35,6 +37,12 @@ _EXIT_S = 1.0
 """How long a process may take to end after it closed its socket."""
 _TICK_S = 1.0
 """How often the notes of running calls are read at least, so that their pipe never fills up."""
+_LOAD_S = 60.0
+"""How long a process may take to load the function, unless a call may take longer."""
+_RETRY_S = 30.0
+"""After a failed start the other workers go on alone for so long."""
+_SENDS = 2
+"""Attempts to send one job: a worker may die while it is idle, but hardly a second one."""
 
 
 @dataclass
@@ -65,9 +73,11 @@ class Scorer(Protocol):
 class _Job:
     prompt: Prompt
     responses: Sequence[Response]
+    number: int
     scores: Future[Scores] = field(default_factory=Future)
     queued_s: float = field(default_factory=time.monotonic)
     texts: list[str] = field(default_factory=list)
+    failed_sends: int = 0
 
     def answer(self, scores: Scores) -> None:
         """Set the result, unless nobody wants it any longer."""
@@ -83,9 +93,10 @@ class RewardWorkers:
     ``decode`` turns token ids into text, in a thread of this process.
 
     If a call raises, it is repeated, up to ``attempts`` calls in all; then the prompt has failed. If a call takes
-    longer than ``timeout_s``, its process is killed with all that it started, and the prompt has failed at once. So it
-    has if the process dies. A later prompt starts a new process. All processes end with :meth:`close`, and with this
-    process.
+    longer than ``timeout_s``, its process is killed with all that it started, and the prompt has failed at once. The
+    prompt also fails if the process dies, or sends an answer to another prompt. A later prompt starts a new process.
+    A process must load the function within ``timeout_s`` too, or within 60 s if that is longer; else its start has
+    failed. All processes end with :meth:`close`, and with this process.
     """
 
     def __init__(
@@ -102,11 +113,14 @@ class RewardWorkers:
         self._decode, self._limit, self._timeout_s = decode, workers, timeout_s
         self._jobs: deque[_Job] = deque()
         self._workers: list[_Worker] = []
+        self._numbers = itertools.count(LOADED + 1)
+        self._load_limit_s = max(timeout_s, _LOAD_S)
+        self._retry_s = -math.inf  # of time.monotonic; no further worker starts before
         self._loaded: Future[None] = Future()
         self._closed = False
         self._selector = selectors.DefaultSelector()
-        self._bell, self._bell_end = socket.socketpair()
-        self._bell_end.setblocking(False)
+        self._wake_up_socket, self._waking_end = socket.socketpair()
+        self._waking_end.setblocking(False)
         # One thread starts all processes: the kernel ends them with the thread that started them.
         self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
         self._thread.start()
@@ -116,43 +130,47 @@ class RewardWorkers:
 
         The future never has an exception: a failure is part of the scores. The caller and :meth:`close` may cancel it.
         """
-        job = _Job(prompt, responses)
+        job = _Job(prompt, responses, next(self._numbers))
         if self._closed:
             job.scores.cancel()
         else:
             self._jobs.append(job)
-            self._ring()
+            self._wake()
         return job.scores
 
     def wait_until_ready(self) -> None:
-        """Wait until the first process has loaded the function. Raises DataError if it cannot."""
+        """Wait until a process has loaded the function. Raises DataError if the first one cannot."""
         self._loaded.result()
 
     def close(self) -> None:
         """Drop all jobs and end the processes, also inside of a call."""
         self._closed = True
-        self._ring()
+        self._wake()
         self._thread.join()
 
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # it rings already, or nobody is there to hear it
-            self._bell_end.send(b"!")
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # the thread has enough to read already, or it has ended
+            self._waking_end.send(b"!")
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._selector, self._bell, self._bell_end:
-            self._selector.register(self._bell, selectors.EVENT_READ)
-            self._start_worker()
+        with self._selector, self._wake_up_socket, self._waking_end:
             try:
+                self._selector.register(self._wake_up_socket, selectors.EVENT_READ)
+                self._start_worker()
                 while not self._closed:
                     self._give_jobs()
                     for key, _ in self._selector.select(self._wait_s()):
                         if key.data is None:
-                            self._bell.recv(1 << 12)
+                            self._wake_up_socket.recv(1 << 12)
                         else:
                             self._receive(key.data)
                     self._end_late()
+            except Exception as exc:  # noqa: BLE001 - nobody may wait for this thread any longer
+                _log.exception("no more responses are scored")
+                if not self._loaded.done():
+                    self._loaded.set_exception(exc)
             finally:
                 self._closed = True
                 self._cancel_all()
@@ -174,9 +192,13 @@ class RewardWorkers:
             job, message = next_job
             try:
                 worker.give(job, message)
-            except OSError:  # it died while it was idle
+            except OSError as exc:  # it died while it was idle
                 self._remove(worker)
-                self._jobs.appendleft(job)
+                job.failed_sends += 1
+                if job.failed_sends < _SENDS:
+                    self._jobs.appendleft(job)
+                else:
+                    job.answer(_not_sent(exc))
         if self._jobs and self._backlog_s() <= 0:
             self._start_worker()
 
@@ -186,7 +208,7 @@ class RewardWorkers:
             return 0.0
         if len(self._workers) >= self._limit or any(worker.is_loading for worker in self._workers):
             return math.inf
-        return self._jobs[0].queued_s + _BACKLOG_S - time.monotonic()
+        return max(self._jobs[0].queued_s + _BACKLOG_S, self._retry_s) - time.monotonic()
 
     def _next_job(self) -> tuple[_Job, bytes] | None:
         """Return the oldest job that is wanted and can be sent, with its message; None if there is none."""
@@ -198,7 +220,7 @@ class RewardWorkers:
                 job.texts = [self._decode(response.token_ids.tolist()) for response in job.responses]
                 return job, pickle.dumps((job.prompt.text, job.prompt.answer, job.texts))
             except Exception as exc:  # noqa: BLE001 - from a tokenizer or an answer's class; it is reported
-                job.answer(Scores(errors=1, failure=f"the responses cannot be sent to a reward worker: {exc!r}"))
+                job.answer(_not_sent(exc))
         return None
 
     def _start_worker(self) -> None:
@@ -213,10 +235,10 @@ class RewardWorkers:
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
     def _note_failed_start(self, error: DataError) -> None:
-        """Go on with the other workers. If there is none, the oldest job has failed."""
+        """Go on with the other workers for a while. If there is none, the oldest job has failed."""
         if self._workers:
-            self._limit = len(self._workers)
-            _log.warning("no more than %d reward workers run: %s: %s", self._limit, error.what, error.why)
+            self._retry_s = time.monotonic() + _RETRY_S
+            _log.warning("%d reward workers go on: %s: %s", len(self._workers), error.what, error.why)
             return
         if not self._loaded.done():
             self._loaded.set_exception(error)
@@ -225,38 +247,48 @@ class RewardWorkers:
 
     def _receive(self, worker: _Worker) -> None:
         try:
-            answer = json.loads(receive_frame(worker.connection))
-        except (EOFError, OSError, ValueError):
-            self._bury(worker)
+            frame = receive_frame(worker.connection)
+        except (EOFError, OSError):
+            self._report_death(worker, self._remove(worker, grace_s=_EXIT_S))
             return
-        if not worker.is_loading:
-            worker.finish(Scores(*answer))
-            return
-        worker.is_loading = False
-        if answer is not None:
+        try:
+            error = worker.take(frame)
+        except (ValueError, TypeError, RecursionError):
             self._remove(worker)
-            self._note_failed_start(DataError(answer[0], why=answer[1], fix=answer[2]))
+            self._report_death(worker, "sent an answer to no question (does it fork, and return twice?)")
+            return
+        if error is not None:
+            self._remove(worker)
+            self._note_failed_start(error)
         elif not self._loaded.done():
             self._loaded.set_result(None)
 
     def _end_late(self) -> None:
-        """End the workers with a call that takes too long."""
+        """End the workers with a call that takes too long, or that take too long to load the function."""
         now_s = time.monotonic()
-        for worker in [worker for worker in self._workers if worker.job is not None]:
+        for worker in [worker for worker in self._workers if not worker.is_idle]:
             if now_s - worker.called_s >= min(_TICK_S, self._timeout_s):
                 worker.read_calls()
-            if now_s - worker.called_s >= self._timeout_s:
-                self._remove(worker)
+            if now_s - worker.called_s < self._limit_s(worker):
+                continue
+            self._remove(worker)
+            if worker.is_loading:
+                self._report_death(worker, f"was not ready within {self._load_limit_s:g} s")
+            else:
                 worker.fail(f"the reward function did not return within {self._timeout_s:g} s")
 
-    def _bury(self, worker: _Worker) -> None:
-        """Report a dead worker."""
-        how = self._remove(worker, grace_s=_EXIT_S)
+    def _limit_s(self, worker: _Worker) -> float:
+        return self._load_limit_s if worker.is_loading else self._timeout_s
+
+    def _report_death(self, worker: _Worker, how: str) -> None:
+        """Report a worker that was removed. ``how`` continues "its process"."""
         if worker.is_loading:
-            what = "a reward worker ended while it loaded the function"
-            self._note_failed_start(DataError(what, why=f"its process {how}", fix="look at what the module does"))
+            what, fix = "a reward worker ended while it loaded the function", "look at what the module does"
+            self._note_failed_start(DataError(what, why=f"its process {how}", fix=fix))
         elif worker.job is not None:
             worker.fail(f"its worker {how} in the reward function")
+        else:
+            _log.warning("an idle reward worker was lost: its process %s", how)
 
     def _remove(self, worker: _Worker, *, grace_s: float = 0.0) -> str:
         self._workers.remove(worker)
@@ -265,7 +297,7 @@ class RewardWorkers:
 
     def _wait_s(self) -> float | None:
         """Return how long to wait for news at most; None without limit."""
-        ends_s = [worker.called_s + self._timeout_s for worker in self._workers if worker.job is not None]
+        ends_s = [worker.called_s + self._limit_s(worker) for worker in self._workers if not worker.is_idle]
         wait_s = min([_TICK_S, *(end_s - time.monotonic() for end_s in ends_s)]) if ends_s else math.inf
         wait_s = min(wait_s, self._backlog_s() if self._jobs else math.inf)
         return None if wait_s == math.inf else max(0.0, wait_s)
@@ -275,31 +307,28 @@ class _Worker:
     """One worker process, with at most one job. ``setup`` is its first frame. Raises OSError if it cannot start."""
 
     def __init__(self, setup: bytes) -> None:
-        self.connection, theirs = socket.socketpair()
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            self.connection, their_connection = socket.socketpair()
+            ours.callback(self.connection.close)
+            theirs.callback(their_connection.close)
+            self._calls_pipe, calls_end = os.pipe()
+            ours.callback(os.close, self._calls_pipe)
+            theirs.callback(os.close, calls_end)
+            self._process = _start_process(their_connection.fileno(), calls_end)
+            self._close = ours.pop_all().close
         self.connection.settimeout(_PIPE_S)
-        self._calls_pipe, calls_end = os.pipe()
         os.set_blocking(self._calls_pipe, False)
-        descriptors = (theirs.fileno(), calls_end)
-        code = (
-            f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
-            f"from hwrl.rollout.reward_process import main; main({theirs.fileno()}, {calls_end}, {os.getpid()})"
-        )
-        try:
-            # Not multiprocessing: it would import the main module, which is Ray's in a replica.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0
-            )
-        except OSError:
-            self._close()
-            raise
-        finally:
-            theirs.close()
-            os.close(calls_end)
         self.is_loading = True
         self.job: _Job | None = None
-        self._calls: tuple[int, float, int] = (0, 0.0, 0)  # begun in this job; time and response of the last one
-        with contextlib.suppress(OSError):  # it is dead: reading tells
+        # The calls begun in this job, and the begin and the response of the last one. Loading counts as a call.
+        self._calls: tuple[int, float, int] = (0, time.monotonic(), 0)
+        try:
             send_frame(self.connection, setup)
+        except TimeoutError:  # half a frame is sent: the process would wait for the rest
+            self.end()
+            raise
+        except OSError:  # it is dead: reading tells
+            pass
 
     @property
     def is_idle(self) -> bool:
@@ -309,7 +338,7 @@ class _Worker:
     def give(self, job: _Job, message: bytes) -> None:
         """Send ``job`` to the process. Raises OSError if the process is dead."""
         self.job, self._calls = job, (0, time.monotonic(), 0)
-        send_frame(self.connection, message)
+        send_frame(self.connection, JOB.pack(job.number) + message)
 
     @property
     def called_s(self) -> float:
@@ -321,16 +350,34 @@ class _Worker:
         nbytes = CALL.size << 10
         with contextlib.suppress(BlockingIOError):
             while notes := os.read(self._calls_pipe, nbytes):
-                self._calls = (self._calls[0] + len(notes) // CALL.size, *CALL.unpack(notes[-CALL.size :]))
+                for begun_s, number, index in CALL.iter_unpack(notes):
+                    if number == self._number:  # else a process that the function forked works on an earlier job
+                        self._calls = (self._calls[0] + 1, begun_s, index)
                 if len(notes) < nbytes:
                     break
 
-    def finish(self, scores: Scores) -> None:
-        """Answer the job. The process is idle then."""
+    @property
+    def _number(self) -> int | None:
+        """The number of the answer that the process owes; None if it owes none."""
+        return LOADED if self.is_loading else None if self.job is None else self.job.number
+
+    def take(self, frame: bytes) -> DataError | None:
+        """Take the answer in ``frame``. The process is idle then. Returns why the function is not loaded, if so.
+
+        Raises ValueError or TypeError if ``frame`` is not the answer that the process owes.
+        """
+        number, result = json.loads(frame)
+        if number != self._number or number is None:
+            raise ValueError(f"this is answer {number}, not {self._number}")
+        if self.job is None:
+            error = None if result is None else _load_error(*result)
+            self.is_loading = False
+            return error
+        scores = _whole_scores(*result, count=len(self.job.texts))
         self.read_calls()
         job, self.job = self.job, None
-        assert job is not None, "only a worker with a job answers"
         job.answer(scores)
+        return None
 
     def fail(self, why: str) -> None:
         """Answer the job of an ended process."""
@@ -338,7 +385,8 @@ class _Worker:
         count, _, index = self._calls
         texts = self.job.texts
         errors = max(count - index, 1)  # index calls have a result
-        self.job.answer(Scores([], errors, f"{why} for the response {texts[index]!r}"))
+        where = f" for the response {short_repr(texts[index])}" if texts else ""
+        self.job.answer(Scores([], errors, f"{why}{where}"))
 
     def end(self, *, grace_s: float = 0.0) -> str:
         """Kill what the process started, and the process itself if it lives after ``grace_s``; return how it ended."""
@@ -352,9 +400,32 @@ class _Worker:
         self._close()
         return _describe(self._process.returncode)
 
-    def _close(self) -> None:
-        self.connection.close()
-        os.close(self._calls_pipe)
+
+def _start_process(connection: int, calls: int) -> subprocess.Popen[bytes]:
+    """Start a worker's process with these two descriptors. Raises OSError."""
+    code = (
+        f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
+        f"from hwrl.rollout.reward_process import main; main({connection}, {calls}, {os.getpid()})"
+    )
+    # Not multiprocessing: it would import the main module, which is Ray's in a replica.
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=(connection, calls), process_group=0
+    )
+
+
+def _load_error(what: str, why: str, fix: str) -> DataError:
+    return DataError(what, why=why, fix=fix)
+
+
+def _whole_scores(metrics: list[dict[str, float]], errors: int, failure: str | None, *, count: int) -> Scores:
+    """Return the scores of ``count`` responses. Raises ValueError unless they are whole."""
+    if len(metrics) != count and failure is None:
+        raise ValueError(f"there are {len(metrics)} scores of {count} responses")
+    return Scores([dict(each) for each in metrics], int(errors), failure)
+
+
+def _not_sent(exc: Exception) -> Scores:
+    return Scores(errors=1, failure=f"the responses cannot be sent to a reward worker: {short_repr(exc)}")
 
 
 def _describe(status: int | None) -> str:

@@ -67,17 +67,17 @@ class RetryingReceiver:
 
     def poll(self) -> bool:
         """Return whether a new version was offered at the last look into the store, at most ``poll_s`` ago."""
-        now_s = time.monotonic()
-        if now_s - self._polled_s >= self._poll_s:
-            self._offered, self._polled_s = self._look(), now_s
-        return self._offered
+        return self._offered if time.monotonic() - self._polled_s < self._poll_s else self.look()
 
-    def _look(self) -> bool:
+    def look(self) -> bool:
+        """Look into the store, and return whether a new version is offered."""
+        self._polled_s = time.monotonic()
         try:
-            return self.receiver.poll() is not None
+            self._offered = self.receiver.poll() is not None
         except ReceiverExcludedError as exc:
             self._join_again(exc)
-            return False
+            self._offered = False
+        return self._offered
 
     def receive(self) -> Received | None:
         """Return the offered version, or None if the transfer failed. Blocks."""
@@ -154,7 +154,8 @@ class AdapterUpdater:
         return (self._base_link is not None and self._base_link.poll()) or self._policy_link.poll()
 
     def update(self) -> bool:
-        if self._base_link is not None and self._base_link.poll():
+        # The base is offered before its adapter. The last poll may have looked for it before both came.
+        if self._base_link is not None and self._base_link.look():
             base = self._base_link.receive()
             if base is None:
                 return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,8 @@ import pytest
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Response
-from hwrl.rollout import Prompt, RewardWorkers, Scores
+from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_workers
+from hwrl.rollout.reward_process import send_frame
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 
 FUNCTIONS = "tests.support.reward_functions"
@@ -118,6 +120,146 @@ def test_a_call_that_ends_or_holds_its_process_fails_its_prompt_only(start: Star
     assert scores.failure is not None and reason in scores.failure and "for the response '1 2'" in scores.failure
     assert scores.errors == 1
     assert next_one.result(20) == Scores([{"reward": 1.0}]), "a new process"
+
+
+def test_a_call_that_forks_and_returns_twice_gives_no_answer_to_another_prompt(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os\n\nloaded = os.getpid()\n\n"
+        "def f(prompt, response, answer):\n"
+        "    answer == 'fork' and os.fork()\n"
+        "    return {'reward': len(response), 'loaded': loaded}\n"
+    )
+    workers = start(f"{path}:f", workers=1)
+    first = score(workers, "fork", [1]).result(20)
+    row = {"reward": 1.0, "loaded": first.metrics[0]["loaded"]}
+
+    def is_replaced() -> bool:
+        scores = score(workers, None, [2]).result(20)
+        if scores.failure is not None:
+            assert "answer to no question" in scores.failure
+            return False
+        assert scores.metrics[0]["reward"] == 3, "it has the length of the other prompt's response"
+        return scores.metrics[0]["loaded"] != row["loaded"]
+
+    assert first.metrics == [row]
+    wait_until(is_replaced)
+
+
+def test_a_frame_of_another_form_fails_its_prompt_only(start: Start, tmp_path: Path) -> None:
+    """The function finds the worker's socket, and writes into it."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os, stat, struct\n\n"
+        "def f(prompt, response, answer):\n"
+        "    for fd in range(3, 100) if answer else ():\n"
+        "        try:\n"
+        "            if stat.S_ISSOCK(os.fstat(fd).st_mode):\n"
+        "                os.write(fd, struct.pack('<Q', len(answer)) + answer)\n"
+        "        except OSError:\n"
+        "            pass\n"
+        "    return 1.0\n"
+    )
+    workers = start(f"{path}:f", workers=1)
+    of_another_prompt = b'[1, [[{"reward": 7.0}], 0, null]]'
+    wrong_form = (b"{}", b"[3, []]", b"[4, [[], 0, null]]", b"[5, [[1], 0, null]]", b"[" * 9999)
+    for frame in (b"5", *wrong_form, of_another_prompt):
+        assert "answer to no question" in str(score(workers, frame, [1]).result(20).failure), frame
+    assert score(workers, b"", [1]).result(20) == Scores([{"reward": 1.0}])
+
+
+def test_long_errors_and_responses_are_shortened(start: Start) -> None:
+    failure = str(score(start("obey", attempts=1), "raise a long text", [2]).result(20).failure)
+    assert "ValueError('xxx" in failure and "…" in failure and len(failure) < 600
+
+
+def test_a_second_process_that_hangs_while_it_loads_fails_a_prompt_and_holds_up_no_other(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_workers, "_LOAD_S", 4.0)
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os, time\nfrom pathlib import Path\n\n"
+        "number = len(list(Path(__file__).parent.iterdir()))\n"
+        "Path(__file__).with_name(f'load{number}').touch()\n"
+        "time.sleep(1e6 if number == 2 else 0)\n\n"
+        "def f(prompt, response, answer):\n    return 1.0 if answer is None else os._exit(3)\n"
+    )
+    workers = start(f"{path}:f", workers=1, timeout_s=0.5)
+    workers.wait_until_ready()
+    assert "status 3" in str(score(workers, "end").result(20).failure)
+    hanging, next_one = score(workers), score(workers, lengths=[1])
+    assert "was not ready within" in str(hanging.result(60).failure)
+    assert next_one.result(60) == Scores([{"reward": 1.0}])
+
+
+def test_a_job_that_can_never_be_sent_fails(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = set()
+
+    def send(connection: socket.socket, content: bytes) -> None:
+        if connection in begun:
+            raise BrokenPipeError("nobody listens")
+        begun.add(connection)
+        send_frame(connection, content)
+
+    monkeypatch.setattr(reward_workers, "send_frame", send)
+    assert "nobody listens" in str(score(start("length")).result(20).failure)
+
+
+def test_a_process_that_does_not_take_its_first_frame_has_failed_to_start(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 1000\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(reward_workers, "_PIPE_S", 0.2)
+    with pytest.raises(DataError, match="no reward worker can start"):
+        start(f"{tmp_path}/reward.py:f", source=b"#" * (8 << 20)).wait_until_ready()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no luck"), OSError("no luck")])
+def test_an_error_of_the_first_start_is_told_and_leaves_nothing_open(
+    start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(os, "pipe", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    workers = start("length")
+    with pytest.raises((RuntimeError, DataError), match="no luck"):
+        workers.wait_until_ready()
+    workers.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_after_a_failed_start_another_one_is_tried_later(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_workers, "_RETRY_S", 0.5)
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os, time\nfrom pathlib import Path\n\n"
+        "number = len(list(Path(__file__).parent.iterdir()))\n"
+        "Path(__file__).with_name(f'load{number}').touch()\n"
+        "assert number != 2\n\n"
+        "def f(prompt, response, answer):\n    time.sleep(0.3)\n    return {'reward': 1.0, 'pid': os.getpid()}\n"
+    )
+    workers = start(f"{path}:f", workers=2)
+    workers.wait_until_ready()
+    scores = [future.result(60) for future in [score(workers, lengths=[1]) for _ in range(12)]]
+    assert len({one.metrics[0]["pid"] for one in scores}) == 2
+    assert (tmp_path / "load2").exists()
+
+
+def test_the_users_module_has_none_of_our_future_imports(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def typed(x: float): ...\n\n"
+        "def f(prompt, response, answer):\n    return float(typed.__annotations__['x'] is float)\n"
+    )
+    assert score(start(f"{path}:f"), lengths=[1]).result(20).metrics == [{"reward": 1.0}]
 
 
 @pytest.mark.parametrize("order", ["print", "ignore Ctrl-C", "set an alarm"])

@@ -11,7 +11,8 @@ from hwrl.errors import ReceiverExcludedError
 from hwrl.rollout import RetryingReceiver
 from hwrl.weights import WeightReceiver
 from hwrl_cpu import INFO, CpuBackend
-from tests.support.weight_link import channel_of, model_of, receiver_of, sender_of, store
+from tests.support.adapter_link import BASE, Replica, Trainer
+from tests.support.weight_link import beside, channel_of, model_of, receiver_of, sender_of, store
 
 __all__ = ["store"]
 
@@ -39,6 +40,20 @@ def test_polls_look_into_the_store_on_a_clock_and_at_once_after_a_transfer(store
         received = link.receive()
         assert received is not None and received.version == 1
         assert not link.poll() and receiver.looks == 3
+
+
+def test_a_base_that_came_since_the_last_look_is_loaded_before_its_adapter(store: Store) -> None:
+    replica, trainer = Replica(store, base_poll_s=1e6), Trainer(store, "host")
+    assert not replica.updater.poll()
+    publishing = beside(lambda: trainer.publish(1))
+    while not replica.updater.poll():
+        time.sleep(0.01)
+    replica.updater.update()
+    assert replica.engine.base == BASE and replica.updater.totals()["base_loads"] == 1
+    replica.catch_up()
+    publishing()
+    assert replica.engine.version == 1
+    trainer.sender.close()
 
 
 def test_a_receiver_to_which_nothing_new_is_offered_soon_sees_its_exclusion(store: Store) -> None:

@@ -53,7 +53,7 @@ def test_shares_are_of_the_whole_time_of_the_lines_and_lines_without_it_do_not_c
 
 def test_each_line_has_the_speed_of_a_device_and_the_bottleneck_of_the_last_steps() -> None:
     now_s, seconds = 0.0, 0.0
-    rates = StepRates([], devices=DeviceCounts(1, 4, 5), now=lambda: now_s)
+    rates = StepRates([], devices=DeviceCounts(4, 5), now=lambda: now_s)
     trained = {"response/tokens": 300.0, "timing_s/wait": 8.0, "timing_s/train": 2.0}
     for step in range(1, 4):
         now_s, seconds = step * 10.0, step * 9.0
@@ -65,6 +65,23 @@ def test_each_line_has_the_speed_of_a_device_and_the_bottleneck_of_the_last_step
     assert metrics["perf/bottleneck"] == 1.0
     quiet = rates.metrics(trained, BatchInfo([], {}, replicas))
     assert "perf/rollout_tokens_per_s_per_device" not in quiet, "no replica has reported since"
+
+
+def test_undone_steps_and_a_recovery_count_neither_for_the_bottleneck_nor_for_a_step() -> None:
+    now_s = 0.0
+    rates = StepRates([], devices=DeviceCounts(1, 2), now=lambda: now_s)
+
+    def step(at_s: float, *, generate_s: float, train_s: float) -> Metrics:
+        nonlocal now_s
+        now_s = at_s
+        trained = {"response/tokens": 300.0, "timing_s/wait": 10.0 - train_s, "timing_s/train": train_s}
+        return rates.metrics(trained, BatchInfo([], {}, {"a": {"idle_s": at_s - generate_s, "generate_s": generate_s}}))
+
+    assert step(10.0, generate_s=9.0, train_s=1.0)["perf/bottleneck"] == 1.0
+    rates.go_back([])
+    first, second = step(100.0, generate_s=95.0, train_s=9.0), step(110.0, generate_s=96.0, train_s=9.0)
+    assert not {"perf/step_s", "perf/bottleneck", "perf/tokens_per_s_per_device"} & first.keys()
+    assert (second["perf/step_s"], second["perf/bottleneck"]) == (10.0, 0.0)
 
 
 def test_the_summary_says_how_fast_each_side_is_and_which_one_limits(tmp_path: Path) -> None:
@@ -79,10 +96,10 @@ def test_the_summary_says_how_fast_each_side_is_and_which_one_limits(tmp_path: P
     assert "rollout_tokens_per_s" not in text
 
 
-def test_devices_that_both_sides_use_count_for_each() -> None:
+def test_devices_that_both_sides_use_count_once_for_the_run() -> None:
     def counts(devices: int) -> DeviceCounts:
         return assign_devices(devices=devices, ranks=2, replicas=3, width=1, may_share=True).counts
 
-    assert counts(8) == DeviceCounts(2, 3, 5)
-    assert counts(4) == DeviceCounts(2, 2, 4)
-    assert counts(2) == DeviceCounts(2, 2, 2)
+    assert counts(8) == DeviceCounts(3, 5)
+    assert counts(4) == DeviceCounts(2, 4)
+    assert counts(2) == DeviceCounts(2, 2)

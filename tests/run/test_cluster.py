@@ -19,7 +19,7 @@ import ray
 from hwrl.checkpoint import DirectoryLock
 from hwrl.errors import ConfigError
 from hwrl.run.cluster.ray_security import private_ray
-from hwrl.run.cluster.ray_session import children_of_ray, not_started, ray_cluster
+from hwrl.run.cluster.ray_session import children_of_ray, few_processes, not_started, ray_cluster
 from hwrl.run.config import load_config
 from hwrl.run.demo import main, write_demo
 from hwrl.run.inputs import is_local
@@ -129,11 +129,20 @@ def test_a_ray_of_the_runs_own_is_closed_to_others(tmp_path: Path, monkeypatch: 
         home = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent
         children = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and is_below(path)}
         assert children and listeners({os.getpid(), *children}) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+        commands = " ".join((Path("/proc") / str(pid) / "cmdline").read_text() for pid in children)
+        assert "gcs_server" in commands and "raylet" in commands
+        assert not [name for name in ("monitor.py", "dashboard.py") if name in commands], "the run uses none of them"
         address = ray.get_runtime_context().gcs_address
         ended = subprocess.run([sys.executable, "-c", STRANGER, address], text=True, capture_output=True, timeout=60)
         assert ended.stdout.strip() == "False", ended.stderr
     assert logged == ["starting Ray on this machine"]
     assert not home.exists() and "RAY_AUTH_TOKEN_PATH" not in os.environ
+
+
+def test_a_ray_without_its_private_class_of_nodes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray._private.node", None)
+    with few_processes():
+        pass
 
 
 def is_below(process: Path) -> bool:

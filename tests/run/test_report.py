@@ -258,7 +258,7 @@ def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
         return BatchInfo([], {"trained": 1}, {"a": totals, "b": {**totals, "tokens": 0.0}})
 
     trained = {"response/tokens": 10.0, "timing_s/wait": 1.0, "timing_s/train": 3.0}
-    rates = StepRates([{"response/tokens_total": 1000.0}], devices=DeviceCounts(1, 2, 3))
+    rates = StepRates([{"response/tokens_total": 1000.0}], devices=DeviceCounts(2, 3))
     rates.metrics(trained, batch(100, 1.0, 1.0))
     metrics = rates.metrics(trained, batch(150, 1.5, 2.5))
     assert metrics["rollout/idle_ratio"] == pytest.approx(0.25)

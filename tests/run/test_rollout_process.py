@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 from hwrl.comm import serve_store, store_address
+from hwrl.errors import CommError
 from hwrl.interfaces import PromptGroup
 from hwrl.models import build_model, load_model
-from hwrl.rollout import INCARNATION, PromptLease
+from hwrl.rollout import INCARNATION, EmbeddedEngine, PromptLease
 from hwrl.run.config import Config, load_config
 from hwrl.run.demo import write_demo
+from hwrl.run.identity import identify_inputs
+from hwrl.run.processes.build import build_rollouter, prepare_process
 from hwrl.testing.processes import Processes
 from hwrl.weights import WeightSender
 
@@ -52,9 +56,6 @@ def memory_nbytes(name: str) -> int:
 
 def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
     """Receive two versions and generate a group; return the growth of peak memory, and the opened files."""
-    from hwrl.run.identity import identify_inputs
-    from hwrl.run.processes.build import build_rollouter, prepare_process
-
     build_model(config.model.path, dtype=torch.float32)  # imports first, so that they do not count
     prepare_process(threads=1)
     before_nbytes = memory_nbytes("VmRSS")
@@ -68,6 +69,24 @@ def roll_out(rank: int, config: Config, address: str) -> tuple[int, list[str]]:
         rollouter.step()
     assert rollouter.engine.version == 2
     return memory_nbytes("VmHWM") - before_nbytes, opened
+
+
+def test_a_replica_that_cannot_join_the_link_leaves_no_process_and_no_open_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: str) -> None:
+        raise CommError("no store", why="a test", fix="none")
+
+    closed: list[EmbeddedEngine] = []
+    monkeypatch.setattr("hwrl.run.processes.build.connect_store", refuse)
+    monkeypatch.setattr(EmbeddedEngine, "close", lambda engine: closed.append(engine))
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16))
+    with pytest.raises(CommError, match="no store"):
+        build_rollouter(
+            config, inputs=identify_inputs(config), replica="r0", seed=1, store_address="", ledger=OnePrompt()
+        )
+    assert len(closed) == 1
+    assert "reward" not in [thread.name for thread in threading.enumerate()], "it ends with its processes"
 
 
 @pytest.mark.parametrize(("transport", "models"), [("device", 3), ("host", 5)])

@@ -9,7 +9,7 @@ from typing import Any
 from hwrl.comm import Store
 from hwrl.lora import add_adapter
 from hwrl.rollout import INCARNATION, AdapterUpdater, EmbeddedEngine, RetryingReceiver
-from hwrl.weights import PolicySender, SyncReport, WeightReceiver, WeightSource
+from hwrl.weights import POLICY_BASE, PolicySender, SyncReport, WeightReceiver, WeightSource
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.adapters import LORA, Weights, trained
 from tests.support.tiny_model import END, requests_of, tiny_model
@@ -30,12 +30,11 @@ def nbytes_of(weights: Weights) -> int:
 class Replica:
     """An engine with its updater."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, base_poll_s: float = 0.0) -> None:
         def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
             options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
-            return RetryingReceiver(
-                WeightReceiver(store, name=name, replica="r0", **options), timeout_s=10.0, poll_s=0.0
-            )
+            receiver = WeightReceiver(store, name=name, replica="r0", **options)
+            return RetryingReceiver(receiver, timeout_s=10.0, poll_s=base_poll_s if name == POLICY_BASE else 0.0)
 
         model = add_adapter(tiny_model(99), LORA)
         self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)

@@ -77,6 +77,7 @@ _ORDERS: dict[str, Callable[[], object]] = {
     "cancel": lambda: _raise(asyncio.CancelledError()),
     "end a generator": lambda: _raise(GeneratorExit()),
     "raise without a text": lambda: _raise(_Unprintable()),
+    "raise a long text": lambda: _raise(ValueError("x" * 10_000)),
     "end the process": lambda: os._exit(7),
     "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "run out of memory": lambda: os.kill(os.getpid(), signal.SIGKILL),

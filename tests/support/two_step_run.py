@@ -27,7 +27,7 @@ METRICS_OF_A_STEP = {
 class StandInFleet:
     """A :class:`~hwrl.run.fleet.fleet.Fleet` of a run of two steps. A checkpoint is a file with its step."""
 
-    refused, incarnation, device_counts = False, 0, DeviceCounts(1, 1, 2)
+    refused, incarnation, device_counts = False, 0, DeviceCounts(1, 2)
 
     def __init__(self, home: Path, fs: DurableFS) -> None:
         self._home, self._fs, self._step = home, fs, 0

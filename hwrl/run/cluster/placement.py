@@ -40,14 +40,12 @@ class Reservation:
 
 @dataclass(frozen=True)
 class DeviceCounts:
-    """The devices of the trainer, of the replicas, and of both. A device that both use counts for each.
+    """How many devices a run uses. A process without a device counts as one device."""
 
-    A process without a device counts as one device.
-    """
-
-    trainer: int
     rollout: int
-    both: int
+    """Devices with a replica, the trainer's among them if replicas share those."""
+    distinct: int
+    """Devices of the whole run. One that the trainer and replicas share counts once."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ class DeviceAssignment:
 
     @property
     def counts(self) -> DeviceCounts:
-        """The number of devices of each side."""
+        """The number of devices of the replicas, and of the run."""
         rollout = {device for one in self.replicas for device in one.devices}
-        return DeviceCounts(len(self.ranks), len(rollout), self.devices)
+        return DeviceCounts(len(rollout), self.devices)
 
     @property
     def bundles(self) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import os
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.node import Node
 
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, attempt_all
@@ -114,7 +114,7 @@ def _start(config: Config, *, log: Callable[[str], None]) -> Iterator[None]:
     log("starting Ray on this machine")
     with private_ray() as directory:
         try:
-            with _own_process_groups(), _without_token_advice(), _few_processes():
+            with _own_process_groups(), _without_token_advice(), few_processes():
                 _connect(
                     config, address="local", include_dashboard=False, _temp_dir=str(directory), **_resources(config)
                 )
@@ -178,23 +178,34 @@ os.register_at_fork(after_in_child=_leave_group)
 
 
 @contextmanager
-def _few_processes() -> Iterator[None]:
+def few_processes() -> Iterator[None]:
     """Let Ray start no autoscaler, no web server and no reader of logs: a run on one machine uses none of them.
 
     They would take two seconds of CPU time, and memory for the whole run. ``include_dashboard=False`` leaves out only
-    the pages of the web server. Remove this when ray.init has options for them.
+    the pages of the web server. A Ray without these private methods starts all its processes. Remove this when
+    ray.init has options for them.
     """
-    before = {name: vars(Node)[name] for name in _UNUSED_STARTS if name in vars(Node)}
+    node = _ray_node()
+    before = {name: vars(node)[name] for name in _UNUSED_STARTS if name in vars(node)}
     for name in before:
-        setattr(Node, name, _start_nothing)
+        setattr(node, name, _start_nothing)
     try:
         yield
     finally:
         for name, start in before.items():
-            setattr(Node, name, start)
+            setattr(node, name, start)
 
 
-def _start_nothing(node: Node, **options: Any) -> None:
+def _ray_node() -> type:
+    """Return Ray's class with the methods that start processes; a class without them if Ray has it no longer."""
+    try:
+        node: type = importlib.import_module("ray._private.node").Node
+    except (ImportError, AttributeError):
+        return object
+    return node
+
+
+def _start_nothing(node: object, **options: Any) -> None:
     """Stand in for a method of Node that starts a process."""
 
 

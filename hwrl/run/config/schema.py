@@ -82,7 +82,7 @@ class RewardConfig(Section):
     attempts: Positive = 3
     """Calls for one prompt, if the function raises, before the prompt has failed."""
     timeout_s: Seconds = 300.0
-    """Time limit of one call, at most ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
+    """Time limit of one call, less than ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
     workers: Processes = 4
     """Most processes of each replica that call the function; another one starts when prompts wait."""
 
@@ -111,7 +111,7 @@ class RolloutConfig(Section):
     max_running: Positive = 128
     """Responses in one replica at the same time."""
     group_timeout_s: Seconds = 600.0
-    """Time limit of a replica for one prompt; then another replica gets it."""
+    """Time limit of a replica for one prompt, its rewards included; then another replica gets it."""
     max_attempts: Positive = 3
     """Failures of one prompt before the run ends with an error."""
     tensor_parallel: Processes = 1
@@ -368,10 +368,10 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_reward_ends_before_its_lease(self) -> Config:
-        if self.reward.timeout_s > self.rollout.group_timeout_s:
+    def _a_call_of_the_reward_ends_before_its_replica_counts_as_hung(self) -> Config:
+        if self.reward.timeout_s >= self.rollout.group_timeout_s:
             raise ValueError(
-                f"reward.timeout_s={self.reward.timeout_s:g} must be at most rollout.group_timeout_s="
+                f"reward.timeout_s={self.reward.timeout_s:g} must be less than rollout.group_timeout_s="
                 f"{self.rollout.group_timeout_s:g}: a replica that holds a prompt for so long is replaced"
             )
         return self

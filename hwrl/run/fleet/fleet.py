@@ -85,7 +85,7 @@ class Fleet:
 
     @property
     def device_counts(self) -> DeviceCounts:
-        """The devices of each side."""
+        """The number of devices of the replicas, and of the run."""
         return self._devices.plan.assignment.counts
 
     def describe(self) -> str:

@@ -61,21 +61,24 @@ def build_rollouter(
         rewards = _start_rewards(config, inputs, tokenizer)
         after_an_error.callback(rewards.close)
         engine = _build_rollout_engine(config, tokenizer, seed=seed)
+        after_an_error.callback(engine.close)
         prompts = PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed)
         rewards.wait_until_ready()
+        weights = _build_updater(config, engine, store_address=store_address, replica=replica)
+        settings = _loop_settings(config)
+        rollouter = Rollouter(
+            engine, ledger=ledger, prompts=prompts, rewards=rewards, weights=weights, settings=settings
+        )
         after_an_error.pop_all()
-    return Rollouter(
-        engine,
-        ledger=ledger,
-        prompts=prompts,
-        rewards=rewards,
-        weights=_build_updater(config, engine, store_address=store_address, replica=replica),
-        settings=LoopSettings(
-            sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
-            group_size=config.rollout.n,
-            partial_rollout=config.async_training.partial_rollout,
-            sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
-        ),
+    return rollouter
+
+
+def _loop_settings(config: Config) -> LoopSettings:
+    return LoopSettings(
+        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+        group_size=config.rollout.n,
+        partial_rollout=config.async_training.partial_rollout,
+        sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
     )
 
 

@@ -41,9 +41,12 @@ class StepRates:
     def go_back(self, history: list[Metrics]) -> None:
         """Go back to the end of ``history`` with the trained tokens.
 
-        The replicas keep their totals when the trainer goes back to a checkpoint. So the next window still begins at
-        the last call of :meth:`metrics`; before the first call, it begins now.
+        The replicas keep their totals when the trainer goes back to a checkpoint. So the next rates are still those
+        since the last call of :meth:`metrics`; before the first call, since now. They include the recovery: that line
+        has no ``perf/step_s`` and nothing of it. The undone steps do not count for ``perf/bottleneck`` any longer.
         """
+        self._window.clear()
+        self._recovered = bool(self._last_totals)
         self._trained_tokens = history[-1].get("response/tokens_total", 0.0) if history else 0.0
         if not self._last_totals:
             self.start_clock()
@@ -67,9 +70,11 @@ class StepRates:
             "rollout/reward_errors": rollout.get("reward_errors", 0.0),
             "rollout/replicas": float(len(batch.replicas)),
             **{f"rollout/{name}": rollout[name] for name in (*BUSY_SECONDS, *COUNTS) if name in rollout},
-            "perf/step_s": elapsed_s,
-            "perf/tokens_per_s_per_device": trained["response/tokens"] / elapsed_s / self._devices.both,
         }
+        if not self._recovered:
+            metrics["perf/step_s"] = elapsed_s
+            metrics["perf/tokens_per_s_per_device"] = trained["response/tokens"] / elapsed_s / self._devices.distinct
+        self._recovered = False
         if busy_s := _busy_s(rollout):
             per_replica = rollout.get("tokens", 0.0) / busy_s
             metrics["perf/rollout_tokens_per_s_per_device"] = per_replica * len(batch.replicas) / self._devices.rollout
