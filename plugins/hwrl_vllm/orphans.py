@@ -43,7 +43,7 @@ def _end_after(owner: int) -> None:
 def _wait_by_looking(owner: int) -> None:
     parent = os.getppid()
     with suppress(ProcessLookupError):
-        while os.getppid() == parent or parent != owner:  # a dead parent may stay as a zombie, with its id
+        while os.getppid() == parent:  # a dead owner may stay as a zombie, with its id
             with suppress(PermissionError):
                 os.kill(owner, 0)
             time.sleep(_LOOK_S)
