@@ -7,36 +7,32 @@ each shape once, so the caller rounds ``max_length`` to few numbers.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+_log = logging.getLogger("hwrl.cuda")
+
 _CAPABILITY = (9, 0)
+_TOLERANCE = 0.02
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIM, _HEAD_DIM_STEP = 128, 8
 _forward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward_kernel: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+_SHORTEST = 64
+"""Below this length nothing is gained, and the kernel refuses rows of one token."""
 _MOST_PADDING = 1.35
 """Padded places by tokens. Above it, the padding costs more than the faster kernel gains."""
-
-
-def _runs() -> bool:
-    """Return whether this process's device has the kernel."""
-    if not torch.cuda.device_count() or not torch.backends.cudnn.is_available():
-        return False
-    return torch.cuda.get_device_capability() >= _CAPABILITY
-
-
-_RUNS = _runs()
-"""Read by traced code, where a call would break the graph."""
 
 
 def pays(query: torch.Tensor, value: torch.Tensor, *, rows: int, max_length: int) -> bool:
     """Return whether the kernel runs here, takes these heads and dtypes, and ``rows`` padded rows are worth it."""
     size = query.shape[-1]
     fits = _RUNS and query.dtype in _DTYPES and size == value.shape[-1] <= _HEAD_DIM and size % _HEAD_DIM_STEP == 0
-    return fits and rows * max_length <= _MOST_PADDING * query.shape[0]
+    return fits and max_length >= _SHORTEST and rows * max_length <= _MOST_PADDING * query.shape[0]
 
 
 def attend(
@@ -139,7 +135,7 @@ class _Rows:
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, *, tokens: int, max_length: int) -> _Rows:
         """Return the rows of these boundaries; the last ones are kept as long as ``cu_seqlens`` lives."""
-        key = (tokens, max_length, cu_seqlens._version)
+        key = (tokens, max_length, 0 if cu_seqlens.is_inference() else cu_seqlens._version)
         if cu_seqlens not in cls._known or cls._known[cu_seqlens][0] != key:
             cls._known[cu_seqlens] = (key, cls(cu_seqlens, tokens=tokens, max_length=max_length))
         rows: _Rows = cls._known[cu_seqlens][1]
@@ -163,3 +159,49 @@ class _Rows:
 
     def _as_rows(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(self.count, self.max_length, *flat.shape[1:]).transpose(1, 2)
+
+
+def _why_not() -> str:
+    """Return why this process cannot use the kernel; or ``''``. The operators are torch's private ones: try them."""
+    if not torch.cuda.device_count() or torch.cuda.get_device_capability() < _CAPABILITY:
+        return "the device is older than Hopper"
+    try:
+        off = error_of_trial("cuda")
+    except Exception as exc:  # noqa: BLE001 - another torch or cuDNN may lack the operators, or refuse
+        return f"{type(exc).__name__}: {str(exc).strip().partition(chr(10))[0]}"
+    return "" if off <= _TOLERANCE else f"its results are off by {off:.3g}"
+
+
+def error_of_trial(device: str) -> float:
+    """Return the largest relative error of the attention and its gradients, against torch's in float32."""
+    generator = torch.Generator(device).manual_seed(0)
+    lengths = (_SHORTEST, _SHORTEST - 4)
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    draw = functools.partial(torch.randn, device=device, generator=generator)
+    inputs = [draw(sum(lengths), heads, 64).to(_DTYPES[0]).requires_grad_() for heads in (4, 2, 2)]
+    exact = [each.detach().float().requires_grad_() for each in inputs]
+    weights = draw(sum(lengths), 4, 64)
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        out = attend(*inputs, cu_seqlens=cu_seqlens, max_length=_SHORTEST, scale=None)
+        found = [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+        wanted = torch.cat([_plain(*(each[begin:end] for each in exact)) for begin, end in ((0, 64), (64, 124))])
+        right = [wanted, *torch.autograd.grad((wanted * weights).sum(), exact)]
+    errors = [(one.float() - other).norm() / other.norm() for one, other in zip(found, right, strict=True)]
+    return float(torch.stack(errors).detach().max())
+
+
+def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+    query, key, value = (each.transpose(0, 1) for each in (query, key, value))
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1)
+
+
+def _runs() -> bool:
+    why = _why_not()
+    if why and torch.cuda.device_count():
+        _log.info("packs do without cuDNN's attention: %s", why)
+    return not why
+
+
+_RUNS = _runs()
+"""Read by traced code, where a call would break the graph."""

@@ -10,7 +10,7 @@ import re
 _TERA = 1e12
 # A device's name, and its TFLOP/s in bfloat16 (the same in float16) and in float32 without TF32.
 _PEAKS: tuple[tuple[str, float, float], ...] = (
-    (r"A100-.+|A800-.+|A800 .+", 312, 19.5),
+    (r"A[18]00[- ].+", 312, 19.5),
     (r"A10", 125, 31.2),
     (r"A30", 165, 10.3),
     (r"A40", 149.7, 37.4),
@@ -21,7 +21,7 @@ _PEAKS: tuple[tuple[str, float, float], ...] = (
     (r"H100 PCIe|H800 PCIe", 756, 51),
     (r"H100 NVL|H200 NVL", 835, 60),
     (r"H200", 989, 67),
-    (r"H20", 148, 44),
+    (r"H20(-3e)?", 148, 44),
     (r"B200", 2250, 75),
     (r"GB200", 2500, 80),
     (r"GeForce RTX 3090", 71, 35.6),

@@ -43,8 +43,6 @@ def check(name: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
 
 
 def _report() -> dict[str, Any]:
-    import torch
-
     from hwrl.discovery import get_backend, kernels
     from hwrl.interfaces import Capability
     from hwrl.lazy import large_imports
@@ -52,7 +50,8 @@ def _report() -> dict[str, Any]:
     report: dict[str, Any] = {"ok": False, "why": ""}
     try:
         with large_imports():
-            backend = get_backend()
+            backend = get_backend()  # first: where a vendor's part of torch is broken, it says what to do
+            import torch
         supports = {capability.value: backend.supports(capability) for capability in Capability}
         report["capabilities"] = {name: [answer.state, answer.reason] for name, answer in supports.items()}
         report["device_count"] = backend.device_count()

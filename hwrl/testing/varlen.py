@@ -42,7 +42,7 @@ PACKED = {
     "padded boundaries": Packed((9, 6, 0, 0, 0), spare=23),
     "grouped": Packed((6, 13), heads=6, kv_heads=2, head_size=32),
     "one key head, own scale": Packed((12, 3), kv_heads=1, scale=0.4),
-    "of similar lengths": Packed((48, 45, 48, 40), kv_heads=2, head_size=64),
+    "of similar lengths": Packed((80, 77, 80, 70), kv_heads=2, head_size=64),
     "large": Packed((130, 61), heads=2, kv_heads=1, head_size=64),
 }
 """The packs of training, and their edges."""

@@ -137,7 +137,8 @@ class CausalModel:
 
         def score(hidden: torch.Tensor) -> torch.Tensor:
             chosen = hidden.flatten(0, 1).index_select(0, part.places)
-            made.append(self.scorer(chosen, output.weight, output.bias, part.targets).t()[None])
+            scores = self.scorer(chosen, output.weight, output.bias, part.targets)
+            made.append(scores.t()[None].clone())  # no view: FSDP2 hooks the result
             return made[0]
 
         with _forward_of(output, score):
@@ -167,7 +168,7 @@ class CausalModel:
         every = torch.arange(batch.rows)
         parts = [self._rows(batch, every[row : row + 1]) for row in every]
         wanted = torch.cat([self._from_logits(model, part)[0] for part in parts])
-        trial = _TrialAttention(self._backend)
+        trial, before = _TrialAttention(self._backend), model.config._attn_implementation
         AttentionInterface.register(_TRIAL, trial)
         model.config._attn_implementation = _TRIAL
         pack = make_pack(batch, every, device=self._backend.device())
@@ -180,7 +181,7 @@ class CausalModel:
         else:
             why = _why_wrong(model, trial, float((packed - wanted).abs().mean()), dtype)
         AttentionInterface.register(_PACKED, PackedAttention(self._backend))
-        model.config._attn_implementation = _ROWS if why else _PACKED
+        model.config._attn_implementation = before if why else _PACKED
         return why
 
 

@@ -86,7 +86,7 @@ def count_flops(model: Any, *, frozen: bool = False) -> ModelFlops:
 def _experts(config: Any) -> tuple[int, int]:
     """Return how many experts a token meets, and how many there are: (1, 1) without experts."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if (experts := getattr(config, name, None)) is not None:
+        if experts := getattr(config, name, None):
             return int(getattr(config, "num_experts_per_tok", None) or 1), int(experts)
     return 1, 1
 

@@ -193,29 +193,29 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gather_weights(self._base_parameters(), self._group, dtype=self._dtype)
+        yield from gather_weights(self._base_parameters(self.compute_model), self._group, dtype=self._dtype)
         if self._group is None or self._group.rank == 0:
             yield from self._buffers()
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._described(self._base_parameters())
+        yield from self._described(self._base_parameters(self.model))
         for name, buffer in self._buffers():
             yield name, buffer.to("meta")
 
     @torch.no_grad()
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gather_weights(self._adapter_parameters(), self._group, dtype=self._dtype)
+        yield from gather_weights(self._adapter_parameters(self.compute_model), self._group, dtype=self._dtype)
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._described(self._adapter_parameters())
+        yield from self._described(self._adapter_parameters(self.model))
 
-    def _base_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.compute_model.named_parameters():
+    def _base_parameters(self, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in model.named_parameters():
             if adapter_name(name) is None:
                 yield base_name(name), parameter.detach()
 
-    def _adapter_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.compute_model.named_parameters():
+    def _adapter_parameters(self, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in model.named_parameters():
             if (named := adapter_name(name)) is not None:
                 yield named, parameter.detach()
 
@@ -225,8 +225,10 @@ class FsdpEngine(PolicyEngine):
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers; every rank has them whole."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        yield from ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in parameters)
+        for prefix, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = self._model_and_optimizer()

@@ -54,7 +54,9 @@ def _fused_forward(module: torch.nn.Module, kernels: Kernels) -> partial[torch.T
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
-    if kernels.rms_norm and isinstance(eps, float) and "RMSNorm" in type(module).__name__ and not parts:
+    shapes = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
+    is_norm = "RMSNorm" in type(module).__name__ and not parts and shapes == {"weight": 1}
+    if kernels.rms_norm and isinstance(eps, float) and is_norm:
         return partial(_normalised, module, kernels.rms_norm, eps)
     if kernels.swiglu and {"gate_proj", "up_proj", "down_proj", "act_fn"} == parts:
         return partial(_gated, module, kernels.swiglu)

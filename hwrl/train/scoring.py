@@ -156,7 +156,8 @@ class _Score(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.gradients is not None:
-            return *ctx.gradients.found, None, None
+            gradients, ctx.gradients = ctx.gradients.found, None  # so that autograd takes them without a copy
+            return *gradients, None, None
         hidden, weight, bias, targets, normalizer = ctx.saved_tensors
         scorer: OutputScorer = ctx.scorer
         gradients = _Gradients(ctx.needs_input_grad, hidden, weight, bias)

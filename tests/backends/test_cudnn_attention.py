@@ -69,10 +69,26 @@ def test_boundaries_that_changed_in_place_are_read_again() -> None:
     torch.testing.assert_close(cudnn.attend(*inputs, cu_seqlens=cu_seqlens, max_length=4, scale=None), wanted)
 
 
-def test_rows_of_very_different_lengths_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cudnn.error_of_trial("cpu") < 0.02
+
+    def without_scale(*args: Any, scale: float) -> Any:
+        return backward(*args, scale=1.0)
+
+    monkeypatch.setattr(cudnn, "_backward_kernel", without_scale)
+    assert cudnn.error_of_trial("cpu") > 0.1
+
+
+def test_rows_of_very_different_lengths_are_not_padded_and_short_ones_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pays(rows: int, max_length: int, *, dtype: torch.dtype = torch.bfloat16, size: int = 64) -> bool:
+        query, value = (torch.zeros(1000, heads, size, dtype=dtype) for heads in (4, 2))
+        return cudnn.pays(query, value, rows=rows, max_length=max_length)
+
+    assert not pays(10, 120), "no device here has the kernel"
     monkeypatch.setattr(cudnn, "_RUNS", True)
-    query, value = torch.zeros(100, 4, 64, dtype=torch.bfloat16), torch.zeros(100, 2, 64, dtype=torch.bfloat16)
-    assert cudnn.pays(query, value, rows=10, max_length=12)
-    assert not cudnn.pays(query, value, rows=10, max_length=20)
-    assert not cudnn.pays(query.float(), value.float(), rows=10, max_length=12)
-    assert not cudnn.pays(torch.zeros(100, 4, 256, dtype=torch.bfloat16), value, rows=10, max_length=12)
+    assert pays(10, 120)
+    assert not pays(10, 200)
+    assert not pays(1, 1), "an empty pack"
+    assert not pays(20, 60)
+    assert not pays(10, 120, dtype=torch.float32)
+    assert not pays(10, 120, size=256)

@@ -21,8 +21,8 @@ MET_ELSEWHERE = {
     "hup-trainer-stepping": "test_train_run.py: a dead trainer goes back to its checkpoint",
     "term-driver-evaluating-finally": "test_train_run.py: a signal ends the run cleanly",
     "int-ledger-judging": "test_train_run.py: without the ledger the run ends",
-    "freeze-replica-judging": "test_train_run.py: frozen processes are replaced",
-    "reward-hangs-once": "test_reward_workers.py: a reward that hangs fails its prompt and holds up no other",
+    "freeze-reward-workers-judging": "test_reward_workers.py: a call above its limit is killed",
+    "reward-ends-its-process-once": "test_reward_workers.py: a process that ends is replaced",
     "edit-weights-kill-trainer": "test_run_changes.py: an input that changed ends the run",
 }
 """Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""

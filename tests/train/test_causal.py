@@ -169,12 +169,12 @@ class Leaking(torch.nn.Module):
 
 def test_the_trial_finds_a_model_whose_rows_see_each_other(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = proven(PACKED["qwen3"])
-    model.config._attn_implementation = "sdpa"
+    model.config._attn_implementation = "eager"
     model.model.layers[1] = Leaking(model.model.layers[1])
     causal = CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer())
     causal.prove(model, dtype=torch.float32)
     assert not causal.packs
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "eager", "its own attention may do more than sdpa, as with sinks"
     assert "the log-probabilities of a short pack differ by" in caplog.text
 
 

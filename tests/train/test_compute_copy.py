@@ -67,6 +67,16 @@ def test_the_copy_holds_no_memory_and_refuses_to_run_while_the_masters_are_offlo
         engine.logprobs(BATCH)
 
 
+def test_offloaded_weights_can_be_described(model_directory: Path) -> None:
+    engine = in_bfloat16(model_directory, param_offload=True)
+    described = dict(engine.weights_metadata())
+    with engine.on_device(optimizer=False):
+        weights = dict(engine.named_weights())
+    assert {name: (each.shape, each.dtype) for name, each in described.items()} == {
+        name: (each.shape, each.dtype) for name, each in weights.items()
+    }
+
+
 def test_published_weights_share_the_copys_memory(model_directory: Path) -> None:
     engine = in_bfloat16(model_directory)
     own = {one.data_ptr() for one in engine.compute_model.parameters()}

@@ -70,6 +70,13 @@ def test_a_token_meets_the_active_experts_only() -> None:
     assert flops_of(config).layer_parameters == 2 * (attention + 64 * 16 + 2 * 3 * 64 * 48 + 2 * 64) + 64
 
 
+def test_a_class_of_experts_may_have_none() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    dense = flops_of(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=0)
+    assert flops_of(config) == dense
+
+
 def test_attention_in_a_window_looks_back_no_further() -> None:
     config = MistralConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, sliding_window=100

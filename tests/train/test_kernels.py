@@ -135,6 +135,18 @@ def test_a_norm_of_another_formula_keeps_its_own() -> None:
     assert "forward" not in vars(norm)
 
 
+class BareRMSNorm(torch.nn.Module):
+    eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def test_a_norm_without_weights_keeps_its_own() -> None:
+    model = torch.nn.Sequential(BareRMSNorm())
+    assert apply_kernels(model, Counted().kernels, device=HOST, dtype=torch.float32) == 0
+
+
 def test_without_operations_nothing_changes() -> None:
     model = tiny_model()
     assert apply_kernels(model, Kernels(), device=HOST, dtype=torch.float32) == 0

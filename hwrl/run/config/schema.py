@@ -189,7 +189,7 @@ class TrainConfig(Section):
     batch_groups: Positive = 32
     """Prompts in a step, over all ranks."""
     micro_batch_tokens: Positive = 16384
-    """Most padded tokens in one forward pass; a longer response gets its own pass."""
+    """Most tokens in one forward pass ([a pack](training.md#packs)); a longer row gets its own pass."""
     param_offload: bool = False
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
