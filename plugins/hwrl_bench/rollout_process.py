@@ -25,14 +25,19 @@ if TYPE_CHECKING:
     from hwrl.interfaces import GenerationRequest, RolloutEngine, RolloutSettings
 
 _WARM_UP_TOKENS = 8
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its first use compiles kernels for minutes; for top-k and top-p only
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has a thread
+}
 _NO_REUSE = {"enable_prefix_caching": False}  # each round has the same prompts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and write the result. The session of this process ends when its standard input does."""
     threading.Thread(target=_end_with_input, daemon=True).start()
-    quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    os.environ |= {**quiet, **process_env("rollout"), **os.environ}
+    os.environ |= {**_ENVIRONMENT, **process_env("rollout"), **os.environ}
     asked, answer = map(Path, sys.argv[1:] if arguments is None else arguments)
     try:
         row = measure(json.loads(asked.read_text()))
@@ -95,6 +100,7 @@ class LlmGeneration(GenerationWay):
             dtype=workload["dtype"],
             load_format="dummy",
             skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",  # the work of hwrl's way
             max_num_seqs=workload["max_running"],
             max_model_len=workload["max_length"],
             **{**_NO_REUSE, **inline, **engine_args("vllm"), **workload["options"]},

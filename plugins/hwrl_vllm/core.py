@@ -34,6 +34,11 @@ class Core(ABC):
         """Drop requests."""
         self._client.abort_requests(list(request_ids))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine core's process has ended, so that a new engine is needed."""
+        return False
+
     @abstractmethod
     def next_tokens(self) -> list[NewTokens]:
         """Wait for new tokens, and return all that are there. Call it only while a request runs."""
@@ -97,13 +102,16 @@ class ProcessCore(Core):
     vLLM's client would wait for ever after the process's death, so this class waits itself.
     """
 
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._client.resources.engine_dead)
+
     def next_tokens(self) -> list[NewTokens]:
         while True:
-            self._client.ensure_alive()
             try:
                 return self._taken([self._client.outputs_queue.get(timeout=_LOOK_S)])
             except queue.Empty:
-                pass
+                self._require_alive()
 
     def pause(self) -> list[NewTokens]:
         self.call("pause_scheduler", "keep", False)
@@ -121,11 +129,18 @@ class ProcessCore(Core):
             except TimeoutError:
                 if future.done():
                     raise
-                self._client.ensure_alive()
+                self._require_alive()
             except Exception as exc:  # it has the other process's message only
                 if "out of memory" in str(exc):
                     raise torch.OutOfMemoryError(str(exc)) from exc
                 raise
+
+    def _require_alive(self) -> None:
+        """Raise the error of the process, or of the thread that reads its answers, if one has ended."""
+        self._client.ensure_alive()
+        if not self._client.output_queue_thread.is_alive():
+            self._taken([])
+            raise RuntimeError("the thread that reads the answers of vLLM's process has ended")
 
     def _taken(self, items: Iterable[Any]) -> list[NewTokens]:
         """Return the tokens in ``items`` and in the queue; raise the error of the process."""

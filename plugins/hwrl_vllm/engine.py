@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
-import os
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,8 +11,7 @@ from typing import Any
 
 import torch
 
-from hwrl.discovery import engine_args
-from hwrl.errors import ConfigError, EngineError, HwrlError, UnsupportedError
+from hwrl.errors import EngineError, HwrlError, UnsupportedError
 from hwrl.interfaces import (
     MEMORY_TAGS,
     Backend,
@@ -22,7 +20,6 @@ from hwrl.interfaces import (
     GenerationRequest,
     RolloutEngine,
     RolloutSettings,
-    Sampling,
 )
 from hwrl.lora import add_adapter, divided
 from hwrl.models import build_model
@@ -36,15 +33,18 @@ from hwrl.rollout import (
     require_same_model,
     require_weights,
 )
+from hwrl_vllm.causes import Causes
 from hwrl_vllm.core import core_of
-from hwrl_vllm.lora import request_lora, require_dtype, require_places
-from hwrl_vllm.options import engine_arguments, keys_in, runs_inline
-from hwrl_vllm.orphans import OWNER
+from hwrl_vllm.lora import request_lora, require_places
+from hwrl_vllm.options import runs_inline
 from hwrl_vllm.partial import PartialResponse
 from hwrl_vllm.scheduler import NewTokens
+from hwrl_vllm.starting import start_vllm, vllm_sampling
 from hwrl_vllm.worker import LentWeights
 
 Weights = Mapping[str, torch.Tensor]
+_ENDS = ("STOP", "LENGTH")
+"""vLLM's names for the ends of whole responses."""
 
 
 class VllmEngine(RolloutEngine):
@@ -76,8 +76,14 @@ class VllmEngine(RolloutEngine):
         self._request_numbers = itertools.count()
         self._cache_number = 0
         self._asleep: frozenset[str] = frozenset()
-        self._vllm = _start(settings, options, inline=inline)
+        self._causes = Causes()
+        try:
+            self._vllm = start_vllm(settings, options, inline=inline, causes=self._causes)
+        except BaseException:
+            self._causes.close()
+            raise
         self._core = core_of(self._vllm.engine_core)
+        self._causes.clear()  # of what the start survived
         try:
             self._prepare()
         except BaseException:
@@ -87,9 +93,10 @@ class VllmEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             require_fit(request, max_length=self._settings.max_length)
-        how = [_sampling(request.sampling, self._settings.eos_ids) for request in requests]
-        for request, sampling in zip(requests, how, strict=True):
-            self._add(PartialResponse(request, sampling))
+        accepted = [PartialResponse(request, self._core_request(request)) for request in requests]
+        with self._or_no_weights("taking requests"):
+            for partial in accepted:
+                self._add(partial)
 
     def step(self) -> list[Completion]:
         require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")
@@ -110,7 +117,9 @@ class VllmEngine(RolloutEngine):
         dropped, requests = self.pending(), list(self._requests)
         self._requests.clear()
         self._waiting, self._finished = [], []
-        self._core.abort(requests)
+        if requests:
+            with self._or_no_weights("dropping requests"):
+                self._core.abort(requests)
         return dropped
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
@@ -135,6 +144,7 @@ class VllmEngine(RolloutEngine):
     def close(self) -> None:
         super().close()
         self._core.close()
+        self._causes.close()
 
     def sleep(self, *, level: int) -> int:
         self._require_sleep_mode()
@@ -157,15 +167,16 @@ class VllmEngine(RolloutEngine):
         if asleep:
             with self._or_no_weights("waking up"):
                 self._core.wake(sorted(asleep))
-            self._asleep -= asleep
-            self._resume()
+                self._asleep -= asleep
+                self._resume()
 
     def _prepare(self) -> None:
         """Check that vLLM supports the settings, and prepare its workers."""
-        if self._settings.may_sleep:
-            self._core.call_workers("hwrl_prepare_sleep")
-        if self._adapter:
-            require_places(self._core.call_workers("hwrl_layers_without_place", list(self._adapter)))
+        with self._or_no_weights("preparing its workers"):
+            if self._settings.may_sleep:
+                self._core.call_workers("hwrl_prepare_sleep")
+            if self._adapter:
+                require_places(self._core.call_workers("hwrl_layers_without_place", list(self._adapter)))
 
     @contextmanager
     def _or_no_weights(self, activity: str) -> Iterator[None]:
@@ -177,14 +188,22 @@ class VllmEngine(RolloutEngine):
             dropped = self.pending()
             with suppress(Exception):  # vLLM has just failed
                 self.abort()
-            if isinstance(exc, torch.OutOfMemoryError):  # Backend.allocating translates it
+            if isinstance(exc, HwrlError | torch.OutOfMemoryError):  # Backend.allocating translates the second
                 raise
+            cause = self._causes.of(exc)
+            if cause.is_out_of_memory:
+                raise torch.OutOfMemoryError(cause.text) from exc
             raise EngineError(
                 f"vLLM failed while {activity}; its {dropped} requests are dropped, and it has no weights",
-                why=f"{type(exc).__name__}: {exc}",
-                fix="wake it if it sleeps, and load a whole version before the next step; after a worker's death, "
-                "make a new engine",
+                why=cause.text,
+                fix=self._repair("wake it if it sleeps, and load a whole version before the next step"),
             ) from exc
+
+    def _repair(self, otherwise: str) -> str:
+        """Return how to go on after a failure of vLLM."""
+        if self._core.has_ended:
+            return "make a new engine, because vLLM's process has ended; in a run the replica is replaced"
+        return f"{otherwise}; after a worker's death, make a new engine"
 
     def _free_nbytes(self) -> int:
         return sum(self._core.call_workers("hwrl_free_nbytes"))
@@ -215,8 +234,8 @@ class VllmEngine(RolloutEngine):
         except Exception as exc:
             raise EngineError(
                 f"{name} was not loaded, and the version before is gone",
-                why=f"vLLM's worker failed in the middle: {type(exc).__name__}: {exc}",
-                fix="load a whole version before the next step; after a worker's death, make a new engine",
+                why=f"vLLM's worker failed in the middle: {self._causes.of(exc).text}",
+                fix=self._repair("load a whole version before the next step"),
             ) from exc
 
     def _call_workers(self, method: str, weights: Weights, *args: Any) -> None:
@@ -230,8 +249,9 @@ class VllmEngine(RolloutEngine):
     def _serve(self, version: int) -> None:
         self.version = version
         self._cache_number += 1
-        self._restart_requests()
-        self._resume()
+        with self._or_no_weights("continuing after an update"):
+            self._restart_requests()
+            self._resume()
 
     def _resume(self) -> None:
         """Let vLLM run if it can: it has weights and is awake. Give it the waiting requests."""
@@ -239,37 +259,37 @@ class VllmEngine(RolloutEngine):
             self._core.resume()
             waiting, self._waiting = self._waiting, []
             for name in waiting:
-                self._core.add(self._core_request(name))
+                self._give(name)
 
     def _add(self, partial: PartialResponse) -> None:
         name = f"{partial.request.request_id}-{next(self._request_numbers)}"
         self._requests[name] = partial
         if self.version >= 0 and not self._asleep:
-            self._core.add(self._core_request(name))
+            self._give(name)
         else:
             self._waiting.append(name)
 
-    def _core_request(self, name: str) -> Any:
-        """Return the request as vLLM's engine core takes it."""
-        partial = self._requests[name]
-        # The salt hides cache entries of other weights, and from before a sleep.
-        prompt = {
-            "type": "token",
-            "prompt_token_ids": partial.request.prompt_ids.tolist(),
-            "cache_salt": str(self._cache_number),
-        }
+    def _give(self, name: str) -> None:
+        """Let vLLM run the request. Its salt hides cache entries of other weights, and from before a sleep."""
+        given = copy.copy(self._requests[name].core_request)
+        given.request_id, given.cache_salt = name, str(self._cache_number)
+        self._core.add(given)
+
+    def _core_request(self, request: GenerationRequest) -> Any:
+        """Return the request as vLLM's engine core takes it, but for its name and its salt."""
+        sampling = vllm_sampling(request.sampling, self._settings.eos_ids)
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids.tolist(), "cache_salt": "0"}
         try:
             return self._vllm.input_processor.process_inputs(
-                name,
+                str(request.request_id),
                 prompt,
-                partial.sampling,
+                sampling,
                 supported_tasks=("generate",),
                 lora_request=request_lora() if self._settings.lora else None,
             )
         except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
-            del self._requests[name]
             raise EngineError(
-                f"vLLM refuses request {partial.request.request_id}",
+                f"vLLM refuses request {request.request_id}",
                 why=str(exc),
                 fix="correct the prompt, or the cause in the reason",
             ) from exc
@@ -281,8 +301,9 @@ class VllmEngine(RolloutEngine):
             if partial is None:  # aborted
                 continue
             partial.take(new)
-            if new.is_end:
+            if new.end is not None:
                 del self._requests[new.request_id]
+                _require_end(partial, new.end)
                 response = partial.response(version=self.version, eos_ids=self._settings.eos_ids)
                 self._finished.append(Completion(partial.request.request_id, response))
 
@@ -295,68 +316,11 @@ class VllmEngine(RolloutEngine):
             self._add(self._requests.pop(name))
 
 
-def _sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
-    """Return ``wanted`` as vLLM's SamplingParams; EngineError if vLLM would change it."""
-    from vllm import SamplingParams
-
-    try:
-        sampling = SamplingParams(
-            temperature=wanted.temperature,
-            max_tokens=wanted.max_new_tokens,
-            stop_token_ids=list(eos_ids),
-            ignore_eos=True,  # the configuration's, which may be others
-            logprobs=0,  # of the chosen token only
-            detokenize=False,
+def _require_end(partial: PartialResponse, end: str) -> None:
+    """Raise EngineError if vLLM has ended the request without finishing it."""
+    if end not in _ENDS:
+        raise EngineError(
+            f"vLLM did not finish request {partial.request.request_id}",
+            why=f"it ended with {end} after {len(partial.token_ids)} tokens, as on a signal to vLLM's process",
+            fix="load a whole version before the next step, or make a new engine if vLLM's process ends",
         )
-        if sampling.temperature != wanted.temperature:
-            raise ValueError(f"it would sample at temperature {sampling.temperature}")
-    except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
-        raise EngineError(
-            f"vLLM cannot generate {wanted.max_new_tokens} tokens at temperature {wanted.temperature}",
-            why=str(exc),
-            fix="set rollout.temperature to a value that vLLM leaves unchanged, for example 1.0",
-        ) from exc
-    return sampling
-
-
-def _start(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool) -> Any:
-    """Return vLLM's engine; ConfigError if it refuses its arguments, EngineError if it fails otherwise."""
-    # vLLM for CPUs would start a worker process, too; the argument of _make decides.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads, and may have used the device
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # replicas and trainer share the host's cores
-    os.environ[OWNER] = str(os.getpid())
-    try:
-        return _make(settings, options, inline=inline)
-    except (HwrlError, torch.OutOfMemoryError):  # Backend.allocating translates it
-        raise
-    except ValueError as exc:
-        raise ConfigError(
-            "vLLM refuses its engine arguments", why=str(exc), fix=f"correct {keys_in(str(exc), options)}"
-        ) from exc
-    except Exception as exc:
-        raise EngineError(
-            "vLLM does not start",
-            why=f"{type(exc).__name__}: {exc}",
-            fix="fix the error in the reason; vLLM's own log may have details",
-        ) from exc
-
-
-def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool) -> Any:
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    require_dtype(settings)
-    _require_temperature(settings)
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
-    return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not inline)
-
-
-def _require_temperature(settings: RolloutSettings) -> None:
-    try:
-        _sampling(Sampling(1, settings.temperature), settings.eos_ids)
-    except EngineError as exc:
-        raise ConfigError(
-            f"rollout.temperature={settings.temperature} cannot be used with vLLM", why=exc.why, fix=exc.fix
-        ) from exc

@@ -40,7 +40,7 @@ _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,  # prompts and responses are token ids
     "generation_config": "vllm",  # a model's own sampling defaults would change the policy
     "logprobs_mode": "processed_logprobs",  # at the temperature of sampling, as the trainer computes them
-    "async_scheduling": True,
+    "async_scheduling": None,  # vLLM decides: on, unless another argument forbids it
     "stream_interval": 1,  # a token gets the version at its output
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
@@ -58,9 +58,10 @@ _MOVED = "it moves weights to other places, and an update would miss them"
 _OTHER_WORKERS = "hwrl places a replica's workers: in its process, or on rollout.tensor_parallel devices of its machine"
 
 _REFUSED = {
-    "async_scheduling": "it is always on where vLLM supports it, and updates wait for the step that has begun",
+    "async_scheduling": "it is on where vLLM supports it, and updates wait for the step that has begun",
     "trust_remote_code": "hwrl runs no code from a model directory",
     "worker_cls": "updates and sleep need vLLM's own workers",
+    "enable_return_routed_experts": "the log-probabilities of a step take its place",
     "scheduler_cls": "versions are correct only with a scheduler that can pause and finish its steps",
     "logits_processors": _OTHER_POLICY,
     "watermark_config": _OTHER_POLICY,

@@ -14,10 +14,10 @@ from hwrl_vllm.scheduler import NewTokens
 
 @dataclasses.dataclass
 class PartialResponse:
-    """A request, how to sample for it, and its tokens until now."""
+    """A request, its form for vLLM's engine core, and its tokens until now."""
 
     request: GenerationRequest
-    sampling: Any
+    core_request: Any
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     _spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)

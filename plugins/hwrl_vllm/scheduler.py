@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a request, with their log-probabilities."""
+    """New tokens of a request, with their log-probabilities. ``end`` is vLLM's name for its end, such as ``STOP``."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[float]
-    is_end: bool
+    end: str | None
 
 
 class PackedLogprobs:
@@ -47,8 +47,10 @@ def unpack(outputs: Sequence[Any]) -> list[NewTokens]:
     for output in outputs:
         token_ids = output.new_token_ids
         end = begin + len(token_ids)
-        is_end = output.finish_reason is not None
-        unpacked.append(NewTokens(output.request_id, token_ids, logprobs[begin:end], is_end))
+        reason = output.finish_reason
+        unpacked.append(
+            NewTokens(output.request_id, token_ids, logprobs[begin:end], None if reason is None else reason.name)
+        )
         begin = end
     return unpacked
 

@@ -15,7 +15,7 @@ from hwrl.interfaces import Backend
 from hwrl_vllm.copies import CopyPlan, Recorder
 from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter, with_loaders_names
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
 
 
 @dataclass(frozen=True)

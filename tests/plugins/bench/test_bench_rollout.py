@@ -74,6 +74,7 @@ def test_vllms_own_generation_gets_the_options_and_one_process_where_asked(monke
     apart, inline = FakeLlm.made
     assert apart["processes"] == "1" and inline["processes"] == "0"
     assert "async_scheduling" not in apart and inline["async_scheduling"] is False
+    assert apart["logprobs_mode"] == "processed_logprobs", "the same work as hwrl's way"
     assert apart["enforce_eager"] and not apart["enable_prefix_caching"] and apart["max_num_seqs"] == 2
 
 

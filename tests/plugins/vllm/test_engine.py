@@ -229,7 +229,7 @@ def test_a_request_that_vllm_refuses_is_told_with_its_reason(
 
 def test_what_fails_in_a_step_leaves_no_weights_and_a_whole_version_heals(engine: VllmEngine, policy: Policy) -> None:
     if isinstance(engine._core, ProcessCore):
-        pytest.skip("its process ends with the error; the engine of two workers is tested so")
+        pytest.skip("its process ends with the error: the test of an engine of its own")
     (beyond,) = requests_of(1)
     beyond.prompt_ids[:] = 1_000_000
     engine.submit([*requests_of(2, new=20), beyond])
@@ -243,6 +243,22 @@ def test_what_fails_in_a_step_leaves_no_weights_and_a_whole_version_heals(engine
     engine.load_weights(policy.change().items(), version=next(_versions))
     requests = requests_of(3)
     policy.check_greedy(requests, generate(engine, requests))
+
+
+@pytest.mark.skipif(not ON_HOST, reason="on devices this error breaks the device's context")
+def test_an_engine_whose_process_failed_in_a_step_tells_why_and_asks_for_a_new_one(
+    model_directory: Path, policy: Policy
+) -> None:
+    engine = engine_of(model_directory, engine_core="process")
+    engine.load_weights(policy.change().items(), version=1)
+    (beyond,) = requests_of(1)
+    beyond.prompt_ids[:] = 1_000_000
+    engine.submit([beyond])
+    with pytest.raises(EngineError, match=r"while generating(.|\n)*why: IndexError(.|\n)*fix: make a new engine"):
+        engine.step()
+    with pytest.raises(EngineError, match=r"version 2 was not loaded|finishing a step before an update"):
+        engine.load_weights(policy.change().items(), version=2)
+    engine.close()
 
 
 # -- updates that fail ----------------------------------------------------------------------------------------------
@@ -368,6 +384,11 @@ def test_what_vllm_refuses_is_told_with_its_reason(model_directory: Path) -> Non
 def test_what_vllm_refuses_of_hwrls_own_is_answered_with_its_key(model_directory: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_model_len(.|\n)*correct data\.max_prompt_tokens or rollout\.max_new"):
         engine_of(model_directory, max_length=1 << 20)
+
+
+def test_too_little_memory_for_the_cache_is_answered_with_its_key(model_directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"memory(.|\n)*correct [\w. ]*rollout\.engine_options"):
+        engine_of(model_directory, engine_core="process", kv_cache_memory_bytes=1 << 10)
 
 
 def test_vllm_that_fails_at_its_start_in_another_way_is_told_of_with_its_error(

@@ -35,6 +35,7 @@ def test_an_engine_is_told_what_the_configuration_says_and_what_updates_need() -
     assert (given["model"], given["dtype"], given["seed"]) == ("/m", "bfloat16", 3)
     assert (given["max_num_seqs"], given["max_model_len"], given["load_format"]) == (8, 64, "dummy")
     assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (1, "uni")
+    assert given["async_scheduling"] is None, "vLLM decides"
 
 
 def test_workers_of_a_replica_are_processes_of_its_own() -> None:
@@ -64,6 +65,7 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
         ("stream_interval", "right only with 1"),
         ("lora_target_modules", r"set model\.target_modules"),
         ("scheduler_cls", "a scheduler that can pause and finish its steps"),
+        ("enable_return_routed_experts", "log-probabilities of a step take its place"),
         ("async_scheduling", "updates wait for the step that has begun"),
         ("logits_processors", r"only rollout\.temperature may shape"),
         ("speculative_config", "a draft model would get no weights"),

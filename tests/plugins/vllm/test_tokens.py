@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,16 @@ class Logprobs:
     cu_num_generated_tokens: list[int] | None = None
 
 
+class FinishReason(enum.IntEnum):
+    STOP = 0
+    LENGTH = 1
+
+
 @dataclasses.dataclass
 class Output:
     request_id: str
     new_token_ids: list[int]
-    finish_reason: int | None = None
+    finish_reason: FinishReason | None = None
     new_logprobs: Logprobs | None = None
     routed_experts: Any = None
 
@@ -60,28 +66,28 @@ def test_each_request_gets_its_log_probabilities_out_of_the_array_of_a_step(begi
     rows = np.array([[-1.0], [-2.0], [-3.0], [-4.0]], dtype=np.float32)
     ran = Ran(Logprobs(rows, begins), {"a": 0, "b": 1, "c": 2})
     tokens_of_b = [8] if begins is None else [8, 9]
-    step = [Output("c", [7], finish_reason=1), Output("b", tokens_of_b)]
+    step = [Output("c", [7], finish_reason=FinishReason.STOP), Output("b", tokens_of_b)]
     (of_client,) = PackingScheduler().update_from_output(step, ran).values()
     last = -3.0 if begins is None else -4.0
-    wanted = [NewTokens("c", [7], [last], True), NewTokens("b", tokens_of_b, [-2.0, -3.0][: len(tokens_of_b)], False)]
+    wanted = [NewTokens("c", [7], [last], "STOP"), NewTokens("b", tokens_of_b, [-2.0, -3.0][: len(tokens_of_b)], None)]
     assert unpack(of_client.outputs) == wanted
 
 
 def test_log_probabilities_of_another_scheduler_are_taken_too() -> None:
     step = [Output(name, [5], new_logprobs=Logprobs(np.array([[-0.5]], np.float32))) for name in "ab"]
-    assert unpack(step) == [NewTokens("a", [5], [-0.5], False), NewTokens("b", [5], [-0.5], False)]
+    assert unpack(step) == [NewTokens("a", [5], [-0.5], None), NewTokens("b", [5], [-0.5], None)]
     assert unpack([]) == []
 
 
 def test_a_response_has_the_version_of_each_token() -> None:
-    partial = PartialResponse(GenerationRequest(1, np.array([3], np.int32), Sampling(8)), sampling=None)
+    partial = PartialResponse(GenerationRequest(1, np.array([3], np.int32), Sampling(8)), core_request=None)
     partial.mark(1)  # an update before the first token
-    partial.take(NewTokens("1", [4, 5], [-1.0, -2.0], False))
+    partial.take(NewTokens("1", [4, 5], [-1.0, -2.0], None))
     partial.mark(2)
-    partial.take(NewTokens("1", [6], [-3.0], False))
+    partial.take(NewTokens("1", [6], [-3.0], None))
     partial.mark(3)
     partial.mark(-1)  # an update that failed
-    partial.take(NewTokens("1", [7], [-4.0], True))
+    partial.take(NewTokens("1", [7], [-4.0], "LENGTH"))
     response = partial.response(version=4, eos_ids=[7])
     assert (response.token_ids.tolist(), response.versions.tolist()) == ([4, 5, 6, 7], [2, 2, 3, 4])
     assert response.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0] and not response.truncated

@@ -1,0 +1,90 @@
+"""The start of vLLM, and what hwrl asks of its sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hwrl.discovery import engine_args
+from hwrl.errors import ConfigError, EngineError, HwrlError
+from hwrl.interfaces import RolloutSettings, Sampling
+from hwrl_vllm.causes import Causes
+from hwrl_vllm.lora import require_dtype
+from hwrl_vllm.options import engine_arguments, keys_in
+from hwrl_vllm.orphans import OWNER
+
+_PLUGINS = "VLLM_PLUGINS"
+
+
+def vllm_sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
+    """Return ``wanted`` as vLLM's SamplingParams; EngineError if vLLM would change it."""
+    from vllm import SamplingParams
+
+    try:
+        sampling = SamplingParams(
+            temperature=wanted.temperature,
+            max_tokens=wanted.max_new_tokens,
+            stop_token_ids=list(eos_ids),
+            ignore_eos=True,  # the configuration's, which may be others
+            logprobs=0,  # of the chosen token only
+            detokenize=False,
+        )
+        if sampling.temperature != wanted.temperature:
+            raise ValueError(f"it would sample at temperature {sampling.temperature}")
+    except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
+        raise EngineError(
+            f"vLLM cannot generate {wanted.max_new_tokens} tokens at temperature {wanted.temperature}",
+            why=str(exc),
+            fix="set rollout.temperature to a value that vLLM leaves unchanged, for example 1.0",
+        ) from exc
+    return sampling
+
+
+def start_vllm(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool, causes: Causes) -> Any:
+    """Return vLLM's engine; ConfigError if it refuses its arguments, EngineError if it fails otherwise.
+
+    ``causes`` has the errors of its processes. Memory of a device that is too small raises torch.OutOfMemoryError.
+    """
+    # vLLM for CPUs would start a worker process, too; the argument of _make decides.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads, and may have used the device
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # replicas and trainer share the host's cores
+    os.environ[OWNER] = str(os.getpid())
+    if "hwrl" not in os.environ.get(_PLUGINS, "hwrl").split(","):
+        os.environ[_PLUGINS] += ",hwrl"  # without it vLLM's processes would outlive a killed owner
+    try:
+        return _make(settings, options, inline=inline)
+    except (HwrlError, torch.OutOfMemoryError):  # Backend.allocating translates it
+        raise
+    except Exception as exc:
+        cause = causes.of(exc)
+        if cause.is_out_of_memory:
+            raise torch.OutOfMemoryError(cause.text) from exc
+        if cause.is_of_a_value:
+            fix = f"correct {keys_in(cause.text, options)}"
+            raise ConfigError("vLLM refuses its engine arguments", why=cause.text, fix=fix) from exc
+        raise EngineError("vLLM does not start", why=cause.text, fix="fix the error in the reason") from exc
+
+
+def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool) -> Any:
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    require_dtype(settings)
+    _require_temperature(settings)
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
+    return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not inline)
+
+
+def _require_temperature(settings: RolloutSettings) -> None:
+    try:
+        vllm_sampling(Sampling(1, settings.temperature), settings.eos_ids)
+    except EngineError as exc:
+        raise ConfigError(
+            f"rollout.temperature={settings.temperature} cannot be used with vLLM", why=exc.why, fix=exc.fix
+        ) from exc
