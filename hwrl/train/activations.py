@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import socket
+import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from hwrl.interfaces import Backend, Capability, MemoryInfo
 
+if TYPE_CHECKING:
+    from hwrl.comm import Group
+
 _log = logging.getLogger("hwrl.train")
 
 _RESERVE = 16
-"""One part in so many of the device's memory stays free: for scores, for fragments and for the libraries."""
+"""One part in so many of the device's memory stays free: for fragments, for the libraries, and for scores."""
 
 
 def layers_to_recompute(
@@ -39,9 +44,36 @@ def layers_to_recompute(
     return min(layers, math.ceil(missing / saved))
 
 
-def usable_nbytes(info: MemoryInfo) -> int:
-    """Return the bytes that this process can still allocate: free ones, and those in the allocator's cache."""
-    return info.free_nbytes + info.reserved_nbytes - info.allocated_nbytes - info.total_nbytes // _RESERVE
+def usable_nbytes(info: MemoryInfo, *, ranks: int = 1, scores_nbytes: int = 0) -> int:
+    """Return the bytes that this process can still allocate: free ones, and those in the allocator's cache.
+
+    It has a share of the device that ``ranks`` processes use. One part in 16 of the share stays free, or
+    ``scores_nbytes`` if these are more.
+
+    >>> usable_nbytes(MemoryInfo(500, 1600, allocated_nbytes=900, reserved_nbytes=1000, peak_nbytes=1100))
+    500
+    """
+    cached = info.reserved_nbytes - info.allocated_nbytes
+    return info.free_nbytes // ranks + cached - max(info.total_nbytes // (_RESERVE * ranks), scores_nbytes)
+
+
+def ranks_on_device(group: Group | None, backend: Backend) -> int:
+    """Return how many ranks of ``group`` use this rank's device, as far as the backend knows; 1 if it does not.
+
+    Collective: all ranks call it. They share the host's memory if they compute on its processors. Other devices need
+    a UUID (:meth:`~hwrl.interfaces.Backend.device_uuid`).
+    """
+    if group is None:
+        return 1
+    kind = backend.info.device_type
+    name = backend.device_uuid(backend.current_index())
+    if kind == "cpu":
+        name = socket.gethostname()
+    number = zlib.crc32(name.encode()) if name else -1 - group.rank  # an unknown device is one of its own
+    mine = torch.tensor([number], dtype=torch.int64, device=backend.device())
+    numbers = mine.new_zeros(group.size)
+    group.all_gather(numbers, mine)
+    return int((numbers == mine).sum())
 
 
 class ActivationCheckpointing:
@@ -49,8 +81,12 @@ class ActivationCheckpointing:
 
     ``setting`` True means all layers, in every pass, and False none. ``auto`` measures: the first pass keeps only the
     activations of the last layer, and measures them on the device. Each later pass recomputes its first layers, as few
-    as fit the free memory. ``owed_nbytes`` returns the bytes that the step will still allocate for other things.
-    A backend without memory statistics recomputes nothing with ``auto``.
+    as fit into the bytes that ``room_nbytes`` returns, for activations in this pass. A backend without memory
+    statistics recomputes nothing with ``auto``.
+
+    Layers that communicate in their forward pass do so again when they are recomputed. So all ranks that take part
+    must recompute the same layers: ``agree`` returns the largest of these ranks' numbers of layers. ``auto`` calls it
+    once at the start of each pass with gradients, so these ranks must run as many passes.
 
     After Chen et al. 2016, https://arxiv.org/abs/1604.06174. The layers must not draw random numbers. Their first
     tensor is the hidden states; its last dimension is their width.
@@ -62,9 +98,10 @@ class ActivationCheckpointing:
         *,
         setting: Literal["auto"] | bool,
         backend: Backend,
-        owed_nbytes: Callable[[], int],
+        room_nbytes: Callable[[], int],
+        agree: Callable[[int], int] | None = None,
     ) -> None:
-        self._backend, self._owed_nbytes, self._layers = backend, owed_nbytes, len(layers)
+        self._backend, self._room_nbytes, self._agree, self._layers = backend, room_nbytes, agree, len(layers)
         self._setting = setting
         if setting == "auto" and not backend.supports(Capability.MEMORY_STATS).usable:
             self._setting = False
@@ -92,18 +129,30 @@ class ActivationCheckpointing:
             return forward(*args, **kwargs)
         before = self._backend.memory_info().allocated_nbytes
         result = forward(*args, **kwargs)
-        self._kept_nbytes = max(0, self._backend.memory_info().allocated_nbytes - before) / tokens
-        self._measured_tokens = tokens
+        self._measure(hidden, tokens, self._backend.memory_info().allocated_nbytes - before)
         return result
+
+    def _measure(self, hidden: torch.Tensor, tokens: int, kept_nbytes: int) -> None:
+        """Take note that a layer kept ``kept_nbytes``; the largest measure per token counts."""
+        if kept_nbytes < hidden.nbytes:  # its output alone needs as much: something else was freed meanwhile
+            return
+        self._kept_nbytes = max(self._kept_nbytes or 0.0, kept_nbytes / tokens)
+        self._measured_tokens = tokens
 
     def _choose(self, hidden: torch.Tensor) -> None:
         """Set :attr:`recomputed` for the pass that begins with ``hidden``."""
-        if self._kept_nbytes is None:
-            self.recomputed = self._layers - 1
-            return
+        wanted = self._wanted(hidden)
+        self.recomputed = wanted if self._agree is None else self._agree(wanted)
+
+    def _wanted(self, hidden: torch.Tensor) -> int:
+        """Return how many layers this rank must recompute in the pass that begins with ``hidden``."""
         tokens = hidden.numel() // hidden.shape[-1]
-        room = usable_nbytes(self._backend.memory_info()) - self._owed_nbytes()
-        self.recomputed = layers_to_recompute(
+        if tokens == 0:
+            return 0
+        if self._kept_nbytes is None:
+            return self._layers - 1
+        room = self._room_nbytes()
+        wanted = layers_to_recompute(
             self._layers,
             tokens,
             kept_nbytes=self._kept_nbytes,
@@ -113,7 +162,8 @@ class ActivationCheckpointing:
         if not self._told:
             self._told = True
             _log.info(
-                "activation checkpointing: %d of %d layers are recomputed in a pass over %d tokens; a layer keeps %d "
-                "bytes a token, and there is room for %.2f GiB",
-                *(self.recomputed, self._layers, tokens, self._kept_nbytes, room / (1 << 30)),
+                "activation checkpointing: %d of %d layers must be recomputed in a pass over %d tokens; a layer keeps "
+                "%d bytes a token, and there is room for %.2f GiB",
+                *(wanted, self._layers, tokens, self._kept_nbytes, room / (1 << 30)),
             )
+        return wanted

@@ -56,11 +56,6 @@ class ComputeCopy:
         return self._model
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the parameters that the copy does not share with the masters."""
-        return sum(self._nbytes)
-
-    @property
     def masters_offloaded(self) -> bool:
         """Whether the masters' memory on the device is freed."""
         return any(one.numel() and not one.untyped_storage().nbytes() for one in self._masters)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from hwrl.models import build_model, load_model, load_tokenizer, model_identity
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
 from hwrl.train.causal import CausalModel
-from hwrl.train.compiling import Compiler, wants_compilation
+from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
 from hwrl.train.kernels import apply_kernels
 from hwrl.train.packing import MicroBatch
@@ -48,28 +49,26 @@ class FsdpEngine(PolicyEngine):
     the ratio to the behaviour policy.
     """
 
-    dynamic_shapes: bool | None = True
-    """Whether compiled code serves all sizes; see :class:`~hwrl.train.compiling.Compiler`."""
-
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         super().__init__(settings, backend=backend, group=group)
         self._dtype = settings.dtype
+        self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
         make = load_model if group is None or group.rank == 0 else build_model  # the first rank sends shards
         model = make(settings.model_directory, dtype=torch.float32).eval()
         if settings.lora is not None:
             self.base = model_identity(settings.model_directory)
             model = add_adapter(model, settings.lora, seed=settings.seed)
+        self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._compiler = self._make_compiler()
         layers = self._place(model)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._state_nbytes = sum(4 * _local(parameter).numel() for parameter in self._trained)
         self.optimizer = build_adamw(self._trained, device=backend.device(), **self._hyperparameters())
-        level = logging.WARNING if self.data_parallel_rank == 0 else logging.DEBUG  # so that a run is told once
-        self._causal = CausalModel(backend=backend, scorer=self.scorer, level=level)
+        self._causal = CausalModel(backend=backend, scorer=self.scorer, level=self._level)
         self._causal.prove(self.compute_model, dtype=settings.dtype)
         if self._sharded is not None:
             self._sharded.reshard()
-        self._prepare_layers(outermost(layers))
+        self._prepare_layers(layers)
         self._offloader = Offloader(self.model, self.optimizer, backend=backend)
         if settings.param_offload and self._copy is not None:
             self._copy.free()
@@ -82,7 +81,14 @@ class FsdpEngine(PolicyEngine):
         if self._group is not None and self._ranks > 1:
             layers = layers_of(model)
             self._fuse(model)
-            self._sharded = ShardedModel(model, layers, group=self._group, backend=self._backend, dtype=self._dtype)
+            self._sharded = ShardedModel(
+                model,
+                layers,
+                group=self._group,
+                backend=self._backend,
+                dtype=self._dtype,
+                usable_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary),
+            )
             self.model = model
             return layers
         self.model = running = model.to(self._backend.device())
@@ -95,33 +101,39 @@ class FsdpEngine(PolicyEngine):
     def _fuse(self, model: torch.nn.Module) -> None:
         """Let ``model`` run on the backend's fused operations; a compiler fuses by itself."""
         if self._compiler is None and self.settings.fused_kernels:
-            apply_kernels(model, kernels(), device=self._backend.device(), dtype=self._dtype)
+            device = self._backend.device()
+            apply_kernels(model, kernels(), device=device, dtype=self._dtype, level=self._level)
 
     def _make_compiler(self) -> Compiler | None:
         setting = self.settings.compile
         if not wants_compilation(self._backend, setting=setting):
             return None
-        return Compiler(required=setting is True, dynamic=self.dynamic_shapes)
+        return Compiler(required=setting is True, level=self._level)
 
     def _prepare_layers(self, layers: list[torch.nn.Module]) -> None:
         """Compile ``layers`` and the scores, and let layers recompute activations around the compiled code."""
+        outer = outermost(layers)
         if self._compiler is not None:
-            self._compiler.compile_layers(layers)
+            self._compiler.compile_layers(outer)
             self.scorer.forward = self._compiler.compiled(self.scorer.forward)
             self.scorer.backward = self._compiler.compiled(self.scorer.backward)
+        gathers_inside = self._sharded is not None and len(outer) < len(layers)
         self._checkpointing = ActivationCheckpointing(
-            layers,
+            outer,
             setting=self.settings.activation_checkpointing,
             backend=self._backend,
-            owed_nbytes=self._owed_nbytes,
+            room_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary) - self._owed_nbytes(),
+            agree=self._largest if gathers_inside else None,  # else the ranks gather a layer's weights around it
         )
 
+    def _largest(self, number: int) -> int:
+        return int(self._reduce([number], op="max")[0])
+
     def _owed_nbytes(self) -> int:
-        """Return the bytes that this step will still allocate for gradients and the optimizer's state."""
+        """Return the bytes that this step will still allocate for weights, gradients and the optimizer's state."""
         owed = 0 if self.optimizer.state else 2 * self._state_nbytes
-        if any(parameter.grad is None for parameter in self._trained):
-            owed += self._state_nbytes if self._sharded is None else self._sharded.owed_nbytes
-        return owed
+        owed += sum(4 * _local(parameter).numel() for parameter in self._trained if parameter.grad is None)
+        return owed if self._sharded is None else owed + self._sharded.owed_nbytes
 
     @property
     def compute_model(self) -> Any:
@@ -154,8 +166,12 @@ class FsdpEngine(PolicyEngine):
             metrics["recompilations"] = float(self._compiler.new_graphs())
         return metrics
 
-    def _passes(self, plan: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    def _passes(self, plan: Iterable[MicroBatch]) -> Generator[MicroBatch]:
         return super()._passes(plan if self._sharded is None else self._sharded.passes(plan))
+
+    def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
+        with contextlib.nullcontext() if self._compiler is None else explained_compilation():
+            return super()._backward(part, loss=loss, tokens=tokens)
 
     def _scores(self, part: MicroBatch) -> torch.Tensor:
         return self._causal(self.compute_model, part)

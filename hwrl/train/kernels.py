@@ -22,14 +22,16 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
-def apply_kernels(model: torch.nn.Module, kernels: Kernels, *, device: torch.device, dtype: torch.dtype) -> int:
+def apply_kernels(
+    model: torch.nn.Module, kernels: Kernels, *, device: torch.device, dtype: torch.dtype, level: int = logging.WARNING
+) -> int:
     """Replace the forward method of ``model``'s modules that ``kernels`` can compute; return their number.
 
     These are RMSNorms, and gated layers with SiLU. Before that, each kind of module runs with random parameters of its
     own shape on ``device`` in ``dtype``, forward and backward, in its own way and in the new way. If the results
-    differ, or if the operation raises, modules of this kind stay as they are, and a warning says so once. Parameters
-    do not change, and may be on any device. Call it before the model is sharded. A compiler fuses by itself, so it
-    needs no kernels.
+    differ, or if the operation raises, modules of this kind stay as they are, and the log says so once, at ``level``.
+    Parameters do not change, and may be on any device. Call it before the model is sharded. A compiler fuses by
+    itself, so it needs no kernels.
     """
     why_not: dict[tuple[Any, ...], str] = {}
     replaced = 0
@@ -41,7 +43,7 @@ def apply_kernels(model: torch.nn.Module, kernels: Kernels, *, device: torch.dev
         if kind not in why_not:
             why_not[kind] = _why_not(module, forward, device, dtype)
             if why_not[kind]:
-                _log.warning("%s keeps its own forward method: %s", type(module).__name__, why_not[kind])
+                _log.log(level, "%s keeps its own forward method: %s", type(module).__name__, why_not[kind])
         if not why_not[kind]:
             module.forward = forward
             replaced += 1

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, TokenLoss, TrainEngine
+from hwrl.train.activations import ranks_on_device, usable_nbytes
 from hwrl.train.losses import mismatch_kl
 from hwrl.train.packing import MicroBatch, make_pack, make_rows, plan_packs
 from hwrl.train.scoring import OutputScorer
@@ -33,6 +35,7 @@ class PolicyEngine(TrainEngine):
         self.scorer = OutputScorer(settings.temperature)
         self.updates = 0
         self._backend, self._group = backend, group
+        self._ranks_on_device = ranks_on_device(group, backend)
 
     # -- implemented by a subclass ------------------------------------------------------------------------------
 
@@ -74,10 +77,11 @@ class PolicyEngine(TrainEngine):
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
         try:
-            for part in self._passes(plan):
-                for name, value in self._backward(part, loss=loss, tokens=tokens).items():
-                    totals[name] = totals.get(name, torch.zeros_like(value)) + value
-                inputs = [inputs[0] + part.real_tokens, inputs[1] + part.input_ids.numel()]
+            with contextlib.closing(self._passes(plan)) as parts:
+                for part in parts:
+                    for name, value in self._backward(part, loss=loss, tokens=tokens).items():
+                        totals[name] = totals.get(name, torch.zeros_like(value)) + value
+                    inputs = [inputs[0] + part.real_tokens, inputs[1] + part.input_ids.numel()]
             norm = self._clip_gradients()
             metrics = self._mean_over_ranks(totals, tokens)
             _require_finite(norm, metrics)
@@ -94,9 +98,10 @@ class PolicyEngine(TrainEngine):
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         result = torch.zeros(batch.tokens.shape)
-        for part in self._passes(self._plan(batch)):
-            logprobs, _ = self.forward(part)
-            result[part.rows, part.columns] = logprobs.cpu()
+        with contextlib.closing(self._passes(self._plan(batch))) as parts:
+            for part in parts:
+                logprobs, _ = self.forward(part)
+                result[part.rows, part.columns] = logprobs.cpu()
         return result
 
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
@@ -142,9 +147,14 @@ class PolicyEngine(TrainEngine):
         """
         return self._backend.supports(Capability.VARLEN_ATTENTION).usable or real_share < 2 / 3
 
-    def _passes(self, plan: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches; a subclass may prepare itself for each pass."""
+    def _passes(self, plan: Iterable[MicroBatch]) -> Generator[MicroBatch]:
+        """Yield the micro-batches; a subclass may prepare itself for each pass. Closed early if a pass fails."""
         yield from plan
+
+    def _usable_nbytes(self, *, vocabulary: int) -> int:
+        """Return the bytes of the device that this rank can still allocate beside its scores over ``vocabulary``."""
+        scores = self.scorer.needed_nbytes(self.settings.micro_batch_tokens, vocabulary)
+        return usable_nbytes(self._backend.memory_info(), ranks=self._ranks_on_device, scores_nbytes=scores)
 
     # -- ranks --------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,10 @@ class OutputScorer:
             scores: torch.Tensor = _Score.apply(*inputs, self)  # type: ignore[no-untyped-call] # torch's
         return scores
 
+    def needed_nbytes(self, positions: int, vocabulary: int) -> int:
+        """Return about how many bytes scoring allocates for ``positions``: a chunk's logits, a few times over."""
+        return 16 * min(self.chunk_logits, positions * vocabulary)
+
     def of_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the same from ``logits`` (positions × vocabulary, all of it), for models that compute them."""
         parts = [logits.new_zeros(2, 0, dtype=torch.float32)] + [

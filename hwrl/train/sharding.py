@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from hwrl.errors import EngineError
 from hwrl.interfaces import Backend, Capability
-from hwrl.train.activations import usable_nbytes
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -45,19 +45,27 @@ class ShardedModel:
 
     Ranks gather the weights of a layer when they run it. :meth:`passes` gathers them only once for all passes of a
     step, if :attr:`keeps_weights`. It reduces the gradients once, if :attr:`keeps_gradients`. Whole weights need the
-    bytes of the model in ``dtype`` on each rank, and whole gradients as much in float32.
+    bytes of the model in ``dtype`` on each rank, and whole gradients as much in float32. ``usable_nbytes`` returns the
+    bytes that this rank can still allocate.
     """
 
     def __init__(
-        self, model: Any, layers: Sequence[Any], *, group: Group, backend: Backend, dtype: torch.dtype
+        self,
+        model: Any,
+        layers: Sequence[Any],
+        *,
+        group: Group,
+        backend: Backend,
+        dtype: torch.dtype,
+        usable_nbytes: Callable[[], int],
     ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        self.model = model
+        self.model, self._itemsize, self._usable_nbytes = model, dtype.itemsize, usable_nbytes
         self._weights_nbytes = sum(one.numel() for one in model.parameters()) * dtype.itemsize
         trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        self._gradients_nbytes, self._ranks = int(trained) * 4, group.size
+        self._gradients_nbytes = int(trained) * 4
         weights = model.state_dict() if group.rank == 0 else {}
         mesh = init_device_mesh(backend.info.device_type, (group.size,))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -66,14 +74,14 @@ class ShardedModel:
         fully_shard(model, mesh=mesh, mp_policy=policy)
         broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, weights, options=broadcast)
-        self.keeps_weights = self.keeps_gradients = False
+        self.keeps_weights = self.keeps_gradients = self._has_whole_gradients = False
         self._keep(group, backend, state_nbytes=3 * self._gradients_nbytes // group.size)
 
     def _keep(self, group: Group, backend: Backend, *, state_nbytes: int) -> None:
         """Decide what stays whole, the same on all ranks. ``state_nbytes``: this rank's gradients and moments."""
         room = 0.0
         if backend.supports(Capability.MEMORY_STATS).usable:
-            room = (usable_nbytes(backend.memory_info()) - state_nbytes) / _SHARE
+            room = (self._usable_nbytes() - state_nbytes) / _SHARE
         wanted = [self._weights_nbytes, self._weights_nbytes + self._gradients_nbytes]
         missing = torch.tensor([nbytes - room for nbytes in wanted], dtype=torch.float32, device=backend.device())
         group.all_reduce(missing, op="max")
@@ -88,30 +96,63 @@ class ShardedModel:
 
     @property
     def owed_nbytes(self) -> int:
-        """The bytes that a step allocates for gradients on this rank."""
-        shard = self._gradients_nbytes // self._ranks
-        return shard + self._gradients_nbytes if self.keeps_gradients else shard
+        """The bytes that a step will still allocate on this rank for whole weights and whole gradients it keeps."""
+        owed = 0
+        if self.keeps_weights:
+            sharded = (one for one in self.model.parameters() if isinstance(one, DTensor))
+            owed += sum(one.numel() for one in sharded) * self._itemsize
+        if self.keeps_gradients and not self._has_whole_gradients:
+            owed += self._gradients_nbytes
+        return owed
 
-    def passes(self, parts: Iterable[_Part]) -> Iterator[_Part]:
+    def passes(self, parts: Iterable[_Part]) -> Generator[_Part]:
         """Yield ``parts``, one for each pass; the caller runs a pass, forward and perhaps backward, before the next.
 
-        All ranks must have the same number of parts.
+        All ranks must have the same number of parts. A caller that stops early closes the generator; that drops the
+        whole gradients of the passes before.
         """
         rest = list(parts)
+        self._has_whole_gradients = False
         try:
             for number, part in enumerate(rest, 1):
                 last = number == len(rest)
                 self.model.set_reshard_after_backward(last or not self.keeps_weights)
                 self.model.set_requires_gradient_sync(last or not self.keeps_gradients)
                 yield part
+                self._has_whole_gradients = True
+        except BaseException:
+            self._abandon()
+            raise
         finally:
             if self.keeps_weights:  # without a backward pass they are still whole
                 self.reshard()
 
+    def _abandon(self) -> None:
+        """Forget the failed pass, and free the gradients that are not reduced yet; torch has no public way to that."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        if hasattr(self.model, "reset_iter_state"):  # from torch 2.13 on; it waits for collectives, too
+            self.model.reset_iter_state()
+        for module in self._modules():
+            state = module._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.post_backward_final_callback_queued = False
+            state._state_ctx.iter_forward_root = None
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for group in filter(None, groups):
+                group._training_state = TrainingState.IDLE
+                group.reshard()
+                for one in group.fsdp_params:
+                    one.unsharded_accumulated_grad = None
+                    if hasattr(one, "_unsharded_param"):  # from the first pass on
+                        one._unsharded_param.grad = None
+
     def reshard(self) -> None:
         """Free the whole weights, if some are there; collective calls without a backward pass leave them."""
+        for module in self._modules():
+            module.reshard()
+
+    def _modules(self) -> list[Any]:
         from torch.distributed.fsdp import FSDPModule
 
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]

@@ -65,11 +65,13 @@ class MegatronEngine(PolicyEngine):
         settings, backend = self.settings, self._backend
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         model = build_gpt(settings.model_directory, tensor_parallel=options.tensor_parallel, dtype=settings.dtype)
-        ActivationCheckpointing(
+        vocabulary = model.vocab_size // options.tensor_parallel
+        self._checkpointing = ActivationCheckpointing(
             model.decoder.layers,
             setting=settings.activation_checkpointing,
             backend=backend,
-            owed_nbytes=self._owed_nbytes,
+            room_nbytes=lambda: self._usable_nbytes(vocabulary=vocabulary) - self._owed_nbytes(),
+            agree=self._largest if options.tensor_parallel > 1 else None,  # a layer adds over these ranks
         )
         self.model = DistributedDataParallel(
             model.config,
@@ -92,6 +94,12 @@ class MegatronEngine(PolicyEngine):
             if weight.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight.parameter, True, weight.dim, 1)
         return weights
+
+    def _largest(self, number: int) -> int:
+        """Return the largest ``number`` of the ranks that share each layer."""
+        largest = torch.tensor([number], device=self._backend.device())
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self._tensor_group)
+        return int(largest)
 
     def _owed_nbytes(self) -> int:
         """Return the bytes that this step will still allocate for the optimizer's moments; gradients have theirs."""

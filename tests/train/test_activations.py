@@ -11,7 +11,7 @@ import torch
 from hwrl.interfaces import EngineSettings, MemoryInfo
 from hwrl.run.demo import write_demo
 from hwrl.train import FsdpEngine, PolicyLoss
-from hwrl.train.activations import layers_to_recompute, usable_nbytes
+from hwrl.train.activations import ActivationCheckpointing, layers_to_recompute, usable_nbytes
 from tests.support.fsdp_training import batch_of, groups_of
 from tests.support.roomy import Roomy
 
@@ -43,9 +43,44 @@ def test_a_layer_that_keeps_no_more_than_its_input_is_not_recomputed() -> None:
     assert layers_to_recompute(10, 100, kept_nbytes=5, input_nbytes=5, room_nbytes=0) == 0
 
 
+INFO = MemoryInfo(free_nbytes=500, total_nbytes=1600, allocated_nbytes=900, reserved_nbytes=1000, peak_nbytes=1100)
+
+
 def test_usable_memory_is_the_free_one_with_the_allocators_cache_and_without_a_reserve() -> None:
-    info = MemoryInfo(free_nbytes=500, total_nbytes=1600, allocated_nbytes=900, reserved_nbytes=1000, peak_nbytes=1100)
-    assert usable_nbytes(info) == 500 + 100 - 100
+    assert usable_nbytes(INFO) == 500 + 100 - 100
+    assert usable_nbytes(INFO, ranks=2) == 250 + 100 - 50
+    assert usable_nbytes(INFO, scores_nbytes=99) == 500 + 100 - 100
+    assert usable_nbytes(INFO, scores_nbytes=700) == 500 + 100 - 700
+
+
+class Scripted(Roomy):
+    """Reports what ``allocated`` says, one number a call."""
+
+    def __init__(self, *allocated: int) -> None:
+        super().__init__()
+        self.allocated = iter(allocated)
+
+    def memory_info(self) -> MemoryInfo:
+        return MemoryInfo(0, 0, next(self.allocated), 0, 0)
+
+
+def test_the_largest_measure_counts_and_one_below_the_output_does_not() -> None:
+    layers = [torch.nn.Linear(2, 2) for _ in range(4)]
+    # A layer's output has 8 bytes a token. A longer pass measures each layer that it does not recompute.
+    backend = Scripted(100, 30, 0, 400, 0, 160, 0, 600)
+    asked: list[int] = []
+
+    def agree(wanted: int) -> int:
+        asked.append(wanted)
+        return 3
+
+    chosen = ActivationCheckpointing(layers, setting="auto", backend=backend, room_nbytes=lambda: 2600, agree=agree)
+    model = torch.nn.Sequential(*layers)
+    for tokens in (10, 10, 20, 30):
+        model(torch.zeros(tokens, 2))
+        assert chosen.recomputed == 3  # as all ranks agreed, and asked once a pass
+    # 40 bytes a token, though the third measure was 8: (4 + 2) layers of 30 tokens keep 7200 bytes, one saves 960.
+    assert asked == [3, 3, 4, 4]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import hwrl
 from hwrl.errors import EngineError
 from hwrl.interfaces import Capability, Support
 from hwrl.train import FsdpEngine, PolicyLoss
-from hwrl.train.compiling import Compiler, wants_compilation
+from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from tests.support.fsdp_training import batch_of, engine_on, groups_of
 
 
@@ -70,16 +70,6 @@ def test_all_layers_and_sizes_share_one_graph(monkeypatch: pytest.MonkeyPatch) -
     assert compiler.new_graphs() == 0
 
 
-def test_static_shapes_compile_each_size_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_the_tracer_alone(monkeypatch)
-    layers, compiler = [Block(number) for number in range(3)], Compiler(required=True, dynamic=False)
-    compiler.compile_layers(layers)
-    for length in (5, 9, 5):
-        for layer in layers:
-            layer(torch.randn(2, length, 8, requires_grad=True), scale=0.5)
-    assert compiler.new_graphs() == 2
-
-
 def refuse(function: Any, **options: Any) -> Any:
     """Stand in for a compiler on a machine without one."""
 
@@ -102,12 +92,40 @@ def test_a_layer_that_cannot_be_compiled_runs_uncompiled_with_one_warning(
     assert "no C++ compiler was found" in record.getMessage()
 
 
+def test_other_ranks_do_not_warn(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch, "compile", refuse)
+    layer = Block(0)
+    Compiler(required=False, level=logging.DEBUG).compile_layers([layer])
+    with caplog.at_level(logging.INFO, logger="hwrl.train"):
+        layer(torch.randn(2, 8), scale=1.0)
+    assert not caplog.records
+
+
 def test_compilation_that_is_demanded_and_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", refuse)
     layer = Block(0)
     Compiler(required=True).compile_layers([layer])
     with pytest.raises(EngineError, match="cannot be compiled"):
         layer(torch.randn(2, 8), scale=1.0)
+
+
+def test_a_backward_pass_that_cannot_be_compiled_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor.exc import InductorError
+
+    def fail(graph: Any, inputs: Any) -> Any:
+        raise InductorError(RuntimeError("no C++ compiler was found"), None)
+
+    half: Any = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=fail)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=half, **options))
+    layer = Block(0)
+    Compiler(required=False).compile_layers([layer])
+    result = layer(torch.randn(2, 8, requires_grad=True), scale=1.0).sum()
+    with pytest.raises(EngineError, match="backward pass cannot be compiled") as raised, explained_compilation():
+        result.backward()
+    assert "no C++ compiler was found" in str(raised.value) and "train.compile=false" in str(raised.value)
 
 
 def steps(engine: FsdpEngine) -> list[dict[str, float]]:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hwrl
 from hwrl.comm import serve_store, store_address
 from hwrl.testing.processes import run_processes
-from hwrl.train import FsdpEngine, PolicyLoss
+from hwrl.train import FsdpEngine, MicroBatch, PolicyLoss
+from hwrl.train.activations import ranks_on_device
 from tests.support.fsdp_training import batch_of, engine_on, groups_of, join
 
 MODES = [(False, False), (True, False), (True, True)]
@@ -88,3 +90,53 @@ def test_whole_weights_and_gradients_save_traffic_and_change_no_step(model_direc
         groups = 3  # two layers and the rest
         assert gathers[1] == gathers[2] == groups < gathers[0], results[0]["counts"]
         assert scatters[2] == groups < scatters[0] == scatters[1], results[0]["counts"]
+
+
+def failures(rank: int, model_directory: Path, address: str) -> dict[str, Any]:
+    """Fail in the second pass of a step, then take a whole one; note what is owed at the start of each pass."""
+    group = join(rank, address, 2)
+    engine = engine_on(model_directory, group, micro_batch_tokens=40)
+    fresh = engine_on(model_directory, group, micro_batch_tokens=40)
+    sharded, batch = engine._sharded, batch_of(groups_of(5, seed=0))
+    assert sharded is not None and sharded.keeps_gradients
+    rest, owed = iter(range(2)), []
+    real = PolicyLoss()
+
+    def fail_in_the_second_pass(*args: Any, **kwargs: Any) -> Any:
+        if next(rest, None) is None:
+            raise ValueError("a bad row")
+        return real(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="a bad row"):
+        engine.train_batch(batch, loss=fail_in_the_second_pass)
+    forward = engine.forward
+
+    def noting(part: MicroBatch) -> Any:
+        owed.append((sharded.owed_nbytes, engine._owed_nbytes()))
+        return forward(part)
+
+    engine.forward = noting  # type: ignore[method-assign] # to look into each pass
+    metrics = engine.train_batch(batch, loss=real)
+    wanted = fresh.train_batch(batch, loss=real)
+    found = {
+        "norms": (metrics["grad_norm"], wanted["grad_norm"]),
+        "owed": owed,
+        "numbers": sum(one.numel() for one in engine.model.parameters()),
+        "on_device": ranks_on_device(group, hwrl.get_backend()),
+    }
+    if group is not None:
+        group.close()
+    return found
+
+
+def test_a_failed_step_leaves_no_gradients_and_each_pass_owes_what_is_missing(model_directory: Path) -> None:
+    store = serve_store()
+    for found in run_processes(failures, 2, model_directory, store_address(store)):
+        assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-5)
+        whole = 4 * found["numbers"]
+        (extra, owed), *others = found["owed"]
+        assert extra == 2 * whole  # weights and gradients
+        assert 3 * whole / 2 * 0.9 < owed - extra < 3 * whole / 2 * 1.1  # its shard of the gradients and moments
+        assert others and all(one == (0, owed - extra) for one in others)
+        if hwrl.get_backend().info.device_type == "cpu":
+            assert found["on_device"] == 2

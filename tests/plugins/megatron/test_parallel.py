@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, connect_store, serve_store, store_address
-from hwrl.interfaces import TrainEngine
+from hwrl.interfaces import MemoryInfo, TrainEngine
 from hwrl.run.demo import write_demo
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.fsdp_training import without_padding
 from tests.support.megatron_batches import batch_of, settings_in
+from tests.support.roomy import Roomy
 
 
 def train_in_parallel(
@@ -112,3 +114,42 @@ def test_the_curve_goes_on_from_one_tensor_rank_to_two_and_back(tmp_path: Path, 
     for number, ended in enumerate(stages):
         assert_metrics(ended, straight["metrics"][2 * number : 2 * number + 2])
     assert_same_end(stages[-1], straight)
+
+
+class Uneven(Roomy):
+    """Has ``usable`` bytes left."""
+
+    usable = 1 << 40
+
+    def memory_info(self) -> MemoryInfo:
+        return replace(super().memory_info(), free_nbytes=self.usable)
+
+
+def train_with_uneven_room(rank: int, directory: Path, address: str) -> list[dict[str, Any]]:
+    """Take steps with ``auto``, where only the first rank has room, and with nothing recomputed."""
+    from hwrl_megatron import hwrl_train_engine
+
+    backend, found = Uneven(), []
+    for setting in ("auto", False):
+        backend.usable = 1 << 40
+        group = Comm().init_default(store=connect_store(address), rank=rank, size=2)
+        settings = settings_in(directory, activation_checkpointing=setting)
+        options = {"tensor_parallel": 2}
+        engine: Any = hwrl_train_engine(settings=settings, options=options, backend=backend, group=group)
+        try:
+            engine.train_batch(batch_of(slice(None), seed=0), loss=PolicyLoss())  # measures
+            backend.usable = -(1 << 40) if rank else 1 << 40
+            metrics = engine.train_batch(batch_of(slice(None), seed=1), loss=PolicyLoss())
+            found.append({"metrics": metrics, "recomputed": engine._checkpointing.recomputed})
+        finally:
+            engine.close()
+            group.close()
+    return found
+
+
+def test_ranks_of_a_layer_recompute_the_same_layers(tmp_path: Path) -> None:
+    store = serve_store()
+    directory = demo_in(tmp_path)
+    for auto, plain in run_processes(train_with_uneven_room, 2, directory, store_address(store), timeout_s=240):
+        assert (auto["recomputed"], plain["recomputed"]) == (2, 0)
+        assert auto["metrics"] == pytest.approx(plain["metrics"], rel=1e-5, abs=1e-7)
