@@ -125,31 +125,32 @@ class Uneven(Roomy):
         return replace(super().memory_info(), free_nbytes=self.usable)
 
 
-def train_with_uneven_room(rank: int, directory: Path, address: str) -> list[dict[str, Any]]:
-    """Take steps with ``auto``, where only the first rank has room, and with nothing recomputed."""
+def train_with_uneven_room(rank: int, directory: Path, address: str, setting: Any) -> dict[str, Any]:
+    """Take a step to measure and one where only the first rank has room."""
     from hwrl_megatron import hwrl_train_engine
 
-    backend, found = Uneven(), []
-    for setting in ("auto", False):
-        backend.usable = 1 << 40
-        group = Comm().init_default(store=connect_store(address), rank=rank, size=2)
-        settings = settings_in(directory, activation_checkpointing=setting)
-        options = {"tensor_parallel": 2}
-        engine: Any = hwrl_train_engine(settings=settings, options=options, backend=backend, group=group)
-        try:
-            engine.train_batch(batch_of(slice(None), seed=0), loss=PolicyLoss())  # measures
-            backend.usable = -(1 << 40) if rank else 1 << 40
-            metrics = engine.train_batch(batch_of(slice(None), seed=1), loss=PolicyLoss())
-            found.append({"metrics": metrics, "recomputed": engine._checkpointing.recomputed})
-        finally:
-            engine.close()
-            group.close()
-    return found
+    backend = Uneven()
+    group = Comm().init_default(store=connect_store(address), rank=rank, size=2)
+    settings = settings_in(directory, activation_checkpointing=setting)
+    options = {"tensor_parallel": 2}
+    engine: Any = hwrl_train_engine(settings=settings, options=options, backend=backend, group=group)
+    try:
+        engine.train_batch(batch_of(slice(None), seed=0), loss=PolicyLoss())
+        backend.usable = -(1 << 40) if rank else 1 << 40
+        metrics = engine.train_batch(batch_of(slice(None), seed=1), loss=PolicyLoss())
+        return {"metrics": metrics, "recomputed": engine._checkpointing.recomputed}
+    finally:
+        engine.close()
+        group.close()
 
 
 def test_ranks_of_a_layer_recompute_the_same_layers(tmp_path: Path) -> None:
-    store = serve_store()
-    directory = demo_in(tmp_path)
-    for auto, plain in run_processes(train_with_uneven_room, 2, directory, store_address(store), timeout_s=240):
+    directory, found = demo_in(tmp_path), {}
+    for setting in ("auto", False):
+        store = serve_store()  # of its own: default groups of one process and one store would meet each other's keys
+        found[setting] = run_processes(
+            train_with_uneven_room, 2, directory, store_address(store), setting, timeout_s=120
+        )
+    for auto, plain in zip(found["auto"], found[False], strict=True):
         assert (auto["recomputed"], plain["recomputed"]) == (2, 0)
         assert auto["metrics"] == pytest.approx(plain["metrics"], rel=1e-5, abs=1e-7)
