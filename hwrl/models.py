@@ -133,14 +133,16 @@ def model_identity(directory: Path) -> int:
     return int.from_bytes(identity.digest()[:8], "big") >> 4
 
 
-def logits_at(model: Any, rows: torch.Tensor, columns: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Run ``model`` on ``inputs``; return the logits at ``rows`` and ``columns`` only (positions × vocabulary).
+def logits_at(model: Any, places: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Run ``model`` on ``inputs``; return the logits at ``places`` only (places × vocabulary).
+
+    ``places`` (int64) are indices into the flattened inputs (rows · length).
 
     The output layer gets the hidden states of these positions alone, so other logits are never computed.
     """
 
     def choose(_: Any, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return hidden[0][rows, columns][None]
+        return hidden[0].flatten(0, 1).index_select(0, places)[None]
 
     with model.get_output_embeddings().register_forward_pre_hook(choose):
         return model(**inputs).logits[0]  # type: ignore[no-any-return] # transformers is not followed by mypy

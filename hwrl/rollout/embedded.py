@@ -254,8 +254,7 @@ class EmbeddedEngine(RolloutEngine):
         """Run the model; return the logits (rows × vocabulary) of each row at its position ``last``."""
         return logits_at(
             self.model,
-            torch.arange(len(tokens), device=self._device),
-            last,
+            torch.arange(len(tokens), device=self._device) * tokens.shape[1] + last,
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,

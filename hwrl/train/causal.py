@@ -11,6 +11,7 @@ import torch
 from transformers import AttentionInterface
 
 from hwrl.interfaces import Backend, Batch
+from hwrl.models import logits_at
 from hwrl.train.packing import MicroBatch, make_pack, make_rows
 from hwrl.train.scoring import OutputScorer
 
@@ -142,15 +143,11 @@ class CausalModel:
             return made[0]
 
         with _forward_of(output, score):
-            result = _outcome(model, part)
+            result = model(**_inputs(part)).logits
         return result[0], made[0][0]
 
     def _from_logits(self, model: Any, part: MicroBatch) -> torch.Tensor:
-        def choose(_: Any, hidden: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            return hidden[0].flatten(0, 1).index_select(0, part.places)[None]
-
-        with model.get_output_embeddings().register_forward_pre_hook(choose):
-            logits = _outcome(model, part)[0]
+        logits = logits_at(model, part.places, **_inputs(part))
         return self.scorer.of_logits(logits, part.targets)
 
     # -- the trial ----------------------------------------------------------------------------------------------
@@ -197,15 +194,14 @@ def _why_wrong(model: Any, trial: _TrialAttention, off: float, dtype: torch.dtyp
     return ""
 
 
-def _outcome(model: Any, part: MicroBatch) -> torch.Tensor:
-    """Return the ``logits`` of the model's output for ``part``."""
-    bounds: dict[str, Any] = {}
+def _inputs(part: MicroBatch) -> dict[str, Any]:
+    """Return the model's arguments for ``part``."""
+    inputs: dict[str, Any] = {"input_ids": part.input_ids, "use_cache": False}
     if part.boundaries is not None:
         cu_seqlens, longest = part.boundaries.cu_seqlens, part.boundaries.max_length
-        bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        bounds |= {"max_length_q": longest, "max_length_k": longest, "position_ids": part.position_ids}
-    logits: torch.Tensor = model(input_ids=part.input_ids, use_cache=False, **bounds).logits
-    return logits
+        inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        inputs |= {"max_length_q": longest, "max_length_k": longest, "position_ids": part.position_ids}
+    return inputs
 
 
 @contextlib.contextmanager
