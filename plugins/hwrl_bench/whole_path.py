@@ -16,33 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from hwrl_bench.arguments import add_json, positive_int, whole_number
+from hwrl_bench.models import MODELS, ModelShape, random_model
 from hwrl_bench.result import provenance, report
 from hwrl_bench.training_runs import History, train_in_turns
 from hwrl_bench.ways import BenchPlan
 
 HELP = "the whole path from prompt to weight update, in tokens/s, beside a peer on the same model and prompts"
 
-MODELS: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "1.7b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}
-"""Shapes of Qwen3 with tied embeddings. The weights are random."""
 PEERS = {"trl": "hwrl_bench.peer_trl"}
 """Importable packages, each with the script that trains with it."""
 
@@ -111,34 +91,26 @@ def make_workload(directory: Path, *, model: str, steps: int, seed: int) -> Path
     """Write a random model, its tokenizer and the prompts to ``directory``."""
     workload = PathWorkload(str(directory), steps)
     if model == "tiny":
-        workload = replace(workload, prompt_tokens=8, max_new_tokens=16, end_tokens=100, groups=2, n=4, dtype="float32")
-    _write_model(directory / "model", MODELS[model], workload, seed=seed)
-    _write_prompts(directory / "prompts.jsonl", MODELS[model]["vocab_size"], workload, seed=seed)
+        workload = replace(workload, prompt_tokens=8, max_new_tokens=16, end_tokens=50, groups=2, n=4, dtype="float32")
+    shape = MODELS[model]
+    _write_model(directory / "model", shape, workload, seed=seed)
+    _write_tokenizer(directory / "model", shape.vocab_size)
+    _write_prompts(directory / "prompts.jsonl", shape.vocab_size, workload, seed=seed)
     return workload
 
 
-def _write_model(directory: Path, shape: Mapping[str, int], workload: PathWorkload, *, seed: int) -> None:
+def _write_model(directory: Path, shape: ModelShape, workload: PathWorkload, *, seed: int) -> None:
     import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**shape, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=2)
-    dtype = getattr(torch, workload.dtype)
+    directory.mkdir()
+    shape.write(directory)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    torch.manual_seed(seed)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            model = Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(previous)
-    ends = [1, *range(3, 2 + workload.end_tokens)]
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0, bos_token_id=2)
+    model = random_model(directory, dtype=getattr(torch, workload.dtype), device=device, seed=seed)
+    model.generation_config.eos_token_id = [1, *range(3, 2 + workload.end_tokens)]
     model.save_pretrained(directory)
     del model
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    _write_tokenizer(directory, shape["vocab_size"])
 
 
 def _write_tokenizer(directory: Path, size: int) -> None:
