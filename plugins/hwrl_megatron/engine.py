@@ -64,7 +64,9 @@ class MegatronEngine(PolicyEngine):
     def _build(self, options: MegatronOptions) -> None:
         settings, backend = self.settings, self._backend
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        model = build_gpt(settings.model_directory, tensor_parallel=options.tensor_parallel, dtype=settings.dtype)
+        model = build_gpt(
+            settings.model_directory, backend=backend, tensor_parallel=options.tensor_parallel, dtype=settings.dtype
+        )
         vocabulary = model.vocab_size // options.tensor_parallel
         self._checkpointing = ActivationCheckpointing(
             model.decoder.layers,

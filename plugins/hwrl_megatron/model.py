@@ -12,11 +12,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import nn
 
-from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
+from hwrl.interfaces import Backend
 from hwrl.models import load_model_config
 from hwrl_megatron.weights import head_size
 
@@ -24,15 +24,16 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """The supported values of ``model_type`` in Hugging Face configurations."""
 
 
-def build_gpt(directory: Path, *, tensor_parallel: int, dtype: torch.dtype) -> GPTModel:
+def build_gpt(directory: Path, *, backend: Backend, tensor_parallel: int, dtype: torch.dtype) -> GPTModel:
     """Return this rank's part of the model in ``directory``, on the host, with arbitrary weights.
 
-    Initialize Megatron's parallel state first. Raises ConfigError for an unsupported model.
+    ``backend`` attends over packs. Initialize Megatron's parallel state first. Raises ConfigError for an unsupported
+    model.
     """
     config = load_model_config(directory)
     _require_supported(config, tensor_parallel=tensor_parallel)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.model_type == "qwen3", normalization="RMSNorm")
-    layer.submodules.self_attention.submodules.core_attention = TorchAttention
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(TorchAttention, params={"backend": backend})
     model = GPTModel(
         _transformer_config(config, tensor_parallel=tensor_parallel, dtype=dtype),
         layer,
@@ -58,8 +59,9 @@ def _hold_padding(pad_id: int, _: nn.Module, ids: tuple[torch.Tensor], embedded:
 class TorchAttention(nn.Module):
     """Causal attention by the backend or torch. Megatron's own, without TransformerEngine, stores all scores."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, *, backend: Backend, **_: Any) -> None:
         super().__init__()
+        self._backend = backend
 
     def forward(
         self,
@@ -74,7 +76,7 @@ class TorchAttention(nn.Module):
         if packed_seq_params is not None:
             cu_seqlens, max_length = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             packed = (tensor[:, 0] for tensor in (query, key, value))
-            attended = get_backend().varlen_attention(*packed, cu_seqlens=cu_seqlens, max_length=max_length)
+            attended = self._backend.varlen_attention(*packed, cu_seqlens=cu_seqlens, max_length=max_length)
             return attended.flatten(1)[:, None]
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
