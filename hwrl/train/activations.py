@@ -58,18 +58,14 @@ def usable_nbytes(info: MemoryInfo, *, ranks: int = 1, scores_nbytes: int = 0) -
 
 
 def ranks_on_device(group: Group | None, backend: Backend) -> int:
-    """Return how many ranks of ``group`` use this rank's device, as far as the backend knows; 1 if it does not.
+    """Return how many ranks of ``group`` use this rank's device: 1 unless the backend has ``shared_device_groups``.
 
-    Collective: all ranks call it. They share the host's memory if they compute on its processors. Other devices need
-    a UUID (:meth:`~hwrl.interfaces.Backend.device_uuid`).
+    Collective: all ranks call it.
     """
-    if group is None:
+    if group is None or not backend.supports(Capability.SHARED_DEVICE_GROUPS).usable:
         return 1
-    kind = backend.info.device_type
-    name = backend.device_uuid(backend.current_index())
-    if kind == "cpu":
-        name = socket.gethostname()
-    number = zlib.crc32(name.encode()) if name else -1 - group.rank  # an unknown device is one of its own
+    index = backend.current_index()
+    number = zlib.crc32((backend.device_uuid(index) or f"{socket.gethostname()} {index}").encode())
     mine = torch.tensor([number], dtype=torch.int64, device=backend.device())
     numbers = mine.new_zeros(group.size)
     group.all_gather(numbers, mine)
