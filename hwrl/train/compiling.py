@@ -22,10 +22,16 @@ _GRAPHS = 64
 
 
 def wants_compilation(backend: Backend, *, setting: Literal["auto"] | bool) -> bool:
-    """Return whether to compile: ``setting`` itself, or with ``auto``, if compiled training pays on the device."""
-    if setting == "auto":
-        return backend.supports(Capability.COMPILED_TRAINING).state == "supported"
-    return setting
+    """Return whether to compile: ``setting`` itself, or with ``auto``, if compiled training pays on the device.
+
+    If it does not, the log has the reason.
+    """
+    if setting != "auto":
+        return setting
+    support = backend.supports(Capability.COMPILED_TRAINING)
+    if support.state != "supported":
+        _log.info("layers are not compiled: %s", support.reason)
+    return support.state == "supported"
 
 
 class Compiler:

@@ -71,6 +71,7 @@ def _pack(outputs: Sequence[Any], logprobs: Any, indices: dict[str, int]) -> Non
 def _logprobs(outputs: Sequence[Any]) -> list[float]:
     packed = outputs[0].routed_experts if outputs else None
     if packed is not None:
-        return list(packed.tolist())
+        values: list[float] = packed.tolist()
+        return values
     given = [output.new_logprobs for output in outputs if output.new_logprobs is not None]  # another scheduler's
     return [value for one in given for value in one.logprobs[:, 0].tolist()]
