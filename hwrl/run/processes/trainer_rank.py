@@ -60,6 +60,7 @@ class TrainerRank:
         self._checkpoints = build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
         self._profile = _profile_of(config) if rank == 0 else None
+        self._peak_flops = get_backend().peak_flops(compute_dtype(config))  # once: a backend may read files for it
 
     # -- training and weights --------------------------------------------------------------------------------------
 
@@ -72,7 +73,7 @@ class TrainerRank:
         speed = trained.speed(
             seconds=timing["timing_s/train"],
             devices=self._config.train.ranks,
-            peak_flops=get_backend().peak_flops(compute_dtype(self._config)),
+            peak_flops=self._peak_flops,
         )
         metrics = {**trained.metrics, **sent, **move_metrics(moved), **timing, **speed}
         earlier, self._sent_between_steps = self._sent_between_steps, {}
