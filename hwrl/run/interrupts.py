@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -19,7 +20,8 @@ class Interrupts:
 
     A signal sets ``pending`` and raises KeyboardInterrupt. While ``message`` is set, the first signal does not raise:
     it only logs the message. It does so in a thread, because the signal may interrupt another output. Signals within
-    ``same_signal_s`` seconds count as one.
+    ``same_signal_s`` seconds count as one. A child between its fork and its exec has these handlers, too; there they
+    ignore a signal, which reaches the parent by itself if it was meant for the process group.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Interrupts:
         self._log, self._same_signal_s = log, same_signal_s
         self._last_signal_s = float("-inf")
         self._logging: threading.Thread | None = None
+        self._pid = os.getpid()
 
     def __enter__(self) -> Interrupts:
         before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -56,6 +59,8 @@ class Interrupts:
             self._logging.join(timeout=SAME_SIGNAL_S)  # it may block for ever on a full pipe without a reader
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return
         now_s = time.monotonic()
         if now_s - self._last_signal_s < self._same_signal_s:
             return

@@ -89,3 +89,16 @@ def test_signals_can_be_taken_back_from_another_library() -> None:
         interrupts.take_signals()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_child_that_is_not_yet_another_program_ignores_a_signal_to_the_group() -> None:
+    """subprocess with a preexec_fn runs Python between fork and exec. Ray starts its processes so."""
+    logged: list[str] = []
+    with Interrupts(logged.append, message="stopping") as interrupts:
+        if (child := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)  # lets the handler run
+            os._exit(int(interrupts.pending))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not interrupts.pending
+    assert logged == []
