@@ -32,8 +32,8 @@ from hwrl.train.loading import WeightReader, allocate, open_weights, own_slice, 
 from hwrl.train.packing import MicroBatch
 from hwrl.train.policy import PolicyEngine
 from hwrl.train.sharding import ShardedModel, layers_of, outermost
-from hwrl.train.state_memory import state_memory
-from hwrl.weights import gather_weights
+from hwrl.train.state_memory import StateMemory
+from hwrl.weights import WeightShard, gather_weights
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -68,7 +68,7 @@ class FsdpEngine(PolicyEngine):
             model = _with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._compiler = self._make_compiler()
-        self._memory = state_memory(
+        self._memory = StateMemory.of(
             model,
             layers_of(model),
             dtype=settings.dtype,
@@ -250,10 +250,10 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = self._gathered(self._base_parameters(self.compute_model))
-        yield from self._saved.all_parts(whole)
-        if self._group is None or self._group.rank == 0:
-            yield from self._saved.all_parts(persistent_buffers(self.model))
+        parts = self._saved.parts
+        base = self._shards(self._base_parameters(self.compute_model))
+        yield from gather_weights(base, self._group, dtype=self._dtype, parts=parts)
+        yield from gather_weights(persistent_buffers(self.model), self._group, dtype=None, parts=parts)
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._saved.all_parts(self._described(self._base_parameters(self.model)))
@@ -261,7 +261,8 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._gathered(self._adapter_parameters(self.compute_model))
+        adapter = self._shards(self._adapter_parameters(self.compute_model))
+        yield from gather_weights(adapter, self._group, dtype=self._dtype)
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._described(self._adapter_parameters(self.model))
@@ -280,10 +281,8 @@ class FsdpEngine(PolicyEngine):
         for name, tensor in named:
             yield name, torch.empty(tensor.shape, dtype=self._dtype, device="meta")
 
-    def _gathered(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors whole on the first rank; the ranks of the first copy of the model send it their shards."""
-        parts = named if self._sharded is None else self._sharded.shards(named)
-        yield from gather_weights(parts, self._group, dtype=self._dtype)
+    def _shards(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+        return named if self._sharded is None else self._sharded.shards(named)
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = self._model_and_optimizer()
