@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
     from hwrl.train.kernels import apply_kernels as apply_kernels
-    from hwrl.train.loading import open_weights as open_weights
+    from hwrl.train.loading import open_model as open_model
     from hwrl.train.loading import read_weights as read_weights
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
@@ -59,7 +59,7 @@ _MODULE_OF = {
     "layers_of": "sharding",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
-    "open_weights": "loading",
+    "open_model": "loading",
     "read_model_flops": "flops",
     "read_weights": "loading",
     "rng_state": "rng",
@@ -88,7 +88,7 @@ __all__ = [
     "layers_of",
     "mismatch_kl",
     "move_metrics",
-    "open_weights",
+    "open_model",
     "read_model_flops",
     "read_weights",
     "rng_state",

@@ -20,7 +20,7 @@ from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved,
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
-from hwrl.models import build_meta_model, load_tokenizer, model_identity
+from hwrl.models import load_tokenizer, model_identity
 from hwrl.saved_names import SavedNames
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
@@ -28,7 +28,7 @@ from hwrl.train.causal import CausalModel
 from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
 from hwrl.train.kernels import apply_kernels
-from hwrl.train.loading import WeightReader, allocate, open_weights, own_slice, persistent_buffers, read_weights
+from hwrl.train.loading import WeightReader, allocate, open_model, own_slice, persistent_buffers, read_weights
 from hwrl.train.packing import MicroBatch
 from hwrl.train.policy import PolicyEngine
 from hwrl.train.sharding import ShardedModel, layers_of, outermost
@@ -60,8 +60,7 @@ class FsdpEngine(PolicyEngine):
         self._dtype = settings.dtype
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
         directory = settings.model_directory
-        model = build_meta_model(directory, dtype=torch.float32).eval()
-        reader = open_weights(directory, model, group=group, backend=backend, level=self._level)
+        model, reader = open_model(directory, group=group, backend=backend, level=self._level)
         self._saved = SavedNames.of(model)
         if settings.lora is not None:
             self.base = _agreed_identity(directory, group, backend)

@@ -84,7 +84,7 @@ def load(rank: int, directory: Path, others: Path, address: str, ranks: int) -> 
     from hwrl import get_backend
     from hwrl.comm import Comm, connect_store
     from hwrl.models import build_meta_model
-    from hwrl.train import ShardedModel, StateMemory, layers_of, open_weights, read_weights
+    from hwrl.train import ShardedModel, StateMemory, layers_of, open_model, read_weights
 
     backend, mine = get_backend(), others if rank else directory
     backend.set_device(rank % backend.device_count())
@@ -93,8 +93,7 @@ def load(rank: int, directory: Path, others: Path, address: str, ranks: int) -> 
     group.barrier()
     before, started_s = _resident("VmRSS"), time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # forget the most until now
-    model = build_meta_model(mine, dtype=torch.float32)
-    reader = open_weights(mine, model, group=group, backend=backend)
+    model, reader = open_model(mine, group=group, backend=backend)
     layers = layers_of(model)
     memory = StateMemory.of(model, layers, dtype=torch.float32, ranks=ranks)
     layer_nbytes = sum(one.numel() * 4 for one in layers[0].parameters())

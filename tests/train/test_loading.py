@@ -18,7 +18,7 @@ from hwrl.interfaces import LoraSettings
 from hwrl.models import build_meta_model, load_model
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine
-from hwrl.train.loading import open_weights, read_weights
+from hwrl.train.loading import open_model, read_weights
 from hwrl.train.sharding import ShardedModel, layers_of
 from hwrl.train.state_memory import StateMemory
 from tests.support.fsdp_training import engine_on, full, join
@@ -125,8 +125,7 @@ def load_and_measure(rank: int, directory: Path, address: str, ranks: int) -> tu
     build_meta_model(directory, dtype=torch.float32)  # imports the architecture
     before = resident_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-    model = build_meta_model(directory, dtype=torch.float32)
-    reader = open_weights(directory, model, group=group, backend=backend)
+    model, reader = open_model(directory, group=group, backend=backend)
     layers = layers_of(model)
     memory = StateMemory.of(model, layers, dtype=torch.float32, ranks=ranks)
     layer = sum(parameter.numel() * 4 for parameter in layers[0].parameters())
