@@ -105,8 +105,8 @@ class TwoVersions:
     def finish(self) -> None:
         """Let the spare version be the newest."""
         assert self._spare is not None, "begin comes first"
+        self.tensors = self._spare.tensors
         self._spare, self._newest = self._newest, self._spare
-        self.tensors = self._newest.tensors
 
     def cancel(self) -> None:
         """Do nothing: the next version overwrites it."""

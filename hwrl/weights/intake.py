@@ -8,7 +8,7 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.interfaces import Backend
-from hwrl.weights.control import ControlChannel, Proposal
+from hwrl.weights.control import ControlChannel, Proposal, Vote, VoteKind
 from hwrl.weights.destination import Destination, Place
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.participant import Participant
@@ -69,9 +69,14 @@ class WeightIntake:
         instead of one that is not whole. Blocks as long as the sender's limits allow; for a stored version, until
         ``deadline``. Raises the errors of :meth:`~hwrl.weights.WeightReceiver.receive`.
         """
-        layout, destination = self.prepare(proposal)
-        assert self._prepared is not None, "prepare has made it"
         transport = self._transports[proposal.transport]
+        try:
+            layout, destination = self.prepare(proposal)
+        except BaseException as exc:
+            if not transport.keeps_versions:  # at once: the others wait for this vote
+                self._channel.cast_vote(proposal, member, Vote(VoteKind.TORN, type(exc).__name__))
+            raise
+        assert self._prepared is not None, "prepare has made it"
         receiving = ReceiverRound(proposal, self._channel, member, replica, self._timing, layout, deadline)
         participant = Participant(transport, self._end_of(proposal.transport), destination)
         try:

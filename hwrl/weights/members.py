@@ -112,7 +112,7 @@ class LinkMembers:
             return self.numbers
         return tuple(number if number in proposal.to else None for number in self.numbers)
 
-    def rendezvous(self, proposal: Proposal, clock: StageClock) -> bool:
+    def rendezvous(self, proposal: Proposal, clock: StageClock | None = None) -> bool:
         """Report the members ready and wait for the sender's answer; return whether the transfer begins."""
         members = [
             MemberRound(proposal, self.channel, number, name, self._timing)
@@ -123,7 +123,7 @@ class LinkMembers:
             return True
         for member in members:
             self.channel.report_ready(proposal, member.member)
-        with clock("rendezvous"):
+        with (clock or StageClock())("rendezvous"):
             return members[0].wait_for_start() is Start.GO
 
     def next_deadline(self, proposal: Proposal, deadline: float) -> float:

@@ -105,8 +105,9 @@ class Scattered:
         for entry in layout.entries:
             _check_target(entry, targets.get(entry.name), backend.device())
         tensors = {entry.name: targets[entry.name].detach() for entry in layout.entries}
-        rules = [CopyRule.whole(name, tensor) for name, tensor in _not_tied_twice(layout, tensors)]
-        return cls(layout, rules, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes, tensors=tensors)
+        return cls(
+            layout, whole_rules(layout, tensors), backend=backend, slabs=slabs, ring_nbytes=ring_nbytes, tensors=tensors
+        )
 
     @property
     def straight_slabs(self) -> int:
@@ -170,12 +171,13 @@ def _by_entry(layout: WeightLayout, rules: Iterable[CopyRule], device: torch.dev
     return found
 
 
-def _not_tied_twice(layout: WeightLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, but of those tied on both sides the first alone."""
-    for entry in layout.entries:
-        first = tensors[entry.alias_of or entry.name]
-        if entry.alias_of is None or tensors[entry.name].data_ptr() != first.data_ptr():
-            yield entry.name, tensors[entry.name]
+def whole_rules(layout: WeightLayout, targets: Mapping[str, torch.Tensor]) -> list[CopyRule]:
+    """Return the rules for whole tensors in ``targets``; of tensors tied on both sides the first has one."""
+    return [
+        CopyRule.whole(entry.name, targets[entry.name])
+        for entry in layout.entries
+        if entry.alias_of is None or targets[entry.name].data_ptr() != targets[entry.alias_of].data_ptr()
+    ]
 
 
 # -- blocks of elements ---------------------------------------------------------------------------------------------
