@@ -56,7 +56,7 @@ def ring_slots(slab_nbytes: int, *, slabs: int, ring_nbytes: int = RING_NBYTES) 
     return max(1, min(slabs, ring_nbytes // max(slab_nbytes, 1)))
 
 
-def ring_nbytes_of(layout: WeightLayout, *, slabs: int = 4, ring_nbytes: int = RING_NBYTES) -> int:
+def ring_nbytes_of(layout: WeightLayout, *, slabs: int = 8, ring_nbytes: int = RING_NBYTES) -> int:
     """Return the most bytes that a receiver allocates for ``layout`` beside the place of the tensors."""
     largest = max((slab.nbytes for slab in layout.slabs), default=0)
     return largest * min(len(layout.slabs), ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes))

@@ -33,7 +33,7 @@ class WeightIntake:
         name: str,
         backend: Backend,
         place: Place,
-        slabs: int = 4,
+        slabs: int = 8,
         timing: ReceiverTiming,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:

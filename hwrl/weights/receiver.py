@@ -71,7 +71,7 @@ class WeightReceiver:
         replica: str,
         backend: Backend | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
-        slabs: int = 4,
+        slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
         newest: bool = True,
         timing: ReceiverTiming = _TIMING,

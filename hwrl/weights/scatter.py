@@ -78,7 +78,7 @@ class Scattered:
         rules: Iterable[CopyRule],
         *,
         backend: Backend,
-        slabs: int = 4,
+        slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
         constants: Sequence[tuple[torch.Tensor, float]] = (),
         tensors: Mapping[str, torch.Tensor] | None = None,
@@ -98,7 +98,7 @@ class Scattered:
         targets: Mapping[str, torch.Tensor],
         *,
         backend: Backend,
-        slabs: int = 4,
+        slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
     ) -> Scattered:
         """Return the place of whole tensors in ``targets``, of the sent names, shapes and dtypes."""

@@ -113,7 +113,7 @@ class Transport:
 
     ``keeps_versions`` False: all receivers take part in each transfer, and commit together. True: a version is stored
     whole, the sender goes on, and receivers fetch it when they are ready. ``packs_large_tensors`` asks for a layout
-    that packs every tensor below a quarter of a slab, the most that a layout packs. ``several_senders``: the ends can
+    that packs every tensor smaller than a slab. ``several_senders``: the ends can
     divide the slabs among senders. ``stage`` is the name of ``send`` and ``receive`` in reports.
     """
 
@@ -272,6 +272,10 @@ class MemberRound:
     def wait_for_decision(self) -> Decision | None:
         """Wait for the sender's decision; None if another proposal or sender came instead."""
         return self._wait(Note.DECISION, self.channel.wait_for_decision, self.limits.decision_s)
+
+    def find_note(self, key: str) -> bytes | None:
+        """Return the sender's transport note ``key`` if it is there. One short wait."""
+        return self.channel.wait_for_transport_note(self.proposal, key, timeout_s=0.0)
 
     def wait_for_note(self, key: str) -> bytes:
         """Wait for the sender's transport note ``key``; raises CommError if the proposal ended without it."""

@@ -367,6 +367,7 @@ _PROPOSAL: dict[str, Any] = {
     "last_stored_number": 0,
     "metadata": {"step": 1, "note": "x", "loss": 0.5},
     "payload": {"group": "1.1", "lanes": 1},
+    "senders": 1,
 }
 
 
