@@ -112,6 +112,8 @@ def measure(senders: int, options: argparse.Namespace) -> float:
                 _connect(f"hwrl-{senders}-{rank}", rank, int(_await(home / f"pid-{rank}")), gbit=gbit)
             (home / "connected").write_text("now")
             ended = [processes.wait(rank) for rank in range(size)]
+    for rank in range(size):  # the next hosts have the same addresses, and a dead namespace may stay for a while
+        _run("ip", "link", "delete", f"hwrl-{senders}-{rank}")
     errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(ended) if one.error is not None]
     assert not errors, "\n".join(errors)
     assert all(one.value for one in ended[options.ranks :]), "other bytes arrived than were sent"
