@@ -54,7 +54,7 @@ class EngineLink(TransferWay):
         return TransferResult(stages={"receive": time.perf_counter() - begin}, pause_s=self._pause_s)
 
     def _join(self, worker: BenchWorker, engine: VllmEngine) -> None:
-        address = store_address(worker.store)
+        address = store_address(worker.store)  # type: ignore[arg-type]  # connect_store made it
         self._link: ModelLink = EngineModels(
             engine, worker.store, address=address, name=POLICY, replica="r0", timeout_s=120.0, poll_s=0.0
         )

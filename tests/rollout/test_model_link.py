@@ -58,13 +58,13 @@ class Replica:
     """An engine with its updater."""
 
     def __init__(self, store: Any, *, keep_old: bool = False, backend: Any = None) -> None:
-        options = {"eos_ids": [END], "max_running": 6, "max_length": 24, "backend": backend or CpuBackend(INFO)}
-        self.engine = EmbeddedEngine(tiny_model(99), **options)
+        backend = backend or CpuBackend(INFO)
+        self.engine = EmbeddedEngine(tiny_model(99), eos_ids=[END], max_running=6, max_length=24, backend=backend)
         if keep_old:
             receiver = WeightReceiver(store, replica="r0", backend=CpuBackend(INFO))
             link: Any = ReceivedModels(self.engine, RetryingReceiver(receiver, timeout_s=10.0, poll_s=0.0))
         else:
-            names = {"address": store_address(store), "name": POLICY, "replica": "r0"}
+            names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
             link = EngineModels(self.engine, store, **names, timeout_s=10.0, poll_s=0.0)
         self.updater = ModelUpdater(link)
 
@@ -169,11 +169,11 @@ def test_another_models_weights_are_refused_before_anything_is_overwritten(store
     assert replica.engine.version == 1 and replica.holds(weights_of(1))
 
 
-def test_an_engine_with_an_adapter_receives_its_base(store: Store) -> None:
+def test_an_engine_with_an_adapter_receives_its_base(store: Any) -> None:
     replica = AdapterReplica(store, in_place=store_address(store))
     trainer = Trainer(store, "device")
     for version in (1, 2):
-        report = replica.during(lambda version=version: trainer.publish(version))
+        report = replica.during(functools.partial(trainer.publish, version))
         assert report.plan.sends_base == (version == 1)
         assert (replica.engine.version, replica.engine.base) == (version, BASE)
     own = replica.engine._base
@@ -244,8 +244,8 @@ class Pair:
 
     def __init__(self, store: Any) -> None:
         self.engine = TwoWorkers()
-        names = {"address": store_address(store), "name": POLICY, "replica": "r0"}
-        self.link = EngineModels(self.engine, store, **names, timeout_s=10.0, poll_s=0.0)  # type: ignore[arg-type]  # all texts
+        names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
+        self.link = EngineModels(self.engine, store, **names, timeout_s=10.0, poll_s=0.0)
 
     def load_during(self, sender: WeightSender, version: int) -> Any:
         weights = {"w": torch.full((16, 4), float(version))}

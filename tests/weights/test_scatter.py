@@ -212,7 +212,9 @@ def targets_of(worker: int) -> Tensors:
 class Allocated(TorchDispatchMode):
     """Counts the bytes of new tensors."""
 
-    nbytes = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -27,8 +27,8 @@ class Linked:
     ) -> None:
         self.engine, self.transport, self._slab_nbytes = engine, transport, slab_nbytes
         self.store, self._name = serve_store(), POLICY_BASE if base else POLICY
-        names = {"address": store_address(self.store), "name": self._name, "replica": "r0"}
-        self.link = EngineModels(engine, self.store, **names, timeout_s=60.0, once=base, poll_s=0.0)  # type: ignore[arg-type]  # all texts
+        names: Any = {"address": store_address(self.store), "name": self._name, "replica": "r0"}
+        self.link = EngineModels(engine, self.store, **names, timeout_s=60.0, once=base, poll_s=0.0)
         self.report: TransferReport | None = None
         self.sender = self.new_sender()
 

@@ -22,7 +22,7 @@ from hwrl.rollout import INCARNATION
 from hwrl.weights import WeightSender
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.linked import Linked, interrupted
-from tests.plugins.vllm.serving import ON_HOST, Policy, engine_of, finish, generate, requests_of
+from tests.plugins.vllm.serving import ON_HOST, Policy, Weights, engine_of, finish, generate, requests_of
 
 PLAIN = "HWRL_TEST_PLAIN"
 
@@ -62,15 +62,14 @@ def _check_a_dead_sender(linked: Linked, policy: Policy) -> None:
     """The sender dies in the middle: no mixture serves, and the next sender's version does."""
     engine = linked.engine
     assert isinstance(engine, VllmEngine)
-    running = requests_of(2, new=20)
-    engine.submit(running)
-    engine.step()
     args = (store_address(linked.store), linked.transport, policy.change())
     dying = multiprocessing.get_context("spawn").Process(target=send_and_die, args=args)
     dying.start()
     linked.wait_for_offer()
     replacing = multiprocessing.get_context("spawn").Process(target=wait_and_depose, args=(args[0], dying.pid))
     replacing.start()
+    engine.submit(requests_of(2, new=100))
+    engine.step()
     assert linked.link.load(incarnation=0) is None and engine.version == -1
     with pytest.raises(EngineError, match="requests are pending, but the engine has no weights"):
         engine.step()
@@ -85,7 +84,7 @@ def _check_a_dead_sender(linked: Linked, policy: Policy) -> None:
     check(engine, policy, 21)
 
 
-def send_and_die(address: str, transport: str, weights: dict) -> None:  # type: ignore[type-arg]
+def send_and_die(address: str, transport: str, weights: Weights) -> None:
     sender = WeightSender(connect_store(address), transport=transport, slab_nbytes=1 << 14, timeout_s=5.0)
     source = interrupted(weights, lambda: os.kill(os.getpid(), signal.SIGKILL))
     sender.publish(7, source, {INCARNATION: 0})

@@ -43,6 +43,7 @@ def load(model: Any, weights: Weights) -> None:
     model.fused.data.copy_(staged)
     model.padded.data[:4].copy_(weights["p"].narrow(1, 3, 3))
     model.padded.data[4:].fill_(7.0)
+    model.padded.data[4:4].copy_(weights["p"].narrow(0, 4, 0).narrow(1, 3, 3))  # a worker beyond the vocabulary
 
 
 def load_a_square_transposed_and_all_twice(model: Any, weights: Weights) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import itertools
@@ -130,7 +131,7 @@ def test_versions_that_are_received_whole_serve_until_the_next_is_loaded(engine:
     ):
         for version in range(200, 203):
             weights = policy.change()
-            publishing = beside(lambda version=version, weights=weights: sender.publish(version, weights.items()))
+            publishing = beside(functools.partial(sender.publish, version, weights.items()))
             received = receiver.receive()
             publishing()
             engine.load_weights(received.items(), version=received.version)
