@@ -22,7 +22,7 @@ from hwrl.interfaces import (
     RolloutSettings,
     WeightOffer,
 )
-from hwrl.lora import add_adapter, divided
+from hwrl.lora import add_adapter
 from hwrl.memory import Offloader
 from hwrl.models import build_model, logits_at
 from hwrl.rollout.checks import (
@@ -37,6 +37,7 @@ from hwrl.rollout.checks import (
     require_weights,
 )
 from hwrl.rollout.slots import SlotCache
+from hwrl.saved_names import saved_weights
 from hwrl.weights import Destination, EngineReceiver, Scattered, WeightLayout, whole_rules
 
 _StateDict = Mapping[str, torch.Tensor]
@@ -47,7 +48,8 @@ class EmbeddedEngine(RolloutEngine):
 
     A prompt and its response have at most ``max_length`` tokens. The first step allocates memory for all slots. The
     engine owns the model, writes new weights into its parameters and buffers, and generates only after the first. It
-    raises EngineError for a model whose layers cannot see ``max_length`` tokens. A model with an adapter
+    raises EngineError for a model whose layers cannot see ``max_length`` tokens. Weights come under the names in the
+    model's files, each expert by itself, into its part of the model's parameter. A model with an adapter
     (:func:`~hwrl.lora.add_adapter`) gets its weights as base and adapter. A forward pass takes at most
     ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a pass by itself.
 
@@ -74,7 +76,7 @@ class EmbeddedEngine(RolloutEngine):
         self.receivers = 1
         self.model = model.eval()
         self._backend = backend_or_default(backend)
-        self._base, self._adapter = divided(model)
+        self._base, self._adapter = saved_weights(model)
         self._receiver = EngineReceiver(0, backend=self._backend, place=self._place)
         self._asleep: frozenset[str] = frozenset()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # each with its bytes while awake

@@ -23,6 +23,7 @@ from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved,
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
 from hwrl.models import build_model, load_model, load_tokenizer, model_identity
+from hwrl.saved_names import SavedNames
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
 from hwrl.train.causal import CausalModel
@@ -55,6 +56,7 @@ class FsdpEngine(PolicyEngine):
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
         make = load_model if group is None or group.rank == 0 else build_model  # the first rank sends shards
         model = make(settings.model_directory, dtype=torch.float32).eval()
+        self._saved = SavedNames.of(model)
         if settings.lora is not None:
             self.base = model_identity(settings.model_directory)
             model = add_adapter(model, settings.lora, seed=settings.seed)
@@ -209,14 +211,14 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gather_weights(self._base_parameters(self.compute_model), self._group, dtype=self._dtype)
+        whole = gather_weights(self._base_parameters(self.compute_model), self._group, dtype=self._dtype)
+        yield from self._saved.all_parts(whole)
         if self._group is None or self._group.rank == 0:
-            yield from self._buffers()
+            yield from self._saved.all_parts(self._buffers())
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._described(self._base_parameters(self.model))
-        for name, buffer in self._buffers():
-            yield name, buffer.to("meta")
+        yield from self._saved.all_parts(self._described(self._base_parameters(self.model)))
+        yield from self._saved.all_parts((name, buffer.to("meta")) for name, buffer in self._buffers())
 
     @torch.no_grad()
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
