@@ -136,6 +136,8 @@ class Recorder(TorchDispatchMode):
         return any(not storage.expired() for storage in copied if storage not in parameters)
 
     def _note_copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if not to.numel():
+            return
         if not self._is_of_weights(source):
             if self._is_of_weights(to):
                 self._give_up("something else is copied over the weights")
