@@ -28,6 +28,7 @@ from hwrl.train.adamw import build_adamw
 from hwrl.train.causal import CausalModel
 from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
+from hwrl.train.context_parallel import make_context_group
 from hwrl.train.kernels import apply_kernels
 from hwrl.train.packing import MicroBatch
 from hwrl.train.policy import PolicyEngine
@@ -46,11 +47,14 @@ class FsdpEngine(PolicyEngine):
     ``group`` is the default process group of the training ranks (None: one rank; the model is then not wrapped).
     :attr:`model` has the float32 parameters. On one rank with another ``dtype``, a copy in that dtype computes; on
     several, FSDP2 casts. Gradients are float32. The model is always in evaluation mode: dropout would add noise to
-    the ratio to the behaviour policy.
+    the ratio to the behaviour policy. ``settings.context_parallel`` neighbouring ranks share each pack.
     """
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         super().__init__(settings, backend=backend, group=group)
+        self._context = make_context_group(
+            settings.context_parallel, directory=settings.model_directory, group=group, backend=backend
+        )
         self._dtype = settings.dtype
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
         make = load_model if group is None or group.rank == 0 else build_model  # the first rank sends shards
@@ -64,7 +68,7 @@ class FsdpEngine(PolicyEngine):
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._state_nbytes = sum(4 * _local(parameter).numel() for parameter in self._trained)
         self.optimizer = build_adamw(self._trained, device=backend.device(), **self._hyperparameters())
-        self._causal = CausalModel(backend=backend, scorer=self.scorer, level=self._level)
+        self._causal = CausalModel(backend=backend, scorer=self.scorer, level=self._level, context=self._context)
         self._causal.prove(self.compute_model, dtype=settings.dtype)
         if self._sharded is not None:
             self._sharded.reshard()
@@ -118,12 +122,13 @@ class FsdpEngine(PolicyEngine):
             self.scorer.forward = self._compiler.compiled(self.scorer.forward)
             self.scorer.backward = self._compiler.compiled(self.scorer.backward)
         gathers_inside = self._sharded is not None and len(outer) < len(layers)
+        communicates = gathers_inside or self._context is not None
         self._checkpointing = ActivationCheckpointing(
             outer,
             setting=self.settings.activation_checkpointing,
             backend=self._backend,
             room_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary) - self._owed_nbytes(),
-            agree=self._largest if gathers_inside else None,  # else the ranks gather a layer's weights around it
+            agree=self._largest if communicates else None,  # else the ranks gather a layer's weights around it
         )
 
     def _largest(self, number: int) -> int:
@@ -142,11 +147,11 @@ class FsdpEngine(PolicyEngine):
 
     @property
     def data_parallel_rank(self) -> int:
-        return 0 if self._group is None else self._group.rank
+        return 0 if self._group is None else self._group.rank // self._share.count
 
     @property
     def data_parallel_size(self) -> int:
-        return self._ranks
+        return self._ranks // self._share.count
 
     @contextmanager
     def on_device(self, *, optimizer: bool) -> Iterator[Moved]:

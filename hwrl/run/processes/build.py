@@ -190,6 +190,7 @@ def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         fused_kernels=config.train.fused_kernels,
         lora=config.model.lora,
         seed=config.seed,
+        context_parallel=config.train.context_parallel,
         **config.optimizer.model_dump(),
     )
     if config.train.engine == FSDP:

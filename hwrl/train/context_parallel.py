@@ -1,0 +1,107 @@
+"""Context parallelism: several ranks share each pack, and so its activations: :class:`ContextGroup`."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from hwrl.errors import ConfigError
+from hwrl.models import load_model_config
+from hwrl.train.packing import PackShare
+
+if TYPE_CHECKING:
+    from hwrl.interfaces import Backend, Group
+
+
+class ContextGroup:
+    """This rank's group of ``size`` neighbouring ranks of torch's default group, with a share of each pack per rank.
+
+    A rank computes its own tokens, for all heads. Attention needs all tokens of a row: :meth:`to_heads` exchanges the
+    ranks' tokens for all tokens of a share of the heads, and :meth:`to_tokens` exchanges the results back. After Jacobs
+    et al. 2023, https://arxiv.org/abs/2309.14509. (torch's ``context_parallel`` divides rows of equal length, and knows
+    no packs.) Gradients take the same way back.
+
+    All methods are collective in the group. Making one is collective in the default group; it ends with that group.
+    """
+
+    def __init__(self, size: int, *, backend: Backend, timeout_s: float) -> None:
+        timeout: timedelta = backend.library_timeout(timeout_s)
+        self._group, _ = dist.new_subgroups(size, backend=backend.comm_library(), timeout=timeout)
+        self._name: str = self._group.group_name  # a compiler takes a text for a constant
+        self._device = backend.device()
+        self.size = size
+        self.share = PackShare(self._group.rank(), size)
+
+    def to_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Take this rank's tokens (tokens × heads × size); return the pack's tokens for this rank's heads.
+
+        The ranks must have the same number of tokens, and share the query's heads equally. Heads of ``key`` and
+        ``value`` go to each rank with a query head for them.
+        """
+        repeats = self.size // math.gcd(self.size, key.shape[1])
+        if repeats > 1:
+            key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
+        parts = [each.unflatten(1, (self.size, -1)) for each in (query, key, value)]
+        widths = [part.shape[2] * part.shape[3] for part in parts]
+        joined = torch.cat([part.flatten(2) for part in parts], 2).transpose(0, 1).contiguous()
+        whole = self._exchange(joined).flatten(0, 1).split(widths, 1)
+        q, k, v = (
+            each.contiguous().unflatten(1, part.shape[2:])  # the copy waits for the exchange
+            for each, part in zip(whole, parts, strict=True)
+        )
+        return q, k, v
+
+    def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
+        """Take the pack's tokens for this rank's heads (tokens × heads × size); return its own tokens for all heads."""
+        parts = self._exchange(attended.contiguous().unflatten(0, (self.size, -1)))  # one for each rank's heads
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' ``tensor`` on the host. Blocks."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the ranks' ``number``. Blocks."""
+        return float(self._reduced(torch.tensor([number]), dist.ReduceOp.MAX))
+
+    def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
+        """Send ``parts[rank]`` to each rank; return the parts from each rank."""
+        received: torch.Tensor = all_to_all_single_autograd(parts, None, None, self._name)
+        return received
+
+    def _reduced(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        reduced = tensor.to(self._device, copy=True)
+        dist.all_reduce(reduced, op=op, group=self._group)
+        return reduced.cpu()
+
+
+def make_context_group(size: int, *, directory: Path, group: Group | None, backend: Backend) -> ContextGroup | None:
+    """Return the group of this rank; None for ``size`` 1. Collective in ``group``, the default group.
+
+    Raises ConfigError if ``size`` does not divide the ranks, or the heads of the model in ``directory``.
+    """
+    ranks = 1 if group is None else group.size
+    if ranks % size:
+        raise ConfigError(
+            f"train.context_parallel={size} is not possible on {ranks} ranks",
+            why="each pack is shared by that number of ranks",
+            fix=f"set train.ranks to {size} or a multiple of it",
+        )
+    if group is None or size == 1:
+        return None
+    heads = int(load_model_config(directory).get_text_config().num_attention_heads)
+    if heads % size:
+        raise ConfigError(
+            f"train.context_parallel={size} is not possible with the model in {directory}",
+            why=f"the ranks share its {heads} attention heads equally",
+            fix=f"set train.context_parallel to a number that divides {heads}",
+        )
+    return ContextGroup(size, backend=backend, timeout_s=group.timeout_s)
