@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,16 +45,21 @@ class ContextGroup:
         The ranks must have the same number of tokens, and share the query's heads equally. Heads of ``key`` and
         ``value`` go to each rank with a query head for them.
         """
-        repeats = self.size // math.gcd(self.size, key.shape[1])
+        repeats = 1
+        while repeats * key.shape[1] % self.size:  # a compiler cannot trace gcd
+            repeats += 1
         if repeats > 1:
             key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
-        parts = [each.unflatten(1, (self.size, -1)) for each in (query, key, value)]
-        widths = [part.shape[2] * part.shape[3] for part in parts]
-        joined = torch.cat([part.flatten(2) for part in parts], 2).transpose(0, 1).contiguous()
-        whole = self._exchange(joined).flatten(0, 1).split(widths, 1)
+        shapes = [(each.shape[1] // self.size, each.shape[2]) for each in (query, key, value)]
+        parts = [
+            each.reshape(-1, self.size, heads * size)
+            for each, (heads, size) in zip((query, key, value), shapes, strict=True)
+        ]
+        received = self._exchange(torch.cat(parts, 2).transpose(0, 1).contiguous()).flatten(0, 1)
+        whole = received.split([heads * size for heads, size in shapes], 1)
         q, k, v = (
-            each.contiguous().unflatten(1, part.shape[2:])  # the copy waits for the exchange
-            for each, part in zip(whole, parts, strict=True)
+            each.contiguous().view(-1, *shape)  # the copy waits for the exchange
+            for each, shape in zip(whole, shapes, strict=True)
         )
         return q, k, v
 

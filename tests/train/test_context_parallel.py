@@ -12,34 +12,31 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3
 
 import hwrl
 from hwrl.comm import serve_store, store_address
+from hwrl.errors import ConfigError
 from hwrl.interfaces import Batch, LoraSettings
 from hwrl.testing.processes import run_processes
-from hwrl.train import PolicyLoss
+from hwrl.train import MicroBatch, OutputScorer, PolicyLoss
+from hwrl.train.causal import CausalModel
 from hwrl.train.context_parallel import ContextGroup
 from hwrl.train.packing import PackShare, make_pack
 from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, without_padding
+from tests.support.packed_models import PACKED, SIZES, random_model
 
-SIZES: dict[str, Any] = {
+SMALL: dict[str, Any] = SIZES | {
     "vocab_size": 16,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 8,
-    "initializer_range": 0.3,  # far from uniform, so that a wrong position or boundary shows
+    "initializer_range": 0.3,
     "eos_token_id": 1,
-    "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
 CONFIGS = {
-    "two-key-heads": Qwen3Config(**SIZES),
-    "one-key-head": Qwen3Config(**SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "two-key-heads": Qwen3Config(**SMALL),
+    "one-key-head": Qwen3Config(**SMALL | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "experts": Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, sliding_window=None
+        **SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
-    "three-heads": Qwen3Config(**SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}),
-    "window": MistralConfig(**SIZES, sliding_window=64),
+    "three-heads": Qwen3Config(**SMALL | {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "window": MistralConfig(**SMALL, sliding_window=64),
 }
 
 
@@ -188,3 +185,136 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
 def test_ranks_that_share_packs_take_the_steps_of_one(models: Path, case: str) -> None:
     name, ranks, context, changes = CASES[case]
     assert_equal_steps(models / name, ranks=ranks, context=context, **changes)
+
+
+def scores_of(name: str, share: PackShare, context: ContextGroup | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the scores of the share's targets (targets × 2), and the gradients of the parameters."""
+    model, batch = random_model(PACKED[name]), batch_of(groups_of(2, seed=0))
+    causal = CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer(0.8, 3 * 48), context=context)
+    causal.prove(model, dtype=torch.float32)
+    assert causal.packs
+    part = make_pack(batch, torch.arange(batch.rows), device=torch.device("cpu"), share=share)
+    scores = causal(model, part)[:, : part.trained_tokens]
+    weights = (part.rows * 7 + part.columns).cos()
+    gradients = torch.autograd.grad((scores[0] * weights).sum(), list(model.parameters()))
+    return scores.detach().t(), list(gradients)
+
+
+def score_in_pairs(rank: int, address: str) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
+    group = join(rank, address, 2)
+    assert group is not None
+    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=60.0)
+    found = {name: scores_of(name, context.share, context) for name in PACKED}
+    group.close()
+    return found
+
+
+def test_every_model_that_trains_in_packs_can_be_shared() -> None:
+    store = serve_store()
+    first, second = run_processes(score_in_pairs, 2, store_address(store))
+    for name in PACKED:
+        scores, gradients = scores_of(name, PackShare(), None)
+        torch.testing.assert_close(torch.cat([first[name][0], second[name][0]]), scores, atol=1e-5, rtol=1e-5)
+        added = [one + other for one, other in zip(first[name][1], second[name][1], strict=True)]
+        torch.testing.assert_close(added, gradients, atol=1e-4, rtol=1e-4)
+
+
+# -- memory and compilation ------------------------------------------------------------------------------------------
+
+
+def kept_nbytes(model: Any, causal: CausalModel, part: MicroBatch) -> int:
+    """Return the bytes that a forward pass keeps for its backward pass, beside the parameters."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = causal(model, part)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert scores.requires_grad
+    return sum(nbytes for place, nbytes in kept.items() if place not in own)
+
+
+def measure(share: PackShare, context: ContextGroup | None) -> int:
+    model, tokens = random_model(Qwen3Config(**SIZES | {"num_key_value_heads": 4})), 2049
+    causal = CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer(), context=context)
+    causal.prove(model, dtype=torch.float32)
+    mask = torch.ones(1, tokens, dtype=torch.bool)
+    batch = Batch(torch.full((1, tokens), 3), mask, torch.zeros(1, tokens), torch.ones(1))
+    part = make_pack(batch, torch.tensor([0]), device=torch.device("cpu"), share=share)
+    return kept_nbytes(model, causal, part)
+
+
+def measure_in_groups(rank: int, address: str) -> list[int]:
+    """Return the bytes that this rank keeps of a row that two ranks share, and of one that four share."""
+    group = join(rank, address, 4)
+    assert group is not None
+    contexts = [ContextGroup(size, backend=hwrl.get_backend(), timeout_s=60.0) for size in (2, 4)]
+    found = [measure(context.share, context) for context in contexts]
+    group.close()
+    return found
+
+
+def test_the_activations_of_a_row_are_divided_by_its_ranks() -> None:
+    alone = measure(PackShare(), None)
+    store = serve_store()
+    for by_two, by_four in run_processes(measure_in_groups, 4, store_address(store)):
+        assert by_two == pytest.approx(alone / 2, rel=0.02)
+        assert by_four == pytest.approx(alone / 4, rel=0.02)
+
+
+def trace(rank: int, address: str) -> int:
+    """Trace both exchanges without a break, for several lengths; return the number of graphs."""
+    from torch._dynamo.utils import counters
+
+    group = join(rank, address, 2)
+    assert group is not None
+    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=60.0)
+
+    def there_and_back(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        heads = context.to_heads(query, key, value)
+        return context.to_tokens(heads[0] * heads[1] + heads[2])
+
+    traced = torch.compile(there_and_back, backend="aot_eager", dynamic=True, fullgraph=True)
+    for tokens in (6, 9, 14):
+        inputs = [torch.randn(tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+        inputs[1], inputs[2] = (one[:, :1].detach().requires_grad_() for one in inputs[1:])
+        results = [function(*inputs) for function in (there_and_back, traced)]
+        torch.testing.assert_close(results[1], results[0])
+        both = [torch.autograd.grad(result.square().sum(), inputs) for result in results]
+        torch.testing.assert_close(both[1], both[0])
+    group.close()
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_a_compiler_traces_the_exchanges_once_for_all_lengths() -> None:
+    store = serve_store()
+    assert run_processes(trace, 2, store_address(store)) == [1, 1]
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, models: Path, address: str) -> list[str]:
+    group = join(rank, address, 2)
+    found = []
+    for name, size in (("window", 2), ("three-heads", 2), ("two-key-heads", 3)):
+        with pytest.raises(ConfigError) as caught:
+            engine_on(models / name, group, context_parallel=size)
+        found.append(str(caught.value))
+    assert group is not None
+    group.close()
+    return found
+
+
+def test_what_cannot_be_shared_is_refused_at_the_start(models: Path) -> None:
+    store = serve_store()
+    for window, heads, ranks in run_processes(refusals, 2, models, store_address(store)):
+        assert "MistralForCausalLM cannot be trained with train.context_parallel=2" in window
+        assert "its attention has a sliding window" in window
+        assert "its 3 attention heads equally" in heads
+        assert "train.context_parallel=3 is not possible on 2 ranks" in ranks
+    with pytest.raises(ConfigError, match="not possible on 1 ranks"):
+        engine_on(models / "two-key-heads", None, context_parallel=2)
