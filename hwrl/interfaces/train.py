@@ -55,6 +55,8 @@ class EngineSettings:
     ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice; ``auto``
     does that to as many layers as the device's memory needs. ``compile`` compiles the layers; ``auto`` does that if
     it pays on the device. Layers that are not compiled run on the backend's fused operations, with ``fused_kernels``.
+    The FSDP2 engine shards a model over ``shard_ranks`` ranks, None: over all, and replicates it over the others. With
+    ``host_step`` parameters, gradients and optimizer state live in host memory, and the optimizer steps there.
     """
 
     model_directory: Path
@@ -73,6 +75,8 @@ class EngineSettings:
     activation_checkpointing: Literal["auto"] | bool = "auto"
     compile: Literal["auto"] | bool = "auto"
     fused_kernels: bool = True
+    shard_ranks: int | None = None
+    host_step: bool = False
     lora: LoraSettings | None = None
     seed: int = 0
     context_parallel: int = 1
@@ -126,7 +130,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole parameter and persistent buffer, under its Hugging Face name, on the first rank.
+        """Yield every whole parameter and persistent buffer on the first rank, as the model's files name and divide it.
 
         With an adapter, yield the base model's; they never change.
 

@@ -174,9 +174,9 @@ def assert_equal_steps(directory: Path, *, ranks: int, context: int, **changes: 
 
 CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "two ranks": ("two-key-heads", 2, 2, {"micro_batch_tokens": 37}),
-    "two pairs": ("two-key-heads", 4, 2, {"micro_batch_tokens": 10}),
+    "two pairs, two copies": ("two-key-heads", 4, 2, {"micro_batch_tokens": 10, "shard_ranks": 2}),
     "four ranks, shared key heads": ("one-key-head", 4, 4, {"activation_checkpointing": True}),
-    "experts": ("experts", 2, 2, {}),
+    "experts, the step on the host": ("experts", 2, 2, {"host_step": True}),
     "adapter": ("two-key-heads", 2, 2, {"lora": LoraSettings(rank=4, alpha=8.0)}),
 }
 

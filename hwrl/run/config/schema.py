@@ -186,6 +186,8 @@ class TrainConfig(Section):
     """Training processes. They share one model."""
     context_parallel: Processes = 1
     """Neighbouring ranks that [share each pack](training.md#long-rows): a divisor of ``ranks``."""
+    shard_ranks: Processes | None = None
+    """Ranks that shard one copy of the model, neighbours; the others have copies of it. null: all ``ranks``."""
     steps: Positive = 100
     """Training steps, one batch each."""
     batch_groups: Positive = 32
@@ -196,6 +198,8 @@ class TrainConfig(Section):
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory, except during steps."""
+    host_step: bool = False
+    """Keep parameters, gradients and optimizer state in host memory; the optimizer steps there, on the host's cores."""
     activation_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute layers in the backward pass: less memory, more time. ``auto``: as many as the memory needs."""
     compile: Literal["auto"] | bool = "auto"
@@ -223,6 +227,26 @@ class TrainConfig(Section):
             raise ValueError(
                 f"context_parallel={self.context_parallel} must divide ranks={self.ranks}: that number of ranks shares "
                 "each pack"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_divide_into_copies(self) -> TrainConfig:
+        if self.shard_ranks is not None and self.engine != FSDP:
+            raise ValueError(f"shard_ranks={self.shard_ranks} is for engine={FSDP}; {self.engine} divides by itself")
+        if self.shard_ranks is not None and self.ranks % self.shard_ranks:
+            raise ValueError(
+                f"shard_ranks={self.shard_ranks} must divide ranks={self.ranks}: each copy of the model needs that "
+                "number of ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_host_steps_or_keeps(self) -> TrainConfig:
+        if self.host_step and (self.param_offload or self.optimizer_offload):
+            raise ValueError(
+                "host_step=true already keeps parameters and optimizer state in host memory, in the step, too; set "
+                "param_offload and optimizer_offload to false"
             )
         return self
 
@@ -273,6 +297,8 @@ class WeightsConfig(Section):
     """Send weights without a host copy, if the device can; false: through host memory, with no wait of the trainer."""
     send_base: Literal["needed", "always"] = "needed"
     """With an adapter, send the base only to replicas without it, or ``always``: with every version, for comparison."""
+    senders: Literal["auto"] | Positive = "auto"
+    """How many trainer ranks send the weights, each its share: 1 to ``train.ranks``; auto: several between machines."""
     update_weights_bucket_megabytes: Mebibytes | None = None
     """Size of a slab of the slab ring, MiB; null: a default for the device."""
     timeout_s: Seconds = 60.0
@@ -357,6 +383,15 @@ class Config(Section):
                 f"the {responses} responses of a step (train.batch_groups={self.train.batch_groups} * rollout.n="
                 f"{self.rollout.n}) must be at least one for each rank in each mini-batch: {each} * "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _senders_are_ranks(self) -> Config:
+        if self.weights.senders != "auto" and self.weights.senders > self.train.ranks:
+            raise ValueError(
+                f"weights.senders={self.weights.senders} must be at most train.ranks={self.train.ranks}: ranks of the "
+                "trainer send the weights"
             )
         return self
 
