@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,24 +19,15 @@ if TYPE_CHECKING:
     from hwrl.interfaces import Backend, Group
 
 
-class ContextGroup:
-    """This rank's group of ``size`` neighbouring ranks of torch's default group, with a share of each pack per rank.
+class HeadExchange:
+    """Lets ``size`` ranks exchange tokens for heads, and back: a rank has some tokens, but attends to all of a pack.
 
-    A rank computes its own tokens, for all heads. Attention needs all tokens of a row: :meth:`to_heads` exchanges the
-    ranks' tokens for all tokens of a share of the heads, and :meth:`to_tokens` exchanges the results back. After Jacobs
-    et al. 2023, https://arxiv.org/abs/2309.14509. (torch's ``context_parallel`` divides rows of equal length, and knows
-    no packs.) Gradients take the same way back.
-
-    All methods are collective in the group. Making one is collective in the default group; it ends with that group.
+    ``exchange`` sends the part ``tensor[rank]`` to each rank, and returns the parts from each rank, in rank order, as a
+    new tensor. It must be differentiable. After Jacobs et al. 2023, https://arxiv.org/abs/2309.14509.
     """
 
-    def __init__(self, size: int, *, backend: Backend, timeout_s: float) -> None:
-        timeout: timedelta = backend.library_timeout(timeout_s)
-        self._group, _ = dist.new_subgroups(size, backend=backend.comm_library(), timeout=timeout)
-        self._name: str = self._group.group_name  # a compiler takes a text for a constant
-        self._device = backend.device()
-        self.size = size
-        self.share = PackShare(self._group.rank(), size)
+    def __init__(self, size: int, exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.size, self._exchange = size, exchange
 
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -68,6 +60,23 @@ class ContextGroup:
         parts = self._exchange(attended.contiguous().unflatten(0, (self.size, -1)))  # one for each rank's heads
         return parts.transpose(0, 1).flatten(1, 2)
 
+
+class ContextGroup(HeadExchange):
+    """This rank's group of ``size`` neighbouring ranks of torch's default group, with a share of each pack per rank.
+
+    A rank computes its own tokens, for all heads, except in attention. (torch's ``context_parallel`` divides rows of
+    equal length, and knows no packs.) All methods are collective in the group. Making one is collective in the default
+    group; it ends with that group.
+    """
+
+    def __init__(self, size: int, *, backend: Backend, timeout_s: float) -> None:
+        timeout: timedelta = backend.library_timeout(timeout_s)
+        self._group, _ = dist.new_subgroups(size, backend=backend.comm_library(), timeout=timeout)
+        name: str = self._group.group_name  # a compiler takes a text for a constant
+        super().__init__(size, lambda parts: all_to_all_single_autograd(parts, None, None, name))
+        self._device = backend.device()
+        self.share = PackShare(self._group.rank(), size)
+
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' ``tensor`` on the host. Blocks."""
         return self._reduced(tensor, dist.ReduceOp.SUM)
@@ -75,11 +84,6 @@ class ContextGroup:
     def largest(self, number: float) -> float:
         """Return the largest of the ranks' ``number``. Blocks."""
         return float(self._reduced(torch.tensor([number]), dist.ReduceOp.MAX))
-
-    def _exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send ``parts[rank]`` to each rank; return the parts from each rank."""
-        received: torch.Tensor = all_to_all_single_autograd(parts, None, None, self._name)
-        return received
 
     def _reduced(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         reduced = tensor.to(self._device, copy=True)
@@ -95,7 +99,7 @@ def make_context_group(size: int, *, directory: Path, group: Group | None, backe
     ranks = 1 if group is None else group.size
     if ranks % size:
         raise ConfigError(
-            f"train.context_parallel={size} is not possible on {ranks} ranks",
+            f"train.context_parallel={size} is not possible on {ranks} rank(s)",
             why="each pack is shared by that number of ranks",
             fix=f"set train.ranks to {size} or a multiple of it",
         )

@@ -376,7 +376,9 @@ class Config(Section):
         shares = (
             self.train.ranks // context if self.train.engine == FSDP else 1
         )  # a plugin's ranks may share a response
-        each = f"train.ranks={shares}" if context == 1 else f"train.ranks={self.train.ranks} / {context=}"
+        each = f"train.ranks={shares}"
+        if context > 1:
+            each = f"train.ranks={self.train.ranks} / train.context_parallel={context}"
         responses = self.train.batch_groups * self.rollout.n
         if self.algorithm.mini_batches * shares > responses:
             raise ValueError(
