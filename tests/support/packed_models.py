@@ -51,3 +51,15 @@ def random_model(config: PretrainedConfig) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+class Leaking(torch.nn.Module):
+    """A layer whose tokens see the token before, in another row too."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        seen: torch.Tensor = self.layer(hidden + hidden.roll(1, 1), **inputs)
+        return seen

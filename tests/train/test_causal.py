@@ -23,7 +23,7 @@ from hwrl.interfaces import Batch
 from hwrl.train import MicroBatch, OutputScorer
 from hwrl.train.causal import CausalModel
 from hwrl.train.packing import make_pack, make_rows
-from tests.support.packed_models import PACKED, SIZES, random_model
+from tests.support.packed_models import PACKED, SIZES, Leaking, random_model
 
 ROPE: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 HYBRID: dict[str, Any] = {
@@ -121,18 +121,6 @@ def test_a_plain_call_of_a_model_that_packs_is_right() -> None:
     other.load_state_dict(model.state_dict())
     tokens = batch().tokens
     torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
-
-
-class Leaking(torch.nn.Module):
-    """A layer whose tokens see the token before, in another row too."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        seen: torch.Tensor = self.layer(hidden + hidden.roll(1, 1), **inputs)
-        return seen
 
 
 def test_the_trial_finds_a_model_whose_rows_see_each_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3
 import hwrl
 from hwrl.comm import serve_store, store_address
 from hwrl.errors import ConfigError
-from hwrl.interfaces import Batch, LoraSettings
+from hwrl.interfaces import Batch, EngineSettings, LoraSettings
 from hwrl.testing.processes import run_processes
-from hwrl.train import MicroBatch, OutputScorer, PolicyLoss
+from hwrl.train import FsdpEngine, MicroBatch, OutputScorer, PolicyLoss
 from hwrl.train.causal import CausalModel
 from hwrl.train.context_parallel import ContextGroup
 from hwrl.train.packing import PackShare, make_pack
 from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, without_padding
-from tests.support.packed_models import PACKED, SIZES, random_model
+from tests.support.packed_models import PACKED, SIZES, Leaking, random_model
+from tests.support.roomy import Roomy
 
 SMALL: dict[str, Any] = SIZES | {
     "vocab_size": 16,
@@ -278,7 +279,7 @@ def trace(rank: int, address: str) -> int:
         return context.to_tokens(heads[0] * heads[1] + heads[2])
 
     traced = torch.compile(there_and_back, backend="aot_eager", dynamic=True, fullgraph=True)
-    for tokens in (6, 9, 14):
+    for tokens in (6, 9):
         inputs = [torch.randn(tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
         inputs[1], inputs[2] = (one[:, :1].detach().requires_grad_() for one in inputs[1:])
         results = [function(*inputs) for function in (there_and_back, traced)]
@@ -289,9 +290,31 @@ def trace(rank: int, address: str) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.extended  # the compiler's imports alone take seconds
 def test_a_compiler_traces_the_exchanges_once_for_all_lengths() -> None:
     store = serve_store()
     assert run_processes(trace, 2, store_address(store)) == [1, 1]
+
+
+def recompute(rank: int, directory: Path, address: str) -> list[int]:
+    """Take steps with no room on the first rank and much on the second; return how many layers each step recomputed."""
+    group = join(rank, address, 2)
+    assert group is not None
+    settings = EngineSettings(model_directory=directory, learning_rate=1e-3, total_steps=10, context_parallel=2)
+    engine = FsdpEngine(settings, backend=Roomy(-1 << 40 if rank == 0 else 1 << 40), group=group)
+    found = []
+    for seed in range(3):
+        engine.train_batch(batch_of(groups_of(5, seed=seed)), loss=PolicyLoss())
+        found.append(engine._checkpointing.recomputed)
+    group.close()
+    return found
+
+
+def test_ranks_that_share_packs_recompute_the_same_layers(models: Path) -> None:
+    store = serve_store()
+    first, second = run_processes(recompute, 2, models / "two-key-heads", store_address(store), timeout_s=60)
+    assert first == second
+    assert first[-1] == 2
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
@@ -318,3 +341,25 @@ def test_what_cannot_be_shared_is_refused_at_the_start(models: Path) -> None:
         assert "train.context_parallel=3 is not possible on 2 rank(s)" in ranks
     with pytest.raises(ConfigError, match=r"not possible on 1 rank\(s\)"):
         engine_on(models / "two-key-heads", None, context_parallel=2)
+
+
+def prove_a_leak(rank: int, address: str) -> str:
+    """Prove a model that is wrong on the second rank only: tokens of the first rank are earlier, and not affected."""
+    group = join(rank, address, 2)
+    assert group is not None
+    model = random_model(PACKED["qwen3"])
+    if rank == 1:
+        model.model.layers[0] = Leaking(model.model.layers[0])
+    context = ContextGroup(2, backend=hwrl.get_backend(), timeout_s=60.0)
+    with pytest.raises(ConfigError) as caught:
+        CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer(), context=context).prove(
+            model, dtype=torch.float32
+        )
+    group.close()
+    return str(caught.value)
+
+
+def test_what_one_rank_finds_wrong_is_refused_on_all() -> None:
+    store = serve_store()
+    for why in run_processes(prove_a_leak, 2, store_address(store), timeout_s=60):
+        assert "the log-probabilities of a short pack differ by" in why
