@@ -372,13 +372,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _every_rank_has_a_response(self) -> Config:
-        context = self.train.context_parallel
-        shares = (
-            self.train.ranks // context if self.train.engine == FSDP else 1
-        )  # a plugin's ranks may share a response
+        train = self.train  # a plugin's ranks may share a response, too
+        shares = train.ranks // train.context_parallel if train.engine == FSDP else 1
         each = f"train.ranks={shares}"
-        if context > 1:
-            each = f"train.ranks={self.train.ranks} / train.context_parallel={context}"
+        if train.context_parallel > 1:
+            each = f"train.ranks={train.ranks} / train.context_parallel={train.context_parallel}"
         responses = self.train.batch_groups * self.rollout.n
         if self.algorithm.mini_batches * shares > responses:
             raise ValueError(
