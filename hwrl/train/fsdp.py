@@ -31,6 +31,7 @@ from hwrl.train.loading import WeightReader, allocate, open_weights, own_slice, 
 from hwrl.train.packing import MicroBatch
 from hwrl.train.policy import PolicyEngine
 from hwrl.train.sharding import ShardedModel, layers_of, outermost
+from hwrl.train.state_memory import state_memory
 from hwrl.weights import gather_weights
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -61,13 +62,21 @@ class FsdpEngine(PolicyEngine):
         model = build_meta_model(directory, dtype=torch.float32).eval()
         reader = open_weights(directory, model, group=group, backend=backend, level=self._level)
         if settings.lora is not None:
-            self.base = model_identity(directory)
+            self.base = _agreed_identity(directory, group, backend)
             model = _with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._compiler = self._make_compiler()
+        self._memory = state_memory(
+            model,
+            layers_of(model),
+            dtype=settings.dtype,
+            ranks=self._ranks,
+            shard_ranks=settings.shard_ranks,
+            host_step=settings.host_step,
+        )
         layers = self._place(model, reader)
+        del reader  # it may hold a whole model
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._state_nbytes = sum(4 * own_slice(parameter)[0].numel() for parameter in self._trained)
         where = torch.device("cpu") if settings.host_step else backend.device()
         self.optimizer = build_adamw(self._trained, device=where, **self._hyperparameters())
         self._causal = CausalModel(backend=backend, scorer=self.scorer, level=self._level)
@@ -97,8 +106,8 @@ class FsdpEngine(PolicyEngine):
                 backend=self._backend,
                 dtype=self._dtype,
                 usable_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary),
+                memory=self._memory,
                 shard_ranks=self.settings.shard_ranks,
-                on_host=self.settings.host_step,
             )
             read(model, reader)
             self.model = model
@@ -147,7 +156,7 @@ class FsdpEngine(PolicyEngine):
         """Return the bytes that this step will still allocate for weights, gradients and the optimizer's state."""
         owed = 0
         if not self.settings.host_step:
-            owed += 0 if self.optimizer.state else 2 * self._state_nbytes
+            owed += 0 if self.optimizer.state else self._memory.moments
             owed += sum(4 * own_slice(one)[0].numel() for one in self._trained if one.grad is None)
         return owed if self._sharded is None else owed + self._sharded.owed_nbytes
 
@@ -334,6 +343,16 @@ class FsdpEngine(PolicyEngine):
         finally:
             for _ in weights:  # after an error, too: the other ranks send to the end
                 pass
+
+
+def _agreed_identity(directory: Path, group: Group | None, backend: Backend) -> int:
+    """Return the identity of the model in ``directory``; only the first rank reads the files. Collective."""
+    identity = model_identity(directory) if group is None or group.rank == 0 else 0
+    if group is None:
+        return identity
+    word = torch.tensor([identity], dtype=torch.int64, device=backend.device())
+    group.broadcast(word, src=0)
+    return int(word.item())
 
 
 def _with_adapter(model: Any, lora: LoraSettings, *, seed: int, base_dtype: torch.dtype) -> Any:

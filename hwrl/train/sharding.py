@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from hwrl.errors import ConfigError, EngineError
 from hwrl.interfaces import Backend, Capability
 from hwrl.train.loading import allocate, own_slice
+from hwrl.train.state_memory import StateMemory
 from hwrl.weights import WeightShard
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class ShardedModel:
     """Shards ``model`` over the ranks of ``group``, layer by layer, and allocates its shards with arbitrary values.
 
     With ``shard_ranks`` so many neighbours share one copy of the model, and the other ranks have copies of it.
-    ``on_host`` puts parameters, gradients and so the optimizer's state into host memory; the passes run on the device.
-    Parameters on the meta device never exist whole.
+    ``memory`` describes the model on these ranks. If it is ``on_host``, so are parameters, gradients and with them the
+    optimizer's state; the passes run on the device. Parameters on the meta device never exist whole.
 
     Ranks gather the weights of a layer when they run it. :meth:`passes` gathers them only once for all passes of a
     step, if :attr:`keeps_weights`. It reduces the gradients once, if :attr:`keeps_gradients`. Whole weights need the
@@ -75,26 +76,22 @@ class ShardedModel:
         backend: Backend,
         dtype: torch.dtype,
         usable_nbytes: Callable[[], int],
+        memory: StateMemory,
         shard_ranks: int | None = None,
-        on_host: bool = False,
     ) -> None:
         from torch.distributed.fsdp import fully_shard
 
         self.model, self._itemsize, self._usable_nbytes = model, dtype.itemsize, usable_nbytes
-        self._weights_nbytes = sum(one.numel() for one in model.parameters()) * dtype.itemsize
-        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        self._gradients_nbytes = int(trained) * 4
         self.shard_ranks = _shard_ranks(group.size, shard_ranks)
         self.copies = group.size // self.shard_ranks
-        self._on_host, self._device = on_host, backend.device()
+        self._memory, self._device = memory, backend.device()
         options = self._options(backend, dtype)
         for layer in reversed(layers):  # inner ones first
             fully_shard(layer, **options)
         fully_shard(model, **options)
-        allocate(model, device=torch.device("cpu") if on_host else backend.device())
+        allocate(model, device=torch.device("cpu") if memory.on_host else backend.device())
         self.keeps_weights = self.keeps_gradients = self._has_whole_gradients = False
-        state_nbytes = 0 if on_host else 3 * self._gradients_nbytes // self.shard_ranks
-        self._keep(group, backend, state_nbytes=state_nbytes)
+        self._keep(group, backend)
 
     def _options(self, backend: Backend, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments of ``fully_shard``."""
@@ -107,17 +104,19 @@ class ShardedModel:
             "mesh": init_device_mesh(backend.info.device_type, sizes, mesh_dim_names=names),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         }
-        if self._on_host:
-            pinned = backend.supports(Capability.PINNED_MEMORY).usable
+        if self._memory.on_host:
+            # torch pins by itself, and only with an accelerator; a backend whose device is the host has none to pin for
+            pinned = torch.accelerator.is_available() and backend.supports(Capability.PINNED_MEMORY).usable
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
         return options
 
-    def _keep(self, group: Group, backend: Backend, *, state_nbytes: int) -> None:
-        """Decide what stays whole, the same on all ranks. ``state_nbytes``: this rank's gradients and moments."""
-        room = 0.0
+    def _keep(self, group: Group, backend: Backend) -> None:
+        """Decide what stays whole, the same on all ranks. Gradients and moments come later; they need room, too."""
+        memory, room = self._memory, 0.0
         if backend.supports(Capability.MEMORY_STATS).usable:
+            state_nbytes = 0 if memory.on_host else memory.gradients + memory.moments
             room = (self._usable_nbytes() - state_nbytes) / _SHARE
-        wanted = [self._weights_nbytes, self._weights_nbytes + self._gradients_nbytes]
+        wanted = [memory.whole_weights, memory.whole_weights + memory.whole_gradients]
         missing = torch.tensor([nbytes - room for nbytes in wanted], dtype=torch.float32, device=backend.device())
         group.all_reduce(missing, op="max")
         weights_fit, both_fit = (missing <= 0).tolist()
@@ -137,7 +136,7 @@ class ShardedModel:
             sharded = (one for one in self.model.parameters() if isinstance(one, DTensor))
             owed += sum(one.numel() for one in sharded) * self._itemsize
         if self.keeps_gradients and not self._has_whole_gradients:
-            owed += self._gradients_nbytes
+            owed += self._memory.whole_gradients
         return owed
 
     def shards(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, WeightShard]]:
