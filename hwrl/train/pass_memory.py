@@ -79,17 +79,17 @@ def measure_pass(
     """
     with torch.device("meta"):
         model = build_model(directory, dtype=dtype).eval()
+    kinds, left = _shorten(model)
     if lora is not None:
         model = add_adapter(model, lora)
-    kinds = _shorten(model)
     try:
         plain, recomputed = (
             _run(model, tokens=tokens, targets=targets, recompute=recompute) for recompute in (False, True)
         )
     except (RuntimeError, NotImplementedError):
         return _rule_of_thumb(model, kinds, dtype=dtype, tokens=tokens, targets=targets)
-    each = dict(zip(plain.kinds, plain.layers, strict=True))
-    inputs = dict(zip(plain.kinds, recomputed.layers, strict=True))
+    each = dict(zip(left, plain.layers, strict=True))
+    inputs = dict(zip(left, recomputed.layers, strict=True))
     return PassMemory(
         kept=tuple(each[kind] for kind in kinds),
         inputs=tuple(inputs[kind] for kind in kinds),
@@ -104,7 +104,6 @@ def measure_pass(
 class _Run:
     """``layers`` kept so many bytes, and all together ``kept``; the rest is as in :class:`PassMemory`."""
 
-    kinds: tuple[Any, ...]
     layers: tuple[int, ...]
     kept: int
     scoring: int
@@ -162,7 +161,7 @@ def _run(model: Any, *, tokens: int, targets: int, recompute: bool) -> _Run:
             held, scoring = memory.now, memory.peak - memory.now
             memory.peak = held
             scores[:, 0].sum().backward()
-    return _Run(tuple(map(_kind, layers)), tuple(kept), held, scoring, memory.peak - held)
+    return _Run(tuple(kept), held, scoring, memory.peak - held)
 
 
 def _observed(forward: Any, memory: _Allocations, kept: list[int], recompute: bool) -> Any:  # noqa: FBT001 - private
@@ -196,8 +195,8 @@ def _kind(layer: torch.nn.Module) -> tuple[Any, ...]:
     return type(layer), tuple((name, one.shape, one.requires_grad) for name, one in layer.named_parameters())
 
 
-def _shorten(model: Any) -> list[Any]:
-    """Leave two layers of each kind in ``model``; return the kind of each layer that it had."""
+def _shorten(model: Any) -> tuple[list[Any], list[Any]]:
+    """Leave two layers of each kind in ``model``; return the kinds of its layers before and after that."""
     layers = outermost(layers_of(model))
     kinds = [_kind(layer) for layer in layers]
     for holder in list(model.modules()):
@@ -205,7 +204,7 @@ def _shorten(model: Any) -> list[Any]:
             if isinstance(child, torch.nn.ModuleList) and len(child) == len(layers) and child[0] is layers[0]:
                 left = [layer for index, layer in enumerate(layers) if kinds[:index].count(kinds[index]) < _ALIKE]
                 setattr(holder, name, torch.nn.ModuleList(left))
-    return kinds
+    return kinds, [_kind(layer) for layer in outermost(layers_of(model))]
 
 
 def _has_experts(module: torch.nn.Module) -> bool:
@@ -249,9 +248,7 @@ def _attend(
     return _FusedAttention.apply(query, key, value), None  # type: ignore[no-untyped-call] # torch's
 
 
-def _rule_of_thumb(
-    model: Any, kinds: Sequence[Any], *, dtype: torch.dtype, tokens: int, targets: int
-) -> PassMemory:
+def _rule_of_thumb(model: Any, kinds: Sequence[Any], *, dtype: torch.dtype, tokens: int, targets: int) -> PassMemory:
     hidden = model.config.get_text_config().hidden_size * tokens * dtype.itemsize
     vocabulary = model.get_output_embeddings().weight.shape[0]
     return PassMemory(
