@@ -103,8 +103,14 @@ def make_context_group(size: int, *, directory: Path, group: Group | None, backe
             why="each pack is shared by that number of ranks",
             fix=f"set train.ranks to {size} or a multiple of it",
         )
-    if group is None or size == 1:
-        return None
+    require_shared_heads(directory, size)
+    return None if group is None or size == 1 else ContextGroup(size, backend=backend, timeout_s=group.timeout_s)
+
+
+def require_shared_heads(directory: Path, size: int) -> None:
+    """Raise ConfigError unless ``size`` ranks can share the heads of the model in ``directory`` equally."""
+    if size == 1:
+        return
     heads = int(load_model_config(directory).get_text_config().num_attention_heads)
     if heads % size:
         raise ConfigError(
@@ -112,4 +118,3 @@ def make_context_group(size: int, *, directory: Path, group: Group | None, backe
             why=f"the ranks share its {heads} attention heads equally",
             fix=f"set train.context_parallel to a number that divides {heads}",
         )
-    return ContextGroup(size, backend=backend, timeout_s=group.timeout_s)

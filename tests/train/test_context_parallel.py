@@ -15,10 +15,11 @@ from hwrl.comm import serve_store, store_address
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Batch, EngineSettings, LoraSettings
 from hwrl.testing.processes import run_processes
-from hwrl.train import FsdpEngine, MicroBatch, OutputScorer, PolicyLoss
+from hwrl.train import FsdpEngine, MicroBatch, OutputScorer, PolicyLoss, fsdp_memory
 from hwrl.train.causal import CausalModel
 from hwrl.train.context_parallel import ContextGroup
 from hwrl.train.packing import PackShare, make_pack
+from hwrl.train.pass_memory import measure_pass
 from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, without_padding
 from tests.support.packed_models import PACKED, SIZES, Leaking, random_model
 from tests.support.roomy import Roomy
@@ -266,6 +267,18 @@ def test_the_activations_of_a_row_are_divided_by_its_ranks() -> None:
         assert by_four == pytest.approx(alone / 4, rel=0.02)
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("two-key-heads", 2), ("one-key-head", 4)])
+def test_the_planned_activations_are_divided_too(models: Path, name: str, ranks: int) -> None:
+    size = {"dtype": torch.float32, "directory": models / name}
+    alone = measure_pass(tokens=1024, targets=1024, **size)
+    shared = measure_pass(tokens=1024 // ranks, targets=1024 // ranks, context_parallel=ranks, **size)
+    assert alone.measured and shared.measured
+    assert shared.inputs == tuple(nbytes // ranks for nbytes in alone.inputs)
+    # Attention keeps its result a second time, for heads; and one key head is there for each rank.
+    result, keys = 1024 * 32 * 4 // ranks, 2 * 1024 * 8 * 4 * (1 if ranks == 4 else 0) * (ranks - 1) // ranks
+    assert [nbytes - result - keys for nbytes in shared.kept] == [nbytes // ranks for nbytes in alone.kept]
+
+
 def trace(rank: int, address: str) -> int:
     """Trace both exchanges without a break, for several lengths; return the number of graphs."""
     from torch._dynamo.utils import counters
@@ -339,6 +352,11 @@ def test_what_cannot_be_shared_is_refused_at_the_start(models: Path) -> None:
         assert "its attention has a sliding window" in window
         assert "its 3 attention heads equally" in heads
         assert "train.context_parallel=3 is not possible on 2 rank(s)" in ranks
+    planned = EngineSettings(
+        model_directory=models / "three-heads", learning_rate=1.0, total_steps=1, context_parallel=2
+    )
+    with pytest.raises(ConfigError, match="its 3 attention heads equally"):
+        fsdp_memory(planned, ranks=2, device_nbytes=1 << 30)
     with pytest.raises(ConfigError, match=r"not possible on 1 rank\(s\)"):
         engine_on(models / "two-key-heads", None, context_parallel=2)
 
