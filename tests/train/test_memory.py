@@ -16,8 +16,8 @@ from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, phase_
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, PolicyLoss, fsdp_memory
 from hwrl.train.pass_memory import PassMemory, measure_pass
+from hwrl_bench.plan import peak_nbytes
 from tests.support.fsdp_training import join
-from tests.support.peaks import measured_peak
 from tests.support.roomy import Roomy
 
 TOKENS, VOCABULARY = 1024, 2048
@@ -66,12 +66,13 @@ def batch() -> Batch:
 
 
 def measured_step(settings: EngineSettings, backend: Backend, group: Any) -> int:
-    with measured_peak() as peak:
+    def two_steps() -> None:
         engine = FsdpEngine(settings, backend=backend, group=group)
         for _ in range(2):  # the optimizer's state comes with the first step
             engine.train_batch(batch(), loss=PolicyLoss("ppo_clip"))
         engine.close()
-    return peak.nbytes
+
+    return peak_nbytes(backend, two_steps)
 
 
 def planned_step(settings: EngineSettings, *, ranks: int, device_nbytes: int = 1 << 40) -> int:
