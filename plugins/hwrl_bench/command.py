@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure training, generation, weight transfer, offload, checkpoints, asynchronous training, LoRA, calls"
+HELP = "measure training, generation, weight transfer, offload, checkpoints, asynchronous training, LoRA, calls, plans"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",
@@ -17,6 +17,7 @@ BENCHMARKS = {
     "overhead": "hwrl_bench.overhead",
     "train": "hwrl_bench.train",
     "rollout": "hwrl_bench.rollout",
+    "plan": "hwrl_bench.plan",
 }
 """The modules of the benchmarks. Each has HELP, configure(parser) and run(args), and imports torch in ``run`` only."""
 
