@@ -225,7 +225,7 @@ def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return rows @ (one if len(one) == rows.shape[-1] else one.t())
 
 
-class _FusedAttention(torch.autograd.Function):
+class _MeasuredAttention(torch.autograd.Function):
     """Allocates like a fused kernel: the result and a number for each row; backward, gradients for each head."""
 
     @staticmethod
@@ -245,7 +245,7 @@ class _FusedAttention(torch.autograd.Function):
 def _attend(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    return _FusedAttention.apply(query, key, value), None  # type: ignore[no-untyped-call] # torch's
+    return _MeasuredAttention.apply(query, key, value), None  # type: ignore[no-untyped-call] # torch's
 
 
 def _rule_of_thumb(model: Any, kinds: Sequence[Any], *, dtype: torch.dtype, tokens: int, targets: int) -> PassMemory:
