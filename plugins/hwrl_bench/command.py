@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure training, generation, weight transfer, offload, checkpoints, asynchronous training, LoRA, calls, plans"
+HELP = "measure training, generation, weight transfer, loads, offload, checkpoints, asynchronous runs, LoRA, calls, plans"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "lora": "hwrl_bench.lora",
     "overhead": "hwrl_bench.overhead",
     "train": "hwrl_bench.train",
+    "load": "hwrl_bench.load",
     "rollout": "hwrl_bench.rollout",
     "plan": "hwrl_bench.plan",
 }
