@@ -81,7 +81,7 @@ def measure_pass(
         model = build_model(directory, dtype=dtype).eval()
     kinds, left = _shorten(model)
     if lora is not None:
-        model = add_adapter(model, lora)
+        model = add_adapter(model, lora).to("meta")
     try:
         plain, recomputed = (
             _run(model, tokens=tokens, targets=targets, recompute=recompute) for recompute in (False, True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = (
-    "measure training, generation, weight transfer, loads, offload, checkpoints, asynchronous runs, LoRA, calls, plans"
-)
+HELP = "measure training, generation, weight transfer, loads, offload, checkpoints, async runs, LoRA, calls, plans"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",

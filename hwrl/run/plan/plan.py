@@ -153,7 +153,8 @@ def _peak(on_it: Sequence[PlannedProcess], *, in_turns: bool) -> tuple[tuple[Pha
     if in_turns and len(on_it) > 1:
         count = len(on_it)
         choices = [tuple(_turn(index == active) for index in range(count)) for active in range(count)]
-        choices += [("transfer",) * count]
+        transfer: Phase = "transfer"
+        choices.append((transfer,) * count)
 
     def nbytes(phases: tuple[Phase, ...]) -> int:
         return sum(phase_nbytes(one.causes, phase) for one, phase in zip(on_it, phases, strict=True))
