@@ -37,6 +37,7 @@ from hwrl.interfaces.rollout import (
     RolloutEngine,
     RolloutSettings,
     Sampling,
+    WeightOffer,
 )
 from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
 
@@ -85,6 +86,7 @@ __all__ = [
     "TokenLoss",
     "TrainEngine",
     "Transfer",
+    "WeightOffer",
     "peak_phase",
     "phase_nbytes",
     "without_device_files",

@@ -90,7 +90,7 @@ def measure_pass(
         model = build_model(directory, dtype=dtype).eval()
     kinds, left = _shorten(model)
     if lora is not None:
-        model = add_adapter(model, lora)
+        model = add_adapter(model, lora).to("meta")
     try:
         plain, recomputed = (
             _run(model, tokens=tokens, targets=targets, recompute=recompute, context_parallel=context_parallel)
@@ -235,7 +235,7 @@ def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return rows @ (one if len(one) == rows.shape[-1] else one.t())
 
 
-class _FusedAttention(torch.autograd.Function):
+class _MeasuredAttention(torch.autograd.Function):
     """Allocates like a fused kernel: the result and a number for each row; backward, gradients for each head."""
 
     @staticmethod
@@ -255,7 +255,7 @@ class _FusedAttention(torch.autograd.Function):
 def _attention(context_parallel: int) -> Any:
     """Return the attention function of ranks that share each pack: it allocates for both exchanges, too."""
     ranks = HeadExchange(context_parallel, torch.clone)
-    fused: Any = _FusedAttention.apply
+    fused: Any = _MeasuredAttention.apply
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any

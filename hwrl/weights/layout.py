@@ -79,8 +79,8 @@ class WeightLayout:
 
     There are two modes:
 
-    - Scattered tensors: a tensor of at least ``own_nbytes`` (at most a quarter of a slab) has slabs of its own, so it
-      can be sent from where it lies. Smaller ones share slabs.
+    - Scattered tensors: a tensor of at least ``own_nbytes`` (at most a slab) has slabs of its own, so it can be sent
+      from where it lies. Smaller ones share slabs.
     - Flat tensors, one behind the other in one storage: they share slabs whatever their size, and a slab can be sent
       from where it lies. These slabs are twice as large.
 
@@ -124,7 +124,7 @@ class WeightLayout:
             # These slabs are usually sent in place, so they take twice the size. A slot of a ring is then twice as
             # large, too: the other end may need one.
             return _build(rows, 2 * slab_nbytes, _MAX_NBYTES, lying or ALIGNMENT_NBYTES)
-        return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes // 4), ALIGNMENT_NBYTES)
+        return _build(rows, slab_nbytes, min(own_nbytes, slab_nbytes), ALIGNMENT_NBYTES)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightLayout:

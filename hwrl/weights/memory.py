@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from hwrl.weights.destination import ring_nbytes_of
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.source import AHEAD_NBYTES
 
 _SLABS = 4
-_RING_NBYTES = 1 << 30
 
 
 def sender_nbytes(layout: WeightLayout, *, gathers: bool) -> int:
@@ -18,7 +18,7 @@ def sender_nbytes(layout: WeightLayout, *, gathers: bool) -> int:
 
 def receiver_nbytes(layout: WeightLayout, *, keeps_old: bool) -> int:
     """Return the most bytes of a receiver beside its engine: a ring of slabs, or two whole versions."""
-    return 2 * layout.nbytes if keeps_old else min(_ring(layout), _RING_NBYTES)
+    return 2 * layout.nbytes if keeps_old else ring_nbytes_of(layout, slabs=_SLABS)
 
 
 def _ring(layout: WeightLayout) -> int:

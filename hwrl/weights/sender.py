@@ -172,8 +172,8 @@ class WeightSender:
         """Plan the layout, show it to the receivers, and open the transport."""
         best_slab_nbytes, own_nbytes = _best_sizes(self._backend, senders=self.senders)
         slab_nbytes = best_slab_nbytes if self._slab_nbytes is None else self._slab_nbytes
-        if self._transport.packs_large_tensors:
-            own_nbytes = slab_nbytes
+        # Slabs of tensors that are nearly as large would be half empty.
+        own_nbytes = slab_nbytes if self._transport.packs_large_tensors else min(own_nbytes, slab_nbytes // 4)
         layout = WeightLayout.plan(source.metadata(), slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
         self._channel.put_layout(layout)
         context = SenderContext(

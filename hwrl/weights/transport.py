@@ -100,7 +100,7 @@ class SenderContext:
 
 @dataclass(frozen=True)
 class ReceiverContext:
-    """Made by a receiver for its transports. ``slabs`` are under way at once."""
+    """Made by a receiver for its transports. At most ``slabs`` are under way at once; a destination may allow less."""
 
     store: Store
     backend: Backend
@@ -113,7 +113,7 @@ class Transport:
 
     ``keeps_versions`` False: all receivers take part in each transfer, and commit together. True: a version is stored
     whole, the sender goes on, and receivers fetch it when they are ready. ``packs_large_tensors`` asks for a layout
-    that packs every tensor below a quarter of a slab, the most that a layout packs. ``several_senders``: the ends can
+    that packs every tensor smaller than a slab. ``several_senders``: the ends can
     divide the slabs among senders. ``stage`` is the name of ``send`` and ``receive`` in reports.
     """
 
@@ -234,16 +234,14 @@ class ReceiverTiming:
 
 
 @dataclass(frozen=True)
-class ReceiverRound:
-    """One attempt to receive a proposal, seen from one receiver. ``deadline`` is on the monotonic clock."""
+class MemberRound:
+    """One attempt to take a proposal, seen from one of its members."""
 
     proposal: Proposal
     channel: ControlChannel
     member: int
     replica: str
-    layout: WeightLayout
     timing: ReceiverTiming
-    deadline: float
 
     @property
     def limits(self) -> Limits:
@@ -274,6 +272,10 @@ class ReceiverRound:
     def wait_for_decision(self) -> Decision | None:
         """Wait for the sender's decision; None if another proposal or sender came instead."""
         return self._wait(Note.DECISION, self.channel.wait_for_decision, self.limits.decision_s)
+
+    def find_note(self, key: str) -> bytes | None:
+        """Return the sender's transport note ``key`` if it is there. One short wait."""
+        return self.channel.wait_for_transport_note(self.proposal, key, timeout_s=0.0)
 
     def wait_for_note(self, key: str) -> bytes:
         """Wait for the sender's transport note ``key``; raises CommError if the proposal ended without it."""
@@ -311,3 +313,11 @@ class ReceiverRound:
 
     def _is_over(self) -> bool:
         return not self.is_newest() or self.channel.epoch() != self.proposal.epoch
+
+
+@dataclass(frozen=True)
+class ReceiverRound(MemberRound):
+    """One attempt to receive a proposal's tensors. ``deadline`` is on the monotonic clock."""
+
+    layout: WeightLayout
+    deadline: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure training, generation, transfers, offload, checkpoints, asynchronous training, LoRA, calls, loads, plans"
+HELP = "measure training, generation, weight transfer, loads, offload, checkpoints, async runs, LoRA, calls, plans"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",

@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure each model in a process of its own; print the table and write the JSON."""
-    from hwrl.testing.processes import run_processes
+    from hwrl.testing import run_processes
 
     options = {"tokens": args.tokens, "length": args.length, "dtype": args.dtype}
     options |= {"activation_checkpointing": _SETTINGS[args.checkpointing], "compile": _SETTINGS[args.compile]}
@@ -107,7 +107,7 @@ def peak_nbytes(backend: Backend, work: Callable[[], None]) -> int:
         return backend.memory_info().peak_nbytes - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
-    events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = profile.profiler.kineto_results.events()
     now = most = 0
     for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         now += change

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from hwrl.errors import ConfigError
-from hwrl.run.cluster.nodes import Node, in_order, place_on_nodes
+from hwrl.run.cluster.nodes import ClusterNode, in_order, place_on_nodes
 from hwrl.run.cluster.placement import assign_devices
 
 
-def placed(nodes: list[Node], *, shard_ranks: int | None = None, **wanted: int) -> list[str]:
+def placed(nodes: list[ClusterNode], *, shard_ranks: int | None = None, **wanted: int) -> list[str]:
     assignment = assign_devices(devices=sum(node.devices for node in nodes), may_share=True, **wanted)
     found = place_on_nodes(assignment, nodes, shard_ranks=shard_ranks)
     assert sorted(found) == list(range(assignment.devices))
     return [found[device].address for device in range(assignment.devices)]
 
 
-def nodes(*devices: int) -> list[Node]:
-    return [Node(f"10.0.0.{number}", count) for number, count in enumerate(devices)]
+def nodes(*devices: int) -> list[ClusterNode]:
+    return [ClusterNode(f"10.0.0.{number}", count) for number, count in enumerate(devices)]
 
 
 def test_nodes_are_sorted_by_address_as_numbers() -> None:
     addresses = ["10.0.0.10", "10.0.0.9", "node2", "10.0.0.9"]
-    found = in_order([Node(address, 1, str(number)) for number, address in enumerate(addresses)])
+    found = in_order([ClusterNode(address, 1, str(number)) for number, address in enumerate(addresses)])
     assert [node.address for node in found] == ["node2", "10.0.0.9", "10.0.0.9", "10.0.0.10"]
     assert [node.number for node in found[1:3]] == ["1", "3"]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,13 @@ from hwrl.interfaces import Backend, BackendInfo, Capability, DeviceMap, Support
 from hwrl.run.cluster.placement import (
     DeviceReports,
     HeldDevices,
+    Machines,
     ProcessDevices,
     Reservation,
     assign_devices,
     check_devices,
     check_ranks,
+    choose_senders,
     choose_transport,
     find_held_devices,
     has_devices,
@@ -135,6 +138,36 @@ def test_what_does_not_reach_all_machines_is_refused(bypass_cpu: bool, able: set
 
     with pytest.raises(ConfigError, match=why):
         choose_transport(bypass_cpu=bypass_cpu, shared=True, one_machine=False, supports=supports)
+
+
+@pytest.mark.parametrize(
+    ("given", "senders", "reason"),
+    [
+        ({"setting": 2}, 2, "weights.senders=2"),
+        ({"ranks": 1}, 1, "one rank"),
+        ({"transport": "ipc"}, 1, "by ipc"),
+        ({"machines": None}, 1, "not known"),
+        ({"machines": Machines(["a"] * 4, ["a"] * 4)}, 1, "on one machine"),
+        ({}, 4, "a receiving machine 8"),
+        ({"ranks": 16, "machines": Machines(["a"] * 8 + ["b"] * 8, ["c"] * 9)}, 8, "16 ranks on 2 machines"),
+        ({"machines": Machines(["a"] * 4, ["b", "c"])}, 1, "a receiving machine 1"),
+        ({"machines": Machines(["a", "a", "b", "b"], ["b"])}, 1, "a receiving machine 1"),
+        ({"own_devices": False, "machines": Machines(["a", "a", "b", "b"], ["b"])}, 2, "each of the trainer's"),
+    ],
+)
+def test_the_senders_follow_from_the_machines(given: dict[str, Any], senders: int, reason: str) -> None:
+    facts: dict[str, Any] = {"setting": "auto", "transport": "device", "ranks": 4, "own_devices": True}
+    facts |= {"machines": Machines(["a"] * 4, ["b"] * 8)} | given
+    chosen, why = choose_senders(facts.pop("setting"), **facts)
+    assert chosen == senders and reason in why
+
+
+@pytest.mark.parametrize("transport", ["host", "ipc"])
+def test_several_senders_that_a_transport_does_not_allow_are_refused(transport: Any) -> None:
+    facts: dict[str, Any] = {"transport": transport, "ranks": 2, "machines": None, "own_devices": True}
+    with pytest.raises(ConfigError, match=rf"(?s)weights\.senders=2.*travel by {transport}.*weights\.senders=1"):
+        choose_senders(2, **facts)
+    assert choose_senders(1, **facts)[0] == 1
 
 
 def test_several_ranks_need_collectives() -> None:

@@ -217,4 +217,4 @@ def test_the_page_shows_what_the_command_prints(
 
 def split(body: str) -> tuple[str, str, str]:
     found: Any = re.search(r"```yaml\n(.*?)```\n\n```sh\n(.*?)```\n(.*)", body, re.S)
-    return found.groups()
+    return found[1], found[2], found[3]

@@ -94,7 +94,9 @@ def test_the_plan_of_one_rank_is_within_a_tenth_of_the_peak(
 
 def test_the_plan_of_an_adapter_is_within_a_tenth_of_the_peak(directory: Path) -> None:
     pytest.importorskip("peft")
-    settings = settings_of(directory, torch.bfloat16, False, lora=LoraSettings(rank=8, alpha=16.0))
+    lora = LoraSettings(rank=8, alpha=16.0)
+    settings = settings_of(directory, torch.bfloat16, False, lora=lora)
+    assert measure_pass(directory, dtype=torch.bfloat16, tokens=TOKENS, targets=TOKENS, lora=lora).measured
     planned, measured = planned_step(settings, ranks=1), measured_step(settings, hwrl.get_backend(), None)
     assert close(planned, measured), (planned, measured)
 

@@ -19,12 +19,14 @@ from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
-from hwrl.weights.destination import FlatVersion
+from hwrl.weights.control import VoteKind
+from hwrl.weights.destination import TwoVersions
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverContext, SenderRound
 from hwrl.weights.transports.ipc import IpcReceiver
 from hwrl_cpu import INFO, CpuBackend
+from hwrl_cpu.inline import InlineEvent, InlineStream
 from tests.support.weight_link import opened_memories, received_by, store
 
 __all__ = ["store"]  # the fixture
@@ -239,10 +241,72 @@ def test_if_one_memory_cannot_be_opened_those_before_it_are_closed_at_once(store
     backend, layout = LosingSecond(), WeightLayout.plan([("w", torch.zeros(9))])
     note = {"handles": [{"a": 1}, {"a": 2}], "stay": [stay, stay], "places": [[0, 0], [1, 0]]}
     receiving: Any = SimpleNamespace(wait_for_note=lambda key: json.dumps(note).encode())
-    destination, sums = FlatVersion.on(backend.device(), layout), Checksums(layout, device=backend.device())
+    destination, sums = TwoVersions(layout, backend=backend), Checksums(layout, device=backend.device())
     with pytest.raises(CommError, match="the memory is gone") as error:
         IpcReceiver(ReceiverContext(store, backend, SLABS)).receive(receiving, destination, sums, StageClock())
     assert error.traceback and backend.opened[0]() is None
+
+
+class LateStream(InlineStream):
+    """Its events come when somebody waits for them."""
+
+    def record_event(self, event: InlineEvent | None = None) -> InlineEvent:
+        made = LateEvent()
+        made.record()
+        return made
+
+
+class LateEvent(InlineEvent):
+    def query(self) -> bool:
+        return False
+
+
+class OpeningHere(CpuBackend):
+    """Opens memories of its own; ``log`` has the order of what was done."""
+
+    def __init__(self, memories: dict[str, torch.Tensor], *, late: bool) -> None:
+        super().__init__(INFO)
+        self._memories, self._late = memories, late
+        self.log: list[str] = []
+
+    def stream(self) -> Any:
+        return LateStream() if self._late else super().stream()
+
+    def open_memory(self, handle: Any) -> torch.Tensor:
+        self.log.append(f"open {handle['name']}")
+        return self._memories[handle["name"]]
+
+
+@pytest.mark.parametrize(
+    ("late", "order"),
+    [
+        (False, ["open 0", "taken/0", "open 1", "taken/1", "open sums", "taken/2"]),
+        (True, ["open 0", "open 1", "taken/0", "open sums", "taken/1", "taken/2"]),
+    ],
+)
+def test_a_shown_window_is_copied_before_the_one_before_is_done(store: Store, late: bool, order: list[str]) -> None:
+    tensors = {f"t{number}": torch.full((128,), float(number)) for number in range(4)}
+    layout = WeightLayout.plan(tensors.items(), slab_nbytes=512, own_nbytes=512)
+    sent = Checksums(layout, device=torch.device("cpu"))
+    for index, tensor in enumerate(tensors.values()):
+        sent.add(index, tensor.view(torch.uint8))
+    memories = {str(one): torch.cat(list(tensors.values())[2 * one : 2 * one + 2]).view(torch.uint8) for one in (0, 1)}
+    memories["sums"] = sent.values.view(torch.uint8)
+    notes = {
+        f"window/{number}": json.dumps({"handles": [{"name": name}], "stay": [False], "places": places}).encode()
+        for number, (name, places) in enumerate(
+            [("0", [(0, 0), (0, 512)]), ("1", [(0, 0), (0, 512)]), ("sums", [(0, 0)])]
+        )
+    }
+    backend = OpeningHere(memories, late=late)
+    receiving: Any = SimpleNamespace(wait_for_note=notes.__getitem__, find_note=notes.get, tell=backend.log.append)
+    destination, sums = TwoVersions(layout, backend=backend), Checksums(layout, device=backend.device())
+    destination.begin()
+    end = IpcReceiver(ReceiverContext(store, backend, SLABS))
+    assert sums.compare(end.receive(receiving, destination, sums, StageClock())).kind is VoteKind.WHOLE
+    destination.finish()
+    assert all(torch.equal(destination.tensors[name], tensor) for name, tensor in tensors.items())
+    assert backend.log == order
 
 
 def send_nothing(rank: int, address: str) -> Any:

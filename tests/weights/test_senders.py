@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,24 @@ import torch
 from hwrl.comm import await_keys, connect_store, serve_store, store_address
 from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
-from hwrl.weights import SharedReads, WeightLayout, WeightReceiver, WeightSource
+from hwrl.weights import (
+    CoSender,
+    SharedReads,
+    SharedWeights,
+    WeightLayout,
+    WeightReceiver,
+    WeightSender,
+    WeightSource,
+)
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
+from hwrl.weights.source import Gatherers
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import DyingBackend, FaultyBackend
+from tests.support.fsdp_training import engine_on, join, mixture_directory
 from tests.support.sharded_weights import SLAB_NBYTES, TrainerSide, hard_weights, is_exact, receive_all, sharded
 from tests.support.weight_link import sender_of, store
 
-__all__ = ["store"]  # the fixture
+__all__ = ["mixture_directory", "store"]  # the fixtures
 
 _VERSIONS = 3
 
@@ -67,6 +78,46 @@ def test_shards_reach_every_receiver_bit_for_bit_by_several_senders(ranks: int, 
     sent, *others = run_processes(_send_or_receive, ranks + 2, store_address(store), ranks, senders)
     assert sent == [(2, {})] * _VERSIONS
     assert others[-2:] == [True, True]
+
+
+def _send_or_receive_a_mixture(rank: int, directory: Path, address: str) -> Any:
+    store, backend = connect_store(address), CpuBackend(INFO)
+    if rank == 2:
+        with WeightReceiver(store, replica="r0", backend=backend) as receiver:
+            return dict(receiver.receive(timeout_s=60.0))
+    group = join(rank, address, 2)
+    with SharedWeights(engine_on(directory, group), group) as weights:
+        if rank:
+            co_sender = CoSender(store, backend=backend)
+            weights.follow({"policy": co_sender})
+            co_sender.close()
+            return None
+        with WeightSender(store, backend=backend, senders=2, slab_nbytes=SLAB_NBYTES) as sender:
+            sender.wait_for_receivers(1)
+            return sender.publish(1, weights.model).nbytes
+
+
+def test_two_ranks_send_the_experts_that_their_parameters_hold_together(mixture_directory: Path) -> None:
+    store = serve_store()
+    nbytes, _, received = run_processes(_send_or_receive_a_mixture, 3, mixture_directory, store_address(store))
+    wanted = {name: tensor.cpu() for name, tensor in engine_on(mixture_directory, None).named_weights()}
+    assert received.keys() == wanted.keys() and any(".experts.3." in name for name in wanted)
+    assert all(torch.equal(received[name], tensor) for name, tensor in wanted.items())
+    assert nbytes == sum(tensor.nbytes for tensor in wanted.values())
+
+
+def test_a_parameter_is_gathered_to_the_ranks_that_send_a_part_of_it() -> None:
+    def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        asked.append(name)
+        yield from ((f"{name}.{row}", tensor[row]) for row in range(len(tensor)))
+
+    asked: list[str] = []
+    gatherers = Gatherers((0, 3, 5), {"w": (3,), "experts.0": (0,), "experts.1": (5,), "gone": ()})
+    assert gatherers.ranks_for("w", (2,), parts) == (3,)
+    assert gatherers.ranks_for("gone", (2,), None) == ()
+    assert [list(gatherers.ranks_for("experts", (2, 4), parts)) for _ in range(2)] == [[0, 5]] * 2
+    assert asked == ["experts"], "it is asked once"
+    assert list(gatherers.ranks_for("experts", (3, 4), None)) == [0, 3, 5], "an unknown name"
 
 
 # -- when something breaks ------------------------------------------------------------------------------------------

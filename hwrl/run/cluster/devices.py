@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hwrl.discovery import process_env
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend
-from hwrl.run.cluster.nodes import Node, place_on_nodes
+from hwrl.run.cluster.nodes import ClusterNode, place_on_nodes
 from hwrl.run.cluster.placement import (
     DeviceReports,
     HeldDevices,
@@ -66,7 +66,7 @@ class RunDevices:
             self._opens = machine_devices(os.environ, devices, count=backend.device_count())
         # On several machines a group says where each process will be.
         together = config.rollout.tensor_parallel > 1 or (divided and not one_machine)
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, ClusterNode] = {}
         if nodes and (divided or together):
             self._nodes = place_on_nodes(assignment, nodes, shard_ranks=config.train.shard_ranks)
         self._reserve(resource, divided=divided, together=together)
@@ -163,11 +163,11 @@ class RunDevices:
             self._numbers = number_by_machine(assignment.bundles, _machines(self._group))
 
 
-def free_nodes(resource: str) -> list[Node]:
+def free_nodes(resource: str) -> list[ClusterNode]:
     """Return the nodes of the cluster that have ``resource``, each with its free part."""
     free = available_resources_per_node()
     alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    nodes = [Node(address, int(free.get(key, {}).get(resource, 0)), key) for key, address in alive.items()]
+    nodes = [ClusterNode(address, int(free.get(key, {}).get(resource, 0)), key) for key, address in alive.items()]
     return [node for node in nodes if node.devices]
 
 
@@ -175,7 +175,7 @@ def reserve_together(
     bundles: list[tuple[int, ...]],
     resource: str,
     *,
-    nodes: Mapping[int, Node] | None = None,
+    nodes: Mapping[int, ClusterNode] | None = None,
     timeout_s: float = RESERVE_TIMEOUT_S,
 ) -> Any:
     """Return a placement group of ``bundles``, each on the node of its first device in ``nodes``; without: anywhere.

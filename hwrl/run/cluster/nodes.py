@@ -12,7 +12,7 @@ from hwrl.run.cluster.placement import DeviceAssignment, Reservation
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A node of a cluster, with its ``address`` and so many free ``devices``. ``number`` is the cluster's own."""
 
     address: str
@@ -20,14 +20,14 @@ class Node:
     number: str = ""
 
 
-def in_order(nodes: Sequence[Node]) -> list[Node]:
+def in_order(nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
     """Return ``nodes`` sorted by address, so that neighbours stay neighbours: 10.0.0.9 before 10.0.0.10.
 
-    >>> [node.address for node in in_order([Node("10.0.0.10", 8), Node("10.0.0.9", 8)])]
+    >>> [node.address for node in in_order([ClusterNode("10.0.0.10", 8), ClusterNode("10.0.0.9", 8)])]
     ['10.0.0.9', '10.0.0.10']
     """
 
-    def key(node: Node) -> tuple[list[tuple[int, str]], str]:
+    def key(node: ClusterNode) -> tuple[list[tuple[int, str]], str]:
         parts = re.findall(r"\d+|\D+", node.address)
         return [(int(part), "") if part.isdigit() else (-1, part) for part in parts], node.number
 
@@ -35,8 +35,8 @@ def in_order(nodes: Sequence[Node]) -> list[Node]:
 
 
 def place_on_nodes(
-    assignment: DeviceAssignment, nodes: Sequence[Node], *, shard_ranks: int | None = None
-) -> dict[int, Node]:
+    assignment: DeviceAssignment, nodes: Sequence[ClusterNode], *, shard_ranks: int | None = None
+) -> dict[int, ClusterNode]:
     """Return the node of each device of the run.
 
     Trainer ranks are packed node by node, in rank order and in the order of addresses. The ``shard_ranks`` neighbours
@@ -49,7 +49,7 @@ def place_on_nodes(
         raise _missing(assignment, ordered, f"{assignment.devices} devices are needed")
     for wide_first in (False, True):
         rooms = _Rooms(ordered)
-        placed: dict[int, Node] = {}
+        placed: dict[int, ClusterNode] = {}
         ranks = functools.partial(_place_ranks, assignment, rooms, placed, shard_ranks)
         replicas = functools.partial(_place_replicas, assignment, rooms, placed)
         if all(place() for place in ([replicas, ranks] if wide_first else [ranks, replicas])):
@@ -61,24 +61,26 @@ def place_on_nodes(
 class _Rooms:
     """The free devices of each node."""
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[ClusterNode]) -> None:
         self._left = {node: node.devices for node in nodes}
 
-    def first(self, count: int) -> Node | None:
+    def first(self, count: int) -> ClusterNode | None:
         """Return the first node with room for ``count`` devices."""
         return next((node for node, left in self._left.items() if left >= count), None)
 
-    def tightest(self, count: int) -> Node | None:
+    def tightest(self, count: int) -> ClusterNode | None:
         """Return the node with the least room that is enough, the last of several."""
         enough = [(left, -index, node) for index, (node, left) in enumerate(self._left.items()) if left >= count]
         return min(enough)[2] if enough else None
 
-    def take(self, node: Node, count: int) -> None:
+    def take(self, node: ClusterNode, count: int) -> None:
         """Use ``count`` devices of ``node``."""
         self._left[node] -= count
 
 
-def _place_ranks(assignment: DeviceAssignment, rooms: _Rooms, placed: dict[int, Node], shard_ranks: int | None) -> bool:
+def _place_ranks(
+    assignment: DeviceAssignment, rooms: _Rooms, placed: dict[int, ClusterNode], shard_ranks: int | None
+) -> bool:
     ranks = assignment.ranks
     size = shard_ranks or len(ranks)
     for start in range(0, len(ranks), size):
@@ -93,7 +95,7 @@ def _place_ranks(assignment: DeviceAssignment, rooms: _Rooms, placed: dict[int, 
     return True
 
 
-def _place_replicas(assignment: DeviceAssignment, rooms: _Rooms, placed: dict[int, Node]) -> bool:
+def _place_replicas(assignment: DeviceAssignment, rooms: _Rooms, placed: dict[int, ClusterNode]) -> bool:
     ranks = {device for one in assignment.ranks for device in one.devices}
     for devices in dict.fromkeys(one.devices for one in assignment.replicas):
         new = [device for device in devices if device not in ranks and device not in placed]
@@ -107,7 +109,7 @@ def _place_replicas(assignment: DeviceAssignment, rooms: _Rooms, placed: dict[in
     return True
 
 
-def _missing(assignment: DeviceAssignment, nodes: Sequence[Node], why: str) -> ConfigError:
+def _missing(assignment: DeviceAssignment, nodes: Sequence[ClusterNode], why: str) -> ConfigError:
     width = _width(assignment.replicas)
     wanted = f"{len(assignment.ranks)} of the trainer (train.ranks)"
     if len(assignment.ranks) < assignment.devices:

@@ -299,6 +299,8 @@ class WeightsConfig(Section):
     """With an adapter, send the base only to replicas without it, or ``always``: with every version, for comparison."""
     senders: Literal["auto"] | Positive = "auto"
     """How many trainer ranks send the weights, each its share: 1 to ``train.ranks``; auto: several between machines."""
+    keep_old_version: bool = False
+    """Give a replica room for two more versions: the old one serves during a transfer, and after a failed one."""
     update_weights_bucket_megabytes: Mebibytes | None = None
     """Size of a slab of the slab ring, MiB; null: a default for the device."""
     timeout_s: Seconds = 60.0

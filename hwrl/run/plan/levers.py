@@ -110,7 +110,7 @@ def _free(config: Config, hardware: Hardware) -> Iterator[Lever]:
     train = config.train
     if train.activation_checkpointing is False:
         yield Lever((("train.activation_checkpointing", "auto"),), "time, only as memory needs it")
-    if getattr(config.weights, "keep_old_version", False):
+    if config.weights.keep_old_version:
         yield Lever((("weights.keep_old_version", False),), "a failed transfer leaves a replica without weights")
     if train.shard_ranks not in (None, train.ranks):
         yield Lever((("train.shard_ranks", None),), "weights are gathered from all ranks")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hwrl.errors import ConfigError
 from hwrl.interfaces import ALWAYS, Capability, MemoryCause, Phase, Support, peak_phase, phase_nbytes
-from hwrl.run.cluster.nodes import Node, place_on_nodes
+from hwrl.run.cluster.nodes import ClusterNode, place_on_nodes
 from hwrl.run.cluster.placement import DeviceAssignment, assign_devices, choose_transport
 from hwrl.run.config import Config
 from hwrl.run.plan.links import Link, links_of
@@ -116,7 +116,7 @@ def _assign(config: Config, hardware: Hardware) -> DeviceAssignment:
         width=config.rollout.tensor_parallel,
         may_share=True,
     )
-    nodes = [Node(f"node {number}", hardware.devices // hardware.nodes) for number in range(hardware.nodes)]
+    nodes = [ClusterNode(f"node {number}", hardware.devices // hardware.nodes) for number in range(hardware.nodes)]
     place_on_nodes(assignment, nodes, shard_ranks=config.train.shard_ranks)
     return assignment
 
@@ -149,10 +149,12 @@ def _devices(
 
 def _peak(on_it: Sequence[PlannedProcess], *, in_turns: bool) -> tuple[tuple[Phase, ...], int]:
     """Return the phase of each process at the device's peak, and its bytes. In turns only one of them steps."""
-    choices = [tuple(peak_phase(one.causes) for one in on_it)]
+    choices: list[tuple[Phase, ...]] = [tuple(peak_phase(one.causes) for one in on_it)]
     if in_turns and len(on_it) > 1:
-        choices = [tuple(_turn(index == active) for index in range(len(on_it))) for active in range(len(on_it))]
-        choices.append(("transfer",) * len(on_it))
+        count = len(on_it)
+        choices = [tuple(_turn(index == active) for index in range(count)) for active in range(count)]
+        transfer: Phase = "transfer"
+        choices.append((transfer,) * count)
 
     def nbytes(phases: tuple[Phase, ...]) -> int:
         return sum(phase_nbytes(one.causes, phase) for one, phase in zip(on_it, phases, strict=True))

@@ -98,7 +98,7 @@ def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, .
 
 def keeps_old(config: Config) -> bool:
     """Return whether a replica has room for two versions beside its engine."""
-    return getattr(config.weights, "keep_old_version", False)
+    return config.weights.keep_old_version
 
 
 def plugin_memory(

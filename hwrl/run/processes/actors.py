@@ -310,7 +310,7 @@ class TrainActor:
         return 0.0
 
     def set_up(
-        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int
+        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int = 1
     ) -> HeldDevices | None:
         """Build this rank and return its device. The ranks wait for each other."""
         with large_imports():

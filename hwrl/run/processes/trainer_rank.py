@@ -48,7 +48,7 @@ class TrainerRank:
         store_address: str,
         incarnation: int,
         transport: TransportName,
-        senders: int,
+        senders: int = 1,
     ) -> None:
         self._config, self._inputs, self._rank = config, inputs, rank
         store = connect_store(store_address)

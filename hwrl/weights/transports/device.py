@@ -204,8 +204,10 @@ class DeviceReceiver:
         """Queue the whole transfer; return the senders' sums and the last operation of each lane."""
         under_way: collections.deque[tuple[Pending, SlabLease]] = collections.deque()
         newest = [collections.deque[Pending](maxlen=of_sender.count) for of_sender in lanes]
+        most = self._context.slabs * len(lanes)
+        most = min(most, destination.slots or most)
         for index, share in enumerate(divide_slabs(receiving.layout, len(lanes))):
-            if len(under_way) >= self._context.slabs:
+            if len(under_way) >= most:
                 _store(*under_way.popleft(), destination, sums)
             lease = destination.memory_for(index)
             newest[share].append(lanes[share].broadcast(lease.memory))

@@ -7,9 +7,12 @@ are packed into a ring of slabs. Receivers open it once, and copy one window of 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +26,7 @@ from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
 _NO_WINDOW = "null"
+_LOOK_S = 1e-4  # a window takes a millisecond between two devices
 
 
 def _window_key(number: int) -> str:
@@ -189,12 +193,31 @@ class Window:
         return cls(handles, stay, places)
 
 
+class _Reading:
+    """A window whose copies are queued: ``number`` is the window's; ``copied`` comes after the last copy."""
+
+    def __init__(self, number: int, memories: list[torch.Tensor]) -> None:
+        self.number, self.memories = number, memories
+        self.copied: Any = None
+
+    def finish(self, receiving: ReceiverRound) -> None:
+        """Wait for the copies, close the memories, and let the sender have the window again."""
+        self.copied.synchronize()
+        self.memories.clear()
+        receiving.tell(_taken_key(self.number))
+
+
 class IpcReceiver:
-    """Opens the sender's memory and copies from it, window by window."""
+    """Opens the sender's memory and copies from it, window by window.
+
+    Copies have a stream of their own: slabs are summed and unpacked beside them. The next window's copies are queued
+    before this window's are done, if the sender has shown it by then, so the link between two devices is never idle.
+    """
 
     def __init__(self, context: ReceiverContext) -> None:
         self._backend = context.backend
-        self._streams: list[StreamLike] = []
+        self._copying: StreamLike | None = None
+        self._storing: StreamLike | None = None
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
@@ -206,20 +229,15 @@ class IpcReceiver:
         if not sums.slabs:
             return torch.empty_like(sums.values)
         opened: dict[str, torch.Tensor] = {}  # memories that stay open for later windows
-        first_note = receiving.wait_for_note(_window_key(0))
-        window, theirs, first, number = Window.read(first_note, max_places=sums.slabs + 1), None, 0, 0
+        under_way: collections.deque[_Reading] = collections.deque()
+        note = receiving.wait_for_note(_window_key(0))
         try:
-            with clock.span(self._backend):
-                while True:
-                    theirs = self.copy_window(window, self._open(window, opened), first, destination, sums)
-                    receiving.tell(_taken_key(number))
-                    if theirs is not None:
-                        return theirs
-                    first, number = first + len(window.places), number + 1
-                    note = receiving.wait_for_note(_window_key(number))
-                    window = Window.read(note, max_places=sums.slabs + 1 - first)
+            with clock.span(self._backend), self._streams():
+                return self._copy_windows(note, opened, under_way, receiving, destination, sums)
         finally:
-            opened.clear()  # not left to the garbage collector: the traceback of an error keeps this frame
+            for reading in under_way:  # not left to the garbage collector: the traceback of an error keeps this frame
+                reading.memories.clear()
+            opened.clear()
 
     def abort(self) -> None:
         """Do nothing: memory is open during receive only."""
@@ -227,36 +245,74 @@ class IpcReceiver:
     def close(self) -> None:
         """Do nothing: memory is open during receive only."""
 
+    @contextlib.contextmanager
+    def _streams(self) -> Iterator[None]:
+        """Order both streams after the current one; at the end wait for their work."""
+        self._copying = self._copying or self._backend.stream()
+        self._storing = self._storing or self._backend.stream()
+        current = self._backend.current_stream()
+        self._copying.wait_stream(current)
+        self._storing.wait_stream(current)
+        try:
+            yield
+        finally:
+            for stream in (self._copying, self._storing, current):
+                stream.synchronize()
+
+    def _copy_windows(
+        self,
+        note: bytes | None,
+        opened: dict[str, torch.Tensor],
+        under_way: collections.deque[_Reading],
+        receiving: ReceiverRound,
+        destination: Destination,
+        sums: Checksums,
+    ) -> torch.Tensor:
+        first = number = 0
+        while True:
+            note = note or receiving.wait_for_note(_window_key(number))
+            window = Window.read(note, max_places=sums.slabs + 1 - first)
+            under_way.append(_Reading(number, self._open(window, opened)))
+            theirs = self.copy_window(window, under_way[-1], first, destination, sums)
+            first, number = first + len(window.places), number + 1
+            while len(under_way) > 1:
+                under_way.popleft().finish(receiving)
+            note = None
+            if theirs is None:
+                note = _find_early(receiving, _window_key(number), under_way[0].copied)
+            if note is None:
+                under_way.popleft().finish(receiving)
+            if theirs is not None:
+                return theirs
+
     def copy_window(
-        self, window: Window, memories: list[torch.Tensor], first: int, destination: Destination, sums: Checksums
+        self, window: Window, reading: _Reading, first: int, destination: Destination, sums: Checksums
     ) -> torch.Tensor | None:
-        """Copy the slabs of ``window``, from slab ``first`` on, and close ``memories``. Blocks.
+        """Queue the copies of the slabs of ``window``, from slab ``first`` on.
 
         Returns the sender's sums if the window holds them.
         """
-        # Two streams in turn: while one slab is summed and unpacked, the next is copied.
-        self._streams = self._streams or [self._backend.stream() for _ in range(2)]
-        current = self._backend.current_stream()
-        for stream in self._streams:
-            stream.wait_stream(current)
+        copying, storing = self._copying, self._storing
+        assert copying is not None and storing is not None, "receive makes them"
         theirs = None
-        try:
-            for index, (number, offset) in enumerate(window.places, first):
+        for index, (number, offset) in enumerate(window.places, first):
+            with copying:
                 if index == sums.slabs:
                     theirs = torch.empty_like(sums.values)
-                    theirs.copy_(_part(memories, number, offset, theirs.nbytes).view(torch.int64))
+                    part = _part(reading.memories, number, offset, theirs.nbytes).view(torch.int64)
+                    theirs.copy_(part, non_blocking=True)
+                    del part
                     break
-                stream = self._streams[index % len(self._streams)]
-                with stream:
-                    lease = destination.memory_for(index)
-                    lease.memory.copy_(_part(memories, number, offset, lease.memory.numel()), non_blocking=True)
-                    sums.add(index, lease.memory)
-                    destination.store(lease)
-                    lease.in_use_until(stream.record_event())
-        finally:
-            for stream in (*self._streams, current):
-                stream.synchronize()
-            memories.clear()
+                lease = destination.memory_for(index)
+                part = _part(reading.memories, number, offset, lease.memory.numel())
+                lease.memory.copy_(part, non_blocking=True)
+                del part  # a name would keep the memory open
+            storing.wait_event(copying.record_event())
+            with storing:
+                sums.add(index, lease.memory)
+                destination.store(lease)
+                lease.in_use_until(storing.record_event())
+        reading.copied = copying.record_event()
         return theirs
 
     def _open(self, window: Window, opened: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -274,6 +330,16 @@ class IpcReceiver:
         return memories
 
 
+def _find_early(receiving: ReceiverRound, key: str, copied: Any) -> bytes | None:
+    """Return the sender's note if it comes before the event ``copied``, else None."""
+    while not copied.query():
+        note = receiving.find_note(key)
+        if note is not None:
+            return note
+        time.sleep(_LOOK_S)
+    return None
+
+
 def _part(memories: list[torch.Tensor], number: int, offset: int, nbytes: int) -> torch.Tensor:
     available = memories[number].numel()  # no local name for the memory: an error's traceback would keep it open
     if offset + nbytes > available:
@@ -285,5 +351,5 @@ def _unreadable(why: str) -> TransferFailedError:
     return TransferFailedError("the sender's memory cannot be opened", why=why, fix="use the same hwrl on both sides")
 
 
-# Each tensor that is sent in place is a memory to open, so all tensors below a quarter of a slab are packed.
+# Each tensor that is sent in place is a memory to open, so all tensors that fit into a slab are packed.
 IPC = Transport(IpcPayload, IpcSender, IpcReceiver, packs_large_tensors=True)
