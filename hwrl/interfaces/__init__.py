@@ -21,6 +21,7 @@ from hwrl.interfaces.handles import Handle
 from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
 from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
+from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, Place, peak_phase, phase_nbytes
 from hwrl.interfaces.probing import (
     PROBE_ROOT,
     Finding,
@@ -41,6 +42,8 @@ from hwrl.interfaces.rollout import (
 from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
 
 __all__ = [
+    "ACTIVE",
+    "ALWAYS",
     "API_VERSION",
     "MEMORY_TAGS",
     "PROBE_ROOT",
@@ -62,11 +65,14 @@ __all__ = [
     "LentState",
     "LentTensor",
     "LoraSettings",
+    "MemoryCause",
     "MemoryInfo",
     "Moved",
     "OffloadedState",
     "PciDevice",
     "Pending",
+    "Phase",
+    "Place",
     "ProbeContext",
     "ProbeResult",
     "PromptGroup",
@@ -81,5 +87,7 @@ __all__ = [
     "TrainEngine",
     "Transfer",
     "WeightOffer",
+    "peak_phase",
+    "phase_nbytes",
     "without_device_files",
 ]

@@ -49,7 +49,8 @@ class EngineSettings:
     ``min_learning_rate_ratio``. A micro-batch has at most ``micro_batch_tokens`` tokens. ``temperature`` is the
     sampling temperature, and so part of the policy. Parameters and optimizer state are float32; ``dtype`` is the dtype
     of forward and backward passes, and of published weights. With ``lora`` the engine freezes the model and trains an
-    adapter on it; the adapter's initial values depend on ``seed``. With ``param_offload`` and ``optimizer_offload``,
+    adapter on it; the adapter's initial values depend on ``seed``. ``context_parallel`` ranks share each micro-batch.
+    With ``param_offload`` and ``optimizer_offload``,
     parameters and optimizer state are in host memory outside :meth:`TrainEngine.on_device`. With
     ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice; ``auto``
     does that to as many layers as the device's memory needs. ``compile`` compiles the layers; ``auto`` does that if
@@ -78,6 +79,7 @@ class EngineSettings:
     host_step: bool = False
     lora: LoraSettings | None = None
     seed: int = 0
+    context_parallel: int = 1
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 0."""
@@ -99,7 +101,7 @@ class TrainEngine(ABC):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index of this rank's share of a batch. Ranks with parts of one copy of the model have the same index."""
+        """The index of this rank's share of a batch. Ranks that share one have the same index."""
         return 0
 
     @property

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
+from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch
 from hwrl.models import logits_at
-from hwrl.train.packing import MicroBatch, make_pack, make_rows
+from hwrl.train.context_parallel import ContextGroup
+from hwrl.train.packing import MicroBatch, PackShare, make_pack, make_rows
 from hwrl.train.scoring import OutputScorer
 
 _PACKED = "hwrl_packed"
@@ -32,10 +35,10 @@ _log = logging.getLogger("hwrl.train")
 
 
 class PackedAttention:
-    """The attention function of transformers for packs, on ``backend``."""
+    """The attention function of transformers for packs, on ``backend``; with ``context``, for its ranks' shares."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, context: ContextGroup | None = None) -> None:
+        self._backend, self._context = backend, context
 
     def __call__(
         self,
@@ -52,7 +55,8 @@ class PackedAttention:
     ) -> tuple[torch.Tensor, None]:
         """Take query, key and value (1 × heads × length × size); return 1 × length × heads × size.
 
-        A call without ``cu_seq_lens_q``, the boundaries of a pack, is one on padded rows.
+        With a context group the length is that of this rank's share of the pack. A call without ``cu_seq_lens_q``, the
+        boundaries of a pack, is one on padded rows.
         """
         if cu_seq_lens_q is None:
             rows: Any = AttentionInterface()[_ROWS]
@@ -61,17 +65,21 @@ class PackedAttention:
             )
             return attended
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        if self._context is not None:
+            q, k, v = self._context.to_heads(q, k, v)
         packed = self._backend.varlen_attention(
             q, k, v, cu_seqlens=cu_seq_lens_q, max_length=max_length_q, scale=scaling
         )
+        if self._context is not None:
+            packed = self._context.to_tokens(packed)
         return packed[None], None
 
 
 class _TrialAttention(PackedAttention):
     """Notes the layers that call it, and what they ask for beyond plain causal attention."""
 
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
+    def __init__(self, backend: Backend, context: ContextGroup | None) -> None:
+        super().__init__(backend, context)
         self.layers: set[int] = set()
         self.refused: set[str] = set()
 
@@ -93,26 +101,36 @@ class CausalModel:
     """How to call one model: in packs or in padded rows, with its output layer replaced or with logits.
 
     :meth:`prove` finds out; before, calls have padded rows and logits. It registers an attention function with
-    transformers, under a name for all models of the process. ``level`` is that of the log lines.
+    transformers, under a name for all models of the process with as many ranks in their ``context``, the group of ranks
+    that share each pack. ``level`` is that of the log lines.
     """
 
-    def __init__(self, *, backend: Backend, scorer: OutputScorer, level: int = logging.WARNING) -> None:
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        scorer: OutputScorer,
+        level: int = logging.WARNING,
+        context: ContextGroup | None = None,
+    ) -> None:
         self.scorer, self._level = scorer, level
         self.packs = self.scores = False
-        self._backend = backend
+        self._backend, self._context = backend, context
+        self._attention = _PACKED if context is None else f"{_PACKED}_{context.size}"
 
     def __call__(self, model: Any, part: MicroBatch) -> torch.Tensor:
         """Return log-probability and entropy of ``part.targets`` (2 × targets, float32)."""
         if self.scores:
-            return self._with_scores(model, part)[0].t()
+            return score_pass(model, part, self.scorer)[0].t()
         return self._from_logits(model, part)
 
     @torch.no_grad()
     def prove(self, model: Any, *, dtype: torch.dtype) -> None:
         """Call ``model`` on a few short rows in several ways, and choose the fastest with the right result.
 
-        ``dtype`` is that of the computation. Logs the reasons for padded rows and for logits. Collective on ranks that
-        share the model; with FSDP2 its weights may stay whole.
+        ``dtype`` is that of the computation. Logs the reasons for padded rows and for logits. With a context group,
+        raises ConfigError with the reason for padded rows. Collective on ranks that share the model or a pack; with
+        FSDP2 its weights may stay whole.
         """
         batch, name = _short_rows(model), type(model).__name__
         with torch.compiler.set_stance("force_eager"):
@@ -123,28 +141,16 @@ class CausalModel:
                 )
             why = _why_not_static(model) or self._why_not_packed(model, batch, dtype)
         self.packs = not why
+        if why and self._context is not None:
+            raise ConfigError(
+                f"{name} cannot be trained with train.context_parallel={self._context.size}",
+                why=f"ranks can share packs only, and it trains on padded rows: {why}",
+                fix="set train.context_parallel=1",
+            )
         if why:
             _log.log(self._level, "%s trains on padded rows, not on packs: %s", name, why)
 
     # -- one call -----------------------------------------------------------------------------------------------
-
-    def _with_scores(self, model: Any, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result of the model, and that of its output layer: the scores (targets × 2).
-
-        They pass through the model, because FSDP2 prepares the backward pass at its results.
-        """
-        output = model.get_output_embeddings()
-        made: list[torch.Tensor] = []
-
-        def score(hidden: torch.Tensor) -> torch.Tensor:
-            chosen = hidden.flatten(0, 1).index_select(0, part.places)
-            scores = self.scorer(chosen, output.weight, output.bias, part.targets)
-            made.append(scores.t()[None].clone())  # no view: FSDP2 hooks the result
-            return made[0]
-
-        with _forward_of(output, score):
-            result = model(**_inputs(part)).logits
-        return result[0], made[0][0]
 
     def _from_logits(self, model: Any, part: MicroBatch) -> torch.Tensor:
         logits = logits_at(model, part.places, **_inputs(part))
@@ -156,30 +162,60 @@ class CausalModel:
         """Return whether nothing but a plain matrix product lies between the last hidden states and the result."""
         if type(model.get_output_embeddings()) is not torch.nn.Linear:
             return False
-        return torch.equal(*self._with_scores(model, self._rows(batch, torch.arange(batch.rows))))
+        return torch.equal(*score_pass(model, self._rows(batch, torch.arange(batch.rows)), self.scorer))
 
     def _rows(self, batch: Batch, rows: torch.Tensor) -> MicroBatch:
         return make_rows(batch, rows, device=self._backend.device())
 
     def _why_not_packed(self, model: Any, batch: Batch, dtype: torch.dtype) -> str:
         every = torch.arange(batch.rows)
-        parts = [self._rows(batch, every[row : row + 1]) for row in every]
-        wanted = torch.cat([self._from_logits(model, part)[0] for part in parts])
-        trial, before = _TrialAttention(self._backend), model.config._attn_implementation
+        wanted = torch.zeros(batch.tokens.shape)
+        for row in every:
+            part = self._rows(batch, row[None])
+            wanted[part.rows, part.columns] = self._from_logits(model, part)[0, : part.trained_tokens].cpu()
+        trial, before = _TrialAttention(self._backend, self._context), model.config._attn_implementation
         AttentionInterface.register(_TRIAL, trial)
         model.config._attn_implementation = _TRIAL
-        pack = make_pack(batch, every, device=self._backend.device())
         try:
-            packed = self(model, pack)[0, : pack.trained_tokens]
+            off = self._distance(model, batch, every, wanted)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError) as exc:  # a kernel, or a model, that refuses
             why = f"a pack is refused: {' '.join(str(exc).split())[:200]}"
         else:
-            why = _why_wrong(model, trial, float((packed - wanted).abs().mean()), dtype)
-        AttentionInterface.register(_PACKED, PackedAttention(self._backend))
-        model.config._attn_implementation = before if why else _PACKED
+            why = _why_wrong(model, trial, off, dtype)
+        AttentionInterface.register(self._attention, PackedAttention(self._backend, self._context))
+        model.config._attn_implementation = before if why else self._attention
         return why
+
+    def _distance(self, model: Any, batch: Batch, rows: torch.Tensor, wanted: torch.Tensor) -> float:
+        """Return the mean distance of a pack's log-probabilities from ``wanted``: the largest of the ranks'."""
+        share = PackShare() if self._context is None else self._context.share
+        pack = make_pack(batch, rows, device=self._backend.device(), share=share)
+        packed = self(model, pack)[0, : pack.trained_tokens].cpu()
+        off = float((packed - wanted[pack.rows, pack.columns]).abs().mean())
+        if self._context is None:
+            return off
+        return self._context.largest(off if math.isfinite(off) else math.inf)
+
+
+def score_pass(model: Any, part: MicroBatch, scorer: OutputScorer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``model`` with ``scorer`` in place of its output layer; return the result of the model, and the scores.
+
+    The scores (targets × 2) pass through the model, because FSDP2 prepares the backward pass at its results.
+    """
+    output = model.get_output_embeddings()
+    made: list[torch.Tensor] = []
+
+    def score(hidden: torch.Tensor) -> torch.Tensor:
+        chosen = hidden.flatten(0, 1).index_select(0, part.places)
+        scores = scorer(chosen, output.weight, output.bias, part.targets)
+        made.append(scores.t()[None].clone())  # no view: FSDP2 hooks the result
+        return made[0]
+
+    with replaced_forward(output, score):
+        result = model(**_inputs(part)).logits
+    return result[0], made[0][0]
 
 
 def _why_wrong(model: Any, trial: _TrialAttention, off: float, dtype: torch.dtype) -> str:
@@ -205,7 +241,7 @@ def _inputs(part: MicroBatch) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
+def replaced_forward(module: torch.nn.Module, forward: Any) -> Iterator[None]:
     """Replace the forward method of ``module`` inside the block; its hooks stay."""
     module.forward = forward
     try:

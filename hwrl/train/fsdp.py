@@ -17,7 +17,7 @@ from hwrl.comm import Comm, Group, HashStore
 from hwrl.discovery import kernels
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
-from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
+from hwrl.lora import adapter_name, base_name, save_adapter, with_adapter
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
 from hwrl.models import load_tokenizer, model_identity
@@ -27,6 +27,7 @@ from hwrl.train.adamw import build_adamw
 from hwrl.train.causal import CausalModel
 from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
+from hwrl.train.context_parallel import make_context_group
 from hwrl.train.kernels import apply_kernels
 from hwrl.train.loading import WeightReader, allocate, open_model, own_slice, persistent_buffers, read_weights
 from hwrl.train.packing import MicroBatch
@@ -45,7 +46,7 @@ class FsdpEngine(PolicyEngine):
     unless it steps on the host). :attr:`model` has the float32 parameters; those below an adapter are in ``dtype``.
     On one rank with another ``dtype``, a copy in that dtype computes; on several, FSDP2 casts. Gradients are float32.
     Each rank reads its own part of the weights. The model is always in evaluation mode: dropout would add noise to the
-    ratio to the behaviour policy.
+    ratio to the behaviour policy. ``settings.context_parallel`` neighbouring ranks share each pack.
 
     With ``settings.host_step`` on one rank, the engine makes the process's default group, and :meth:`close` ends it.
     """
@@ -57,6 +58,9 @@ class FsdpEngine(PolicyEngine):
             if group is None:  # FSDP2 needs one
                 group = self._own_group = Comm(backend).init_default(store=HashStore(), rank=0, size=1)
         super().__init__(settings, backend=backend, group=group)
+        self._context = make_context_group(
+            settings.context_parallel, directory=settings.model_directory, group=group, backend=backend
+        )
         self._dtype = settings.dtype
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
         directory = settings.model_directory
@@ -64,7 +68,7 @@ class FsdpEngine(PolicyEngine):
         self._saved = SavedNames.of(model)
         if settings.lora is not None:
             self.base = _agreed_identity(directory, group, backend)
-            model = _with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
+            model = with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._compiler = self._make_compiler()
         self._memory = StateMemory.of(
@@ -80,7 +84,7 @@ class FsdpEngine(PolicyEngine):
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         where = torch.device("cpu") if settings.host_step else backend.device()
         self.optimizer = build_adamw(self._trained, device=where, **self._hyperparameters())
-        self._causal = CausalModel(backend=backend, scorer=self.scorer, level=self._level)
+        self._causal = CausalModel(backend=backend, scorer=self.scorer, level=self._level, context=self._context)
         self._causal.prove(self.compute_model, dtype=settings.dtype)
         if self._sharded is not None:
             self._sharded.reshard()
@@ -142,12 +146,13 @@ class FsdpEngine(PolicyEngine):
             self.scorer.forward = self._compiler.compiled(self.scorer.forward)
             self.scorer.backward = self._compiler.compiled(self.scorer.backward)
         gathers_inside = self._sharded is not None and len(outer) < len(layers)
+        communicates = gathers_inside or self._context is not None
         self._checkpointing = ActivationCheckpointing(
             outer,
             setting=self.settings.activation_checkpointing,
             backend=self._backend,
             room_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary) - self._owed_nbytes(),
-            agree=self._largest if gathers_inside else None,  # else the ranks gather a layer's weights around it
+            agree=self._largest if communicates else None,  # else the ranks gather a layer's weights around it
         )
 
     def _largest(self, number: int) -> int:
@@ -168,11 +173,11 @@ class FsdpEngine(PolicyEngine):
 
     @property
     def data_parallel_rank(self) -> int:
-        return 0 if self._group is None else self._group.rank
+        return 0 if self._group is None else self._group.rank // self._share.count
 
     @property
     def data_parallel_size(self) -> int:
-        return self._ranks
+        return self._ranks // self._share.count
 
     @contextmanager
     def on_device(self, *, optimizer: bool) -> Iterator[Moved]:
@@ -351,15 +356,6 @@ def _agreed_identity(directory: Path, group: Group | None, backend: Backend) -> 
     word = torch.tensor([identity], dtype=torch.int64, device=backend.device())
     group.broadcast(word, src=0)
     return int(word.item())
-
-
-def _with_adapter(model: Any, lora: LoraSettings, *, seed: int, base_dtype: torch.dtype) -> Any:
-    """Put an adapter in float32 into ``model``, on the meta device; the frozen rest gets ``base_dtype``."""
-    adapted = add_adapter(model, lora, seed=seed)
-    for parameter in adapted.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(base_dtype)
-    return adapted
 
 
 def _require_not_offloaded(settings: EngineSettings) -> None:

@@ -23,14 +23,31 @@ class Boundaries:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """The tokens of one forward pass, all on one device.
+class PackShare:
+    """Share ``index`` of the ``count`` equal shares of a pack's tokens: for ranks with one share each."""
 
-    ``input_ids`` and ``position_ids`` (rows × length, int64); a pack has one row, and ``boundaries``. The response
-    tokens are ``targets`` (int64), predicted at ``places`` (int64), indices into the flattened inputs. Both are padded
-    to a rounded number: only the first ``trained_tokens`` count. ``rows`` and ``columns`` (int64, on the host) are
-    their indices in the batch. The float32 tensors have one number for each of them. ``real_tokens`` counts the inputs
-    without padding.
+    index: int = 0
+    count: int = 1
+
+    def of(self, tokens: int) -> slice:
+        """Return the share of ``tokens``, a multiple of :attr:`count`.
+
+        >>> PackShare(1, 4).of(8)
+        slice(2, 4, None)
+        """
+        size = tokens // self.count
+        return slice(self.index * size, (self.index + 1) * size)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The tokens of one forward pass, all on one device; or this rank's share of them.
+
+    ``input_ids`` and ``position_ids`` (rows × length, int64); a pack has one row, and the ``boundaries`` of all shares.
+    The response tokens are ``targets`` (int64), predicted at ``places`` (int64), indices into the flattened inputs.
+    Both are padded to a rounded number: only the first ``trained_tokens`` count. ``rows`` and ``columns`` (int64, on
+    the host) are their indices in the batch. The float32 tensors have one number for each of them. ``real_tokens``
+    counts the inputs without padding.
     """
 
     input_ids: torch.Tensor
@@ -100,11 +117,12 @@ _TOKEN_STEP = 128
 """Packs of many tokens are padded to a multiple of this; at most one part in 32 is padding."""
 
 
-def make_pack(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> MicroBatch:
+def make_pack(batch: Batch, rows: torch.Tensor, *, device: torch.device, share: PackShare = PackShare()) -> MicroBatch:
     """Return the rows with the indices ``rows`` (int64) of ``batch``, end to end, on ``device``.
 
     The last token of a row is only a target. An empty pack has one token and no target. Padding belongs to the last
-    row, behind its tokens: causal attention hides it.
+    row, behind its tokens: causal attention hides it. Of the pack, only ``share`` is there: its inputs, and the targets
+    predicted at them. Each share of a pack has at least one input.
     """
     lengths = (batch.lengths()[rows] - 1).clamp(min=0)
     row = rows.repeat_interleave(lengths)
@@ -112,10 +130,13 @@ def make_pack(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> Micr
     column = torch.arange(len(row)) - starts.repeat_interleave(lengths)
     total = max(1, len(row))
     size = min(rounded(total, bits=6), -(-total // _TOKEN_STEP) * _TOKEN_STEP)
+    size = -(-size // share.count) * share.count
     filled = torch.zeros(2, 1, size, dtype=torch.long)
     filled[0, 0, : len(row)], filled[1, 0, : len(row)] = batch.tokens[row, column], column
     boundaries = _boundaries([length for length in lengths.tolist() if length] or [1], size=size)
-    return _micro_batch(batch, row, column, filled[0], filled[1], boundaries, torch.arange(len(row)), device)
+    mine = share.of(size)
+    row, column, inputs = row[mine], column[mine], filled[:, :, mine]
+    return _micro_batch(batch, row, column, inputs[0], inputs[1], boundaries, torch.arange(len(row)), device)
 
 
 def _boundaries(lengths: list[int], *, size: int) -> Boundaries:

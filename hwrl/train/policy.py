@@ -14,8 +14,9 @@ import torch
 from hwrl.errors import EngineError
 from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, TokenLoss, TrainEngine
 from hwrl.train.activations import ranks_on_device, usable_nbytes
+from hwrl.train.context_parallel import ContextGroup
 from hwrl.train.losses import mismatch_kl
-from hwrl.train.packing import MicroBatch, make_pack, make_rows, plan_packs
+from hwrl.train.packing import MicroBatch, PackShare, make_pack, make_rows, plan_packs
 from hwrl.train.scoring import OutputScorer
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ class PolicyEngine(TrainEngine):
 
     ``group`` is the default process group of the training ranks (None: one rank). :attr:`updates` counts the
     optimizer steps, and is the position in the schedule. A subclass restores it with its state. :attr:`scorer`
-    computes the results of the output layer.
+    computes the results of the output layer. A subclass may let the ranks of :attr:`_context` share each pack.
     """
+
+    _context: ContextGroup | None = None
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
         self.settings = settings
@@ -73,7 +76,7 @@ class PolicyEngine(TrainEngine):
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         with self._backend.range("hwrl.pack"):
             plan = self._plan(batch)
-        tokens = self._reduce([batch.trained_tokens], op="sum")[0]
+        tokens = self._reduce([sum(part.trained_tokens for part in plan)], op="sum")[0]
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
         try:
@@ -102,7 +105,7 @@ class PolicyEngine(TrainEngine):
             for part in parts:
                 logprobs, _ = self.forward(part)
                 result[part.rows, part.columns] = logprobs.cpu()
-        return result
+        return result if self._context is None else self._context.add(result)
 
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
@@ -131,20 +134,27 @@ class PolicyEngine(TrainEngine):
         lengths, limit = (batch.lengths() - 1).clamp(min=0).tolist(), self.settings.micro_batch_tokens
         parts = list(batch.micro_batches(max_tokens=limit))
         padded = sum(len(rows) * lengths[rows[0]] for rows in parts)
-        form = make_pack if self._packs and self._packing_pays(sum(lengths) / max(1, padded)) else make_rows
-        if form is make_pack:
+        packs = self._packs and self._packing_pays(sum(lengths) / max(1, padded))
+        if packs:
             parts = [torch.tensor(rows) for rows in plan_packs(lengths, max_tokens=limit)]
         most = max(1, int(self._reduce([len(parts)], op="max")[0]))
-        if form is make_pack and len(parts) < most:
+        if packs and len(parts) < most:
             parts = [torch.tensor(rows) for rows in plan_packs(lengths, max_tokens=limit, packs=most)]
         parts += [_NO_ROWS] * (most - len(parts))
+        form = functools.partial(make_pack, share=self._share) if packs else make_rows
         return [form(batch, rows.long(), device=self._backend.device()) for rows in parts]
+
+    @property
+    def _share(self) -> PackShare:
+        return PackShare() if self._context is None else self._context.share
 
     def _packing_pays(self, real_share: float) -> bool:
         """Return whether packs are faster than padded rows, of which ``real_share`` is no padding.
 
         Without a fused kernel the boundaries cost up to a quarter of a step of the demo, on a CPU core.
         """
+        if self._context is not None:  # its ranks cannot share padded rows
+            return True
         return self._backend.supports(Capability.VARLEN_ATTENTION).usable or real_share < 2 / 3
 
     def _passes(self, plan: Iterable[MicroBatch]) -> Generator[MicroBatch]:
@@ -153,7 +163,7 @@ class PolicyEngine(TrainEngine):
 
     def _usable_nbytes(self, *, vocabulary: int) -> int:
         """Return the bytes of the device that this rank can still allocate beside its scores over ``vocabulary``."""
-        scores = self.scorer.needed_nbytes(self.settings.micro_batch_tokens, vocabulary)
+        scores = self.scorer.needed_nbytes(self.settings.micro_batch_tokens // self._share.count, vocabulary)
         return usable_nbytes(self._backend.memory_info(), ranks=self._ranks_on_device, scores_nbytes=scores)
 
     # -- ranks --------------------------------------------------------------------------------------------------
@@ -168,13 +178,13 @@ class PolicyEngine(TrainEngine):
         return {name: value / tokens for name, value in zip(names, sums, strict=True)}
 
     def _reduce(self, values: list[float], *, op: Literal["sum", "max"]) -> list[float]:
-        """Return ``values`` reduced over the shares of the batch. Ranks with the same share have the same values."""
+        """Return ``values`` reduced over the batch. Ranks with the same tokens have the same values."""
         if self._group is None:
             return values
         tensor = torch.tensor(values, dtype=torch.float32, device=self._backend.device())
         self._group.all_reduce(tensor, op=op)
         if op == "sum":
-            tensor /= self._ranks // self.data_parallel_size
+            tensor /= self._ranks // (self.data_parallel_size * self._share.count)
         reduced: list[float] = tensor.tolist()
         return reduced
 

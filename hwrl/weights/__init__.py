@@ -14,11 +14,12 @@ from hwrl.weights.engine_receiver import EngineReceiver, Taken
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.members import LinkMembers
+from hwrl.weights.memory import receiver_nbytes, sender_nbytes
 from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
 from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.report import TransferReport
 from hwrl.weights.scatter import CopyRule, Scattered, whole_rules
-from hwrl.weights.sender import WeightSender
+from hwrl.weights.sender import WeightSender, slab_sizes
 from hwrl.weights.shared_reads import SharedReads, SharedWeights
 from hwrl.weights.slabs import SlabRing
 from hwrl.weights.source import WeightShard, WeightSource, gather_weights
@@ -61,7 +62,10 @@ __all__ = [
     "WeightShard",
     "WeightSource",
     "gather_weights",
+    "receiver_nbytes",
     "ring_nbytes_of",
     "ring_slots",
+    "sender_nbytes",
+    "slab_sizes",
     "whole_rules",
 ]

@@ -18,7 +18,12 @@ from hwrl_bench.ways import one_line
 
 HELP = "an optimizer step over rows of different lengths, against plain torch over rows of one length"
 
-_ROWS = {"tiny": RaggedRows(8, mean=48, longest=256, prompt=16), "1.7b": RaggedRows(128), "4b": RaggedRows(96)}
+_ROWS = {
+    "tiny": RaggedRows(8, mean=48, longest=256, prompt=16),
+    "0.6b": RaggedRows(128),
+    "1.7b": RaggedRows(128),
+    "4b": RaggedRows(96),
+}
 _DEFAULT_WAYS = ("hwrl", "reference compiled")
 
 
@@ -50,6 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rows", type=positive_int, help="rows of a step (default: 128 for 1.7b, 96 for 4b)")
     parser.add_argument(
+        "--mean", type=positive_int, metavar="TOKENS", help="mean length of a response (default: about 1030; tiny 48)"
+    )
+    parser.add_argument(
+        "--longest", type=positive_int, metavar="TOKENS", help="of a row (default: in the same relation to the mean)"
+    )
+    parser.add_argument(
         "--new-lengths",
         action="store_true",
         help="other lengths in each step of hwrl's ways: new shapes to compile for",
@@ -74,7 +85,9 @@ def _way(text: str) -> tuple[str, int | None]:
 def run(args: argparse.Namespace) -> int:
     """Measure each way in processes of its own, print and write each at once; fail if hwrl could not be measured."""
     rows = _ROWS[args.model]
-    rows = RaggedRows(args.rows or rows.rows, rows.mean, rows.longest, rows.prompt)
+    mean = args.mean or rows.mean
+    longest = args.longest or max(mean, rows.longest * mean // rows.mean)
+    rows = RaggedRows(args.rows or rows.rows, mean, longest, rows.prompt)
     result: dict[str, Any] = {
         "benchmark": "train",
         "model": args.model,

@@ -28,8 +28,11 @@ ENGINE_WAYS: dict[str, dict[str, Any]] = {
     "hwrl no checkpointing": {"activation_checkpointing": False},
     "hwrl compiled": {"compile": True},
     "hwrl uncompiled": {"compile": False},
+    "hwrl shared": {},
 }
 """Ways of hwrl's engine: what differs from the defaults of EngineSettings."""
+
+_SHARED = "hwrl shared"
 
 REFERENCE_WAYS: dict[str, dict[str, bool]] = {
     "reference compiled": {"compiled": True, "checkpointing": False},
@@ -72,6 +75,11 @@ class TrainWay:
         """The way's name in the result."""
         return f"{self.name}@{self.tokens}" + (f" on {self.ranks}" if self.ranks > 1 else "")
 
+    @property
+    def context_parallel(self) -> int:
+        """The number of devices that share each pack, and so the rows."""
+        return self.ranks if self.name == _SHARED else 1
+
     def why_not(self) -> str | None:
         """Return the reason if this hwrl cannot run the way, else None."""
         known = {field.name for field in dataclasses.fields(EngineSettings)}
@@ -103,14 +111,14 @@ def measure(rank: int, address: str, way: TrainWay, workload: TrainWorkload, rou
     made_s = time.perf_counter() - begin
     _reset_peak(backend)
     lengths = [lengths_of(number if workload.new_lengths else 0) for number in range(1 + rounds)]
-    timed = [_timed(backend, step, each, workload, seed=rank) for each in lengths]
-    shape, prompt = MODELS[workload.model], workload.rows.prompt
+    timed = [_timed(backend, step, each, workload, seed=rank // way.context_parallel) for each in lengths]
+    shape, prompt, sharing = MODELS[workload.model], workload.rows.prompt, way.context_parallel
     row = {
         "make_s": made_s,
         "warm_up_s": timed[0][0],
         "seconds": [seconds for seconds, _ in timed[1:]],
-        "tokens": [sum(each) + len(each) * prompt for each in lengths[1:]],
-        "flops": [step_flops(shape, each, prompt=prompt) for each in lengths[1:]],
+        "tokens": [(sum(each) + len(each) * prompt) / sharing for each in lengths[1:]],
+        "flops": [step_flops(shape, each, prompt=prompt) / sharing for each in lengths[1:]],
         "loss": timed[-1][1]["loss"],
         "metrics": timed[-1][1],
         "recompilations": sum(metrics.get("recompilations", 0.0) for _, metrics in timed[1:]),
@@ -167,6 +175,7 @@ def make_engine_step(
         total_steps=1000,
         micro_batch_tokens=way.tokens,
         dtype=dtype,
+        context_parallel=way.context_parallel,
         **ENGINE_WAYS[way.name],
     )
     with random_weights(backend, on_host=group is not None):  # one rank keeps the whole model on its device anyway

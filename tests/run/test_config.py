@@ -107,6 +107,14 @@ def test_settings_that_cannot_work_together_are_refused(tmp_path: Path) -> None:
     ):
         load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=4"])
     assert load_config(write(tmp_path, MINIMAL), [*few, "algorithm.mini_batches=7", "train.engine=megatron"])
+    shared = [*few, "train.context_parallel=2"]
+    assert load_config(write(tmp_path, MINIMAL), [*shared, "algorithm.mini_batches=7"])
+    with pytest.raises(ConfigError, match=r"ranks=2 / train\.context_parallel=2 \* algorithm\.mini_batches=8"):
+        load_config(write(tmp_path, MINIMAL), [*shared, "algorithm.mini_batches=8"])
+    with pytest.raises(ConfigError, match="context_parallel=2 must divide ranks=3"):
+        load_config(write(tmp_path, MINIMAL), ["train.ranks=3", "train.context_parallel=2"])
+    with pytest.raises(ConfigError, match="context_parallel=2 is for engine=fsdp, not for megatron"):
+        load_config(write(tmp_path, MINIMAL), ["train.ranks=2", "train.context_parallel=2", "train.engine=megatron"])
     with pytest.raises(ConfigError, match=r"eval\.every_steps=5 needs data\.eval"):
         load_config(write(tmp_path, MINIMAL), ["eval.every_steps=5"])
     with pytest.raises(ConfigError, match=r"set free_cache_engine=true, too"):

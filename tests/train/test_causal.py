@@ -9,18 +9,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    CohereConfig,
     FalconConfig,
     Gemma3TextConfig,
-    GPT2Config,
-    GraniteConfig,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
-    OPTConfig,
     PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
     Qwen3NextConfig,
 )
 
@@ -29,19 +23,8 @@ from hwrl.interfaces import Batch
 from hwrl.train import MicroBatch, OutputScorer
 from hwrl.train.causal import CausalModel
 from hwrl.train.packing import make_pack, make_rows
+from tests.support.packed_models import PACKED, SIZES, Leaking, random_model
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.4,  # far from uniform, so that a wrong position or boundary shows
-    "pad_token_id": 0,
-}
-GPT2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=48, n_positions=64, initializer_range=0.4)
 ROPE: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -54,19 +37,6 @@ HYBRID: dict[str, Any] = {
 FALCON = FalconConfig(
     vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, initializer_range=0.4
 )
-PACKED: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=False),
-    "qwen2-tied": Qwen2Config(**{**SIZES, "head_dim": 8}, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SIZES),
-    "gpt2": GPT2,
-    "opt": OPTConfig(
-        vocab_size=48, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
-    ),
-    "mistral-without-window": MistralConfig(**SIZES, sliding_window=None),
-    "gemma3-capped-logits": Gemma3TextConfig(**SIZES, final_logit_softcapping=2.0, layer_types=["full_attention"] * 2),
-    "cohere-scaled-logits": CohereConfig(**{**SIZES, "head_dim": 8}, logit_scale=0.3),
-    "granite-scaled-logits": GraniteConfig(**{**SIZES, "head_dim": 8}, logits_scaling=3.0),
-}
 ROWS: dict[str, tuple[PretrainedConfig, str]] = {
     "mistral": (MistralConfig(**SIZES, sliding_window=64), "its attention has a sliding window"),
     "gemma3": (Gemma3TextConfig(**SIZES), "it has layers of sliding_attention"),
@@ -80,9 +50,7 @@ ALL = PACKED | {name: config for name, (config, _) in ROWS.items()}
 
 
 def proven(config: PretrainedConfig, *, dtype: torch.dtype = torch.float32) -> tuple[Any, CausalModel]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = random_model(config)
     causal = CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer(0.8, 3 * 48))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         causal.prove(model, dtype=dtype)
@@ -153,18 +121,6 @@ def test_a_plain_call_of_a_model_that_packs_is_right() -> None:
     other.load_state_dict(model.state_dict())
     tokens = batch().tokens
     torch.testing.assert_close(model(tokens).logits, other(tokens).logits)
-
-
-class Leaking(torch.nn.Module):
-    """A layer whose tokens see the token before, in another row too."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        seen: torch.Tensor = self.layer(hidden + hidden.roll(1, 1), **inputs)
-        return seen
 
 
 def test_the_trial_finds_a_model_whose_rows_see_each_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -184,6 +184,8 @@ class TrainConfig(Section):
     """The plugin's own settings, checked by the plugin."""
     ranks: Processes = 1
     """Training processes. They share one model."""
+    context_parallel: Processes = 1
+    """Neighbouring ranks that [share each pack](training.md#long-rows): a divisor of ``ranks``."""
     shard_ranks: Processes | None = None
     """Ranks that shard one copy of the model, neighbours; the others have copies of it. null: all ``ranks``."""
     steps: Positive = 100
@@ -215,6 +217,17 @@ class TrainConfig(Section):
     def _options_are_a_plugins(self) -> TrainConfig:
         if self.engine == FSDP and self.engine_options:
             raise ValueError(f"engine_options are for a plugin's engine, and engine={FSDP} has none")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_can_share_packs(self) -> TrainConfig:
+        if self.context_parallel > 1 and self.engine != FSDP:
+            raise ValueError(f"context_parallel={self.context_parallel} is for engine={FSDP}, not for {self.engine}")
+        if self.ranks % self.context_parallel:
+            raise ValueError(
+                f"context_parallel={self.context_parallel} must divide ranks={self.ranks}: that number of ranks shares "
+                "each pack"
+            )
         return self
 
     @model_validator(mode="after")
@@ -361,12 +374,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _every_rank_has_a_response(self) -> Config:
-        shares = self.train.ranks if self.train.engine == FSDP else 1  # a plugin's ranks may share a response
+        train = self.train  # a plugin's ranks may share a response, too
+        shares = train.ranks // train.context_parallel if train.engine == FSDP else 1
+        each = f"train.ranks={shares}"
+        if train.context_parallel > 1:
+            each = f"train.ranks={train.ranks} / train.context_parallel={train.context_parallel}"
         responses = self.train.batch_groups * self.rollout.n
         if self.algorithm.mini_batches * shares > responses:
             raise ValueError(
                 f"the {responses} responses of a step (train.batch_groups={self.train.batch_groups} * rollout.n="
-                f"{self.rollout.n}) must be at least one for each rank in each mini-batch: train.ranks={shares} * "
+                f"{self.rollout.n}) must be at least one for each rank in each mini-batch: {each} * "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
             )
         return self

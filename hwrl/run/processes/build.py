@@ -13,7 +13,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.interfaces import EngineSettings, RolloutEngine, RolloutSettings, Sampling, TrainEngine
+from hwrl.interfaces import RolloutEngine, Sampling, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
@@ -42,6 +42,8 @@ from hwrl.rollout import (
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
+from hwrl.run.plan import check_replica
+from hwrl.run.processes.settings import engine_settings, rollout_settings
 from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
@@ -153,18 +155,8 @@ def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt
 
 
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
-    settings = RolloutSettings(
-        model_directory=config.model.path,
-        dtype=compute_dtype(config),
-        eos_ids=_eos_ids(config.model.path, tokenizer),
-        max_running=config.rollout.max_running,
-        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        seed=seed,
-        temperature=config.rollout.temperature,
-        lora=config.model.lora,
-        may_sleep=config.rollout.free_cache_engine,
-        tensor_parallel=config.rollout.tensor_parallel,
-    )
+    settings = rollout_settings(config, eos_ids=_eos_ids(config.model.path, tokenizer), seed=seed)
+    check_replica(config, get_backend())
     if config.rollout.engine == EMBEDDED:
         return EmbeddedEngine.from_settings(settings, backend=get_backend())
     engine: RolloutEngine = load_rollout_engine(config)(
@@ -199,23 +191,7 @@ def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Gr
 
 def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
     """Return the train engine with the model's weights."""
-    settings = EngineSettings(
-        model_directory=config.model.path,
-        total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        temperature=config.rollout.temperature,
-        dtype=compute_dtype(config),
-        param_offload=config.train.param_offload,
-        optimizer_offload=config.train.optimizer_offload,
-        activation_checkpointing=config.train.activation_checkpointing,
-        compile=config.train.compile,
-        fused_kernels=config.train.fused_kernels,
-        shard_ranks=config.train.shard_ranks,
-        host_step=config.train.host_step,
-        lora=config.model.lora,
-        seed=config.seed,
-        **config.optimizer.model_dump(),
-    )
+    settings = engine_settings(config)
     if config.train.engine == FSDP:
         return FsdpEngine(settings, backend=get_backend(), group=group)
     engine: TrainEngine = load_train_engine(config)(
@@ -278,8 +254,3 @@ def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManag
         staging=config.checkpoint.staging,
         group=group,
     )
-
-
-def compute_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of forward and backward passes, rollout and export."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]

@@ -111,6 +111,17 @@ def test_the_command_measures_hwrl_and_the_reference_one_after_the_other(
     assert printed.index("hwrl@128") < printed.index("reference@256") < printed.index("of ref.")
 
 
+def test_devices_that_share_each_pack_share_the_rows(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    words = ["bench", "train", "--ways", "hwrl shared", "--ranks", "1", "2", "--rows", "1", "--mean", "200"]
+    assert main([*words, "--dtype", "float32", "--rounds", "1", "--json", str(target)]) == 0
+    result = json.loads(target.read_text())
+    alone, shared = result["ways"].values()
+    assert result["rows"]["longest"] == 256 * 200 // 48 and alone["tokens"] == [result["rows"]["tokens"]]
+    assert shared["tokens"] == [alone["tokens"][0] / 2] and shared["flops"] == [alone["flops"][0] / 2]
+    assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
 def test_each_step_may_have_rows_of_new_lengths(tmp_path: Path) -> None:
     MODELS["tiny"].write(tmp_path)
     rows = RaggedRows(3, 24, 128, 16)

@@ -1,0 +1,70 @@
+"""Refuse at the start what surely cannot fit: the certain memory of a process is more than its device has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hwrl.errors import DeviceMemoryError
+from hwrl.interfaces import Backend, Capability, MemoryCause, peak_phase, phase_nbytes
+from hwrl.run.cluster.placement import has_devices
+from hwrl.run.config import Config
+from hwrl.run.plan.plan import gib, needs
+from hwrl.run.plan.processes import certain_rank_memory, certain_worker_memory
+
+
+def check_rank(config: Config, backend: Backend, *, rank: int, alone: bool) -> None:
+    """Raise DeviceMemoryError if this trainer rank surely needs more than its device has.
+
+    ``alone``: all processes of the run are on this machine. If the device is the host itself, the first rank then
+    counts all of them. Does nothing on a backend without memory statistics.
+    """
+    if not backend.supports(Capability.MEMORY_STATS).usable:
+        return
+    total = backend.memory_info().total_nbytes
+    if has_devices(backend):
+        _check("a trainer rank", certain_rank_memory(config), total, config)
+    elif rank == 0:
+        _check_host(config, total, alone=alone)
+
+
+def check_replica(config: Config, backend: Backend) -> None:
+    """Raise DeviceMemoryError if a worker of this replica surely needs more than its device has."""
+    if backend.supports(Capability.MEMORY_STATS).usable and has_devices(backend):
+        total = backend.memory_info().total_nbytes
+        _check("a replica worker", certain_worker_memory(config, device_nbytes=total), total, config)
+
+
+def _check_host(config: Config, total: int, *, alone: bool) -> None:
+    rank = certain_rank_memory(config)
+    needed, whose, causes = _nbytes(rank), "a trainer rank", list(rank)
+    if alone:
+        worker = certain_worker_memory(config, device_nbytes=total)
+        needed = config.train.ranks * _nbytes(rank) + config.rollout.replicas * _nbytes(worker)
+        whose = f"{config.train.ranks} trainer rank(s) with {config.rollout.replicas} replica(s)"
+        causes += worker
+    if needed > total:
+        raise _too_small(whose, needed, total, causes, config)
+
+
+def _check(whose: str, causes: Iterable[MemoryCause], total: int, config: Config) -> None:
+    known = [one for one in causes if one.place == "device"]
+    phase = peak_phase(known)
+    needed = phase_nbytes(known, phase)
+    if needed > total:
+        raise _too_small(whose, needed, total, [one for one in known if phase in one.phases], config)
+
+
+def _nbytes(causes: Iterable[MemoryCause]) -> int:
+    known = list(causes)
+    on_device, on_host = peak_phase(known), peak_phase(known, place="host")
+    return phase_nbytes(known, on_device) + phase_nbytes(known, on_host, place="host")
+
+
+def _too_small(whose: str, needed: int, total: int, causes: Iterable[MemoryCause], config: Config) -> DeviceMemoryError:
+    parts = ", ".join(f"{one.cause} {gib(one.nbytes)}" for one in causes if one.nbytes)
+    devices = config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel
+    return DeviceMemoryError(
+        "the run does not fit",
+        why=f"{needs(whose, needed, total)}: at least {parts}; activations and buffers come on top",
+        fix=f"`hwrl plan CONFIG --devices {devices} --memory {total >> 20}MiB` names settings that fit",
+    )
