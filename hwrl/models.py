@@ -68,7 +68,7 @@ def _parameters_on_meta() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign] # as above
 
 
 def load_model_config(directory: Path) -> Any:
@@ -146,6 +146,7 @@ def require_loadable(directory: Path, model: Any, shapes: Mapping[str, Sequence[
             dtype=model.dtype,
             state_dict=tensors,
             device_map={"": "meta"},
+            trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
