@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=_MODELS, default="awkward", help="what is sent (default awkward)")
     parser.add_argument("--mib", type=positive_int, default=256, help="size of the awkward model, MiB (default 256)")
     parser.add_argument("--receivers", type=positive_int, default=1, help="receiving processes (default 1)")
+    parser.add_argument("--senders", type=positive_int, default=1, help="sending processes (default 1)")
     parser.add_argument("--rounds", type=positive_int, default=9, help="measurements of each way (default 9)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=f"only these of: {', '.join(WAYS)}")
     parser.add_argument("--slab-mib", type=positive_int, help="slab size, MiB (default: what suits the device)")
@@ -61,12 +62,13 @@ def _peer(name: str) -> str:
 
 @dataclass(frozen=True)
 class TransferWorkload:
-    """The tensors to send, and the slabs to send them in; ``slab_nbytes`` None is the transport's choice."""
+    """The tensors to send by so many ``senders`` in slabs; ``slab_nbytes`` None is the transport's choice."""
 
     model: str
     nbytes: int
     slab_nbytes: int | None
     slabs: int
+    senders: int = 1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,10 +76,13 @@ def run(args: argparse.Namespace) -> int:
     from hwrl.comm import serve_store, store_address
     from hwrl.testing import run_processes
 
-    store, size = serve_store(), 1 + args.receivers
+    store, size = serve_store(), args.senders + args.receivers
     slab_nbytes = None if args.slab_mib is None else args.slab_mib << 20
-    workload = TransferWorkload(args.model, args.mib << 20, slab_nbytes, args.slabs)
-    plan = BenchPlan(_usable_ways(args.ways or tuple(WAYS), size=size), args.rounds, _WARM_UP)
+    workload = TransferWorkload(args.model, args.mib << 20, slab_nbytes, args.slabs, args.senders)
+    ways = _usable_ways(args.ways or tuple(WAYS), size=size)
+    if args.senders > 1:  # only the device transport has several
+        ways = tuple(way for way in ways if way in RAW or way.startswith("hwrl device"))
+    plan = BenchPlan(ways, args.rounds, _WARM_UP)
     ranks = run_processes(measure, size, size, store_address(store), plan, workload, timeout_s=900.0)
     result = _result(args, ranks)
     names = PEERS if "all" in args.peers else dict.fromkeys(args.peers)
@@ -151,7 +156,11 @@ def _set_up(rank: int, size: int, address: str, plan: BenchPlan, workload: Trans
     if "copy on the device" not in plan.ways:
         group = comm.standalone_group(worker.store, rank=rank, size=size, name="raw", timeout_s=300.0)
     payload = BenchPayload(workload.model, nbytes=workload.nbytes, device=comm.backend.device())
-    return TransferSetup(worker, payload, group, workload.slab_nbytes, workload.slabs)
+    trainers, receivers, senders = None, size - workload.senders, workload.senders
+    if senders > 1 and not 0 < rank <= receivers:
+        own = max(0, rank - receivers)
+        trainers = comm.standalone_group(worker.store, rank=own, size=senders, name="trainers", timeout_s=300.0)
+    return TransferSetup(worker, payload, group, workload.slab_nbytes, workload.slabs, trainers)
 
 
 class _TransferProcess:
@@ -240,6 +249,7 @@ def _result(args: argparse.Namespace, ranks: list[dict[str, Any]]) -> dict[str, 
         "benchmark": "weights",
         **first["model"],
         "receivers": args.receivers,
+        "senders": args.senders,
         "bit_exact": all(row["bit_exact"] for row in ways.values()),
         "ways": ways,
         "small_publish_median_s": statistics.median(first["small_s"]),
@@ -276,7 +286,8 @@ def _way_times(ranks: list[list[dict[str, Any]]], nbytes: int) -> dict[str, Any]
 
 
 def _table(result: dict[str, Any]) -> str:
-    size = f"{result['payload_nbytes'] / 1e6:.0f} MB in {result['tensors']} tensors, {result['receivers']} receiver(s)"
+    size = f"{result['payload_nbytes'] / 1e6:.0f} MB in {result['tensors']} tensors, "
+    size += f"{result['senders']} sender(s), {result['receivers']} receiver(s)"
     lines = [f"{size}, {machine_line(result)}"]
     lines.append(f"{'':<24}{'on the device':^28}{'with rendezvous and votes':^28}")
     lines.append(f"{'way':<24}{'median s':>10}{'GB/s':>8}{'of raw':>9}{'median s':>14}{'of raw':>9}")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from hwrl.comm import Group
+    from hwrl.weights import SharedReads
     from hwrl_bench.weights_payload import BenchPayload, Tensors
 
 
@@ -23,7 +24,7 @@ class TransferSetup:
     """The parts of one process, shared by all its ways.
 
     ``group`` is None where the processes share a device and cannot share a group. ``slab_nbytes`` None means the
-    transport's own choice.
+    transport's own choice. ``trainers`` is the group of several senders: rank 0, and the ranks after the receivers.
     """
 
     worker: BenchWorker
@@ -31,6 +32,7 @@ class TransferSetup:
     group: Group | None
     slab_nbytes: int | None
     slabs: int
+    trainers: Group | None = None
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Broadcast the tensors from rank 0, all of them under way at once."""
@@ -118,39 +120,60 @@ class TensorBroadcasts(PayloadWay):
 
 
 class WeightLink(PayloadWay):
-    """hwrl's weight link. ``in place``: into the receiver's tensors. ``flat``: also with one storage on each side."""
+    """hwrl's weight link. ``in place``: into the receiver's tensors. ``flat``: also with one storage on each side.
+
+    With several senders each has the whole weights, and sends its share.
+    """
 
     def __init__(
         self, setup: TransferSetup, *, transport: Any, into: Literal["new memory", "in place", "flat"] = "new memory"
     ) -> None:
-        from hwrl.weights import WeightReceiver, WeightSender
+        from hwrl.weights import CoSender, WeightReceiver, WeightSender
 
         super().__init__(setup)
-        store, name, slabs = self.worker.store, f"hwrl-{transport}-{into}".replace(" ", "-"), setup.slabs
+        senders = 1 if setup.trainers is None else setup.trainers.size
+        self._name = f"hwrl-{transport}-{into}".replace(" ", "-")
+        store, name, slabs = self.worker.store, self._name, setup.slabs
+        self._named = list(self.payload.views.items()) if into == "flat" else self.payload.named
+        self._flat = into == "flat"
+        if self.worker.rank and setup.trainers is not None:
+            self._end: Any = CoSender(store, name=name, slabs=slabs)
+            return
         if self.worker.rank:
             tensors: Tensors | None = None
             if into != "new memory":
                 tensors = self.payload.views if into == "flat" else self.payload.copies
             replica = f"r{self.worker.rank}"
-            self._end: Any = WeightReceiver(store, name=name, replica=replica, into=tensors, slabs=slabs)
+            self._end = WeightReceiver(store, name=name, replica=replica, into=tensors, slabs=slabs)
             return
-        self._named = list(self.payload.views.items()) if into == "flat" else self.payload.named
-        self._flat = into == "flat"
-        slab_nbytes = setup.slab_nbytes
-        self._end = WeightSender(
-            store, name=name, transport=transport, slab_nbytes=slab_nbytes, slabs=slabs, timeout_s=300.0
-        )
-        self._end.wait_for_receivers(self.worker.size - 1)
+        options: dict[str, Any] = {"slab_nbytes": setup.slab_nbytes, "slabs": slabs, "timeout_s": 300.0}
+        self._end = WeightSender(store, name=name, transport=transport, senders=senders, **options)
+        self._end.wait_for_receivers(self.worker.size - senders)
 
     def prepare(self) -> None:
-        if self.worker.rank == 0 and self._flat:
+        if self._flat and (self.worker.rank == 0 or self.setup.trainers is not None):
             self.payload.copy_into(self.payload.views)
 
     def send(self, version: int) -> TransferResult:
-        report = self._end.publish(version, self._named)
+        if self.setup.trainers is None:
+            report = self._end.publish(version, self._named)
+        else:
+            with self._shared() as shared:
+                report = self._end.publish(version, shared.sources[0])
         return TransferResult(stages=report.seconds, transfer_s=report.transfer_s)
 
+    def _shared(self) -> SharedReads:
+        from hwrl.weights import SharedReads, WeightSource, gather_weights
+
+        group = self.setup.trainers
+        source = WeightSource(lambda: iter(self._named), lambda: gather_weights(self._named, group, dtype=None))
+        return SharedReads([source], group)
+
     def receive(self, version: int) -> TransferResult:
+        if self.setup.trainers is not None:
+            with self._shared() as shared:
+                shared.follow({self._name: self._end})
+            return TransferResult()
         received = self._end.receive()
         return TransferResult(stages=received.seconds, transfer_s=received.transfer_s, tensors=received)
 

@@ -31,6 +31,15 @@ def test_the_benchmark_measures_every_way_bit_exactly(tmp_path: Path, capsys: py
     assert "of raw" in printed and "bit-exact" in printed
 
 
+def test_two_senders_of_the_benchmark_share_each_version(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    words = ["bench", "weights", "--mib", "4", "--rounds", "2", "--senders", "2", "--slab-mib", "1"]
+    assert main([*words, "--json", str(target)]) == 0
+    result = json.loads(target.read_text())
+    assert result["bit_exact"] is True and (result["senders"], result["receivers"]) == (2, 1)
+    assert {"hwrl device", "hwrl device flat"} <= set(result["ways"]) and "hwrl host" not in result["ways"]
+
+
 class IdleWay(PayloadWay):
     """Moves nothing, and shows the memory that another way filled in the same round."""
 
