@@ -197,7 +197,9 @@ def test_a_run_that_surely_cannot_fit_is_refused_with_the_words_of_the_plan(
 def test_a_trainer_rank_refuses_a_model_that_surely_does_not_fit_before_it_reads_weights(tmp_path: Path) -> None:
     config = load_config(write_demo(tmp_path, seed=1, prompts=16))
     path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 1 << 17, "intermediate_size": 1 << 19}))
+    large: dict[str, Any] = {"hidden_size": 1 << 13, "intermediate_size": 1 << 16, "num_hidden_layers": 100}
+    large["layer_types"] = ["full_attention"] * 100
+    path.write_text(json.dumps(json.loads(path.read_text()) | large))
     store = serve_store("127.0.0.1")
     with pytest.raises(DeviceMemoryError, match="the run does not fit"):
         TrainerRank(

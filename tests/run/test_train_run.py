@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -247,7 +248,9 @@ def test_a_model_that_lacks_a_tensor_ends_the_run_on_all_ranks_at_once(start: Ca
 
 def test_a_model_too_large_for_the_machine_is_refused_at_the_start(start: Callable[..., Run], demo: Path) -> None:
     path = demo / "model" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 1 << 17, "intermediate_size": 1 << 19}))
+    large: dict[str, Any] = {"hidden_size": 1 << 13, "intermediate_size": 1 << 16, "num_hidden_layers": 100}
+    large["layer_types"] = ["full_attention"] * 100
+    path.write_text(json.dumps(json.loads(path.read_text()) | large))
     run = start()
     assert run.wait() == 1
     assert "the run does not fit" in run.output() and "hwrl plan CONFIG" in run.output()
