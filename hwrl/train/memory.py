@@ -113,6 +113,8 @@ def _pass(measured: PassMemory, settings: EngineSettings, *, tokens: int, room: 
     beyond = measured.peak_nbytes(recomputed) - kept
     largest = "logits, a chunk at a time" if beyond == measured.scoring else "backward pass of a layer"
     activations = f"activations of {tokens:,} tokens, {recomputed} of {layers} layers recomputed"
+    if not measured.measured:
+        activations += ", by a rule of thumb"
     return (
         MemoryCause(activations, kept, phases=("step",), certain=False),
         MemoryCause(largest, beyond, phases=("step",), certain=False),

@@ -15,10 +15,14 @@ import pytest
 
 from hwrl.cli import main
 from hwrl.cli.plan import size
+from hwrl.comm import serve_store, store_address
 from hwrl.errors import DeviceMemoryError
 from hwrl.interfaces import MemoryInfo
 from hwrl.run import load_config
+from hwrl.run.demo import write_demo
+from hwrl.run.identity import identify_inputs
 from hwrl.run.plan import Hardware, RunPlan, check_rank, check_replica, make_plan, suggest
+from hwrl.run.processes.trainer_rank import TrainerRank
 from hwrl_cpu import INFO, CpuBackend
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -188,6 +192,25 @@ def test_a_run_that_surely_cannot_fit_is_refused_with_the_words_of_the_plan(
     assert main(command[1].replace("CONFIG", str(config_file)).split()) == 1
     assert "It does not fit" in capsys.readouterr().out
     check_replica(config, Small(1))  # the host is the device: the first rank has counted it
+
+
+def test_a_trainer_rank_refuses_a_model_that_surely_does_not_fit_before_it_reads_weights(tmp_path: Path) -> None:
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16))
+    path = tmp_path / "model" / "config.json"
+    large: dict[str, Any] = {"hidden_size": 1 << 13, "intermediate_size": 1 << 16, "num_hidden_layers": 100}
+    large["layer_types"] = ["full_attention"] * 100
+    path.write_text(json.dumps(json.loads(path.read_text()) | large))
+    store = serve_store("127.0.0.1")
+    with pytest.raises(DeviceMemoryError, match="the run does not fit"):
+        TrainerRank(
+            config,
+            inputs=identify_inputs(config),
+            rank=0,
+            store_address=store_address(store),
+            incarnation=0,
+            transport="device",
+            senders=1,
+        )
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

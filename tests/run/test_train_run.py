@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -241,6 +243,17 @@ def test_a_model_that_lacks_a_tensor_ends_the_run_on_all_ranks_at_once(start: Ca
     run = start("train.ranks=2")
     assert run.wait() == 1
     assert "it lacks model.norm.weight" in run.output()
+    assert "Traceback" not in run.output() and "start again" not in run.output()
+
+
+def test_a_model_too_large_for_the_machine_is_refused_at_the_start(start: Callable[..., Run], demo: Path) -> None:
+    path = demo / "model" / "config.json"
+    large: dict[str, Any] = {"hidden_size": 1 << 13, "intermediate_size": 1 << 16, "num_hidden_layers": 100}
+    large["layer_types"] = ["full_attention"] * 100
+    path.write_text(json.dumps(json.loads(path.read_text()) | large))
+    run = start()
+    assert run.wait() == 1
+    assert "the run does not fit" in run.output() and "hwrl plan CONFIG" in run.output()
     assert "Traceback" not in run.output() and "start again" not in run.output()
 
 
