@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -238,6 +239,7 @@ class _Target:
 def _child(target: _Target, rank: int, payload: bytes, pipe: Connection) -> None:
     import torch
 
+    gc.freeze()  # a collection that visited the inherited objects would copy all of their memory, for half a second
     faulthandler.register(_SHOW_STACKS, file=2, all_threads=True)
     torch.set_num_threads(1)
     value, error, text = None, None, ""
