@@ -40,7 +40,7 @@ def runs_here(name: str) -> bool:
 
 BACKENDS = [name for name in ("cpu", "cuda", "npu") if runs_here(name)]
 # The host alone has nothing to compare with. It learns in ci/npu, beside the simulated NPU, and in `make test-all`.
-pytestmark = [pytest.mark.long(40), *([pytest.mark.extended] if BACKENDS == ["cpu"] else [])]
+pytestmark = [pytest.mark.long(90), *([pytest.mark.extended] if BACKENDS == ["cpu"] else [])]
 
 
 def curve(config: Path, name: str) -> list[Metrics]:
