@@ -17,13 +17,14 @@ DEMO := demo/seed-$(SEED)
 # Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo check test test-all test-npu test-vllm crash-test fault-test clean
+.PHONY: help install demo check test test-all test-wheel test-npu test-vllm crash-test fault-test clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
 	@echo "make check   lint, types and all tests on the tree"
-	@echo "make test    make check, make test-npu, and the tests of packaging on the built wheel"
+	@echo "make test    make check, make test-wheel and make test-npu, side by side"
 	@echo "make test-all   the same with the tests marked extended, which repeat others with more sizes"
+	@echo "make test-wheel the tests of packaging on the built wheel"
 	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
 	@echo "make test-vllm  the tests of rollout on vLLM, which it installs into .venv-vllm"
 	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each (POINT=... repeats one)"
@@ -46,16 +47,19 @@ demo: $(INSTALLED)
 	$(HWRL_$(ENGINE)) train $(DEMO)/config.yaml rollout.engine=$(ENGINE) $(OPTIONS_$(ENGINE))
 
 check: $(INSTALLED)
-	ci/check
+	$(LIVE)ci/check $(TESTS)
+
+test-wheel: $(INSTALLED)
+	ci/wheel
 
 test-npu: $(INSTALLED)
-	ci/npu
-
-# The tree last: the last lines are then the summary of all of its tests.
-test: $(INSTALLED)
-	ci/wheel
 	ci/npu $(TESTS)
-	ci/check $(TESTS)
+
+# Tests wait for processes half of the time, so the wheel, and after it the NPU backend, are tested beside the tree. What
+# each of the three says comes at its end; the tree takes longest, so the summary of its tests is the last.
+test: $(INSTALLED)
+	@echo "testing the tree, the wheel and the NPU backend side by side; the output of each comes at its end"
+	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 LIVE=+ "TESTS=$(TESTS)" check test-wheel test-npu
 
 test-all: TESTS := -m ''
 test-all: export EXTENDED := yes

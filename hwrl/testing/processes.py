@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -25,7 +26,7 @@ from hwrl.errors import HwrlError
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _started = threading.Event()  # set when the process is there that children are forked from
-_preloaded = ["torch.distributed.tensor", "hwrl.comm"]
+_preloaded = ["hwrl.testing.uncollected", "torch.distributed.tensor", "hwrl.comm"]
 _GRACE_S = 5.0  # the other ranks' time to report after one failed: they often wait for it
 _SHOW_STACKS = signal.SIGUSR1
 _SHOW_S = 1.0
@@ -238,6 +239,8 @@ class _Target:
 def _child(target: _Target, rank: int, payload: bytes, pipe: Connection) -> None:
     import torch
 
+    gc.freeze()  # a collection that visited the inherited objects would copy all of their memory, for half a second
+    gc.enable()
     faulthandler.register(_SHOW_STACKS, file=2, all_threads=True)
     torch.set_num_threads(1)
     value, error, text = None, None, ""

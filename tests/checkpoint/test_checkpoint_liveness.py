@@ -16,7 +16,8 @@ from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
-TIMEOUT_S, NOTICE_S = 2.0, 5.0
+TIMEOUT_S, NOTICE_S = 4.0, 15.0
+PATIENT_S = 60.0  # of ranks that lose nobody: a busy machine may hold one up
 RANKS = 3
 
 
@@ -38,9 +39,11 @@ def _state(rank: int, step: int) -> dict[str, Any]:
     return {f"of rank {rank}": torch.full((3,), float(step)), "count": step}
 
 
-def _manager(group: Group, directory: Path, fs: DurableFS | None, async_save: bool) -> CheckpointManager:
+def _manager(
+    group: Group, directory: Path, fs: DurableFS | None, async_save: bool, *, timeout_s: float = TIMEOUT_S
+) -> CheckpointManager:
     return CheckpointManager(
-        directory, group=group, backend=BACKEND, timeout_s=TIMEOUT_S, async_save=async_save, fs=fs, max_ckpt_to_keep=1
+        directory, group=group, backend=BACKEND, timeout_s=timeout_s, async_save=async_save, fs=fs, max_ckpt_to_keep=1
     )
 
 
@@ -61,7 +64,10 @@ def _lose_one(rank: int, address: str, directory: Path, victim: int, async_save:
     told = _fail(manager, rank, 2)
     manager.close()
     survivors = [one for one in range(RANKS) if one != victim]
-    with group.rebuild(survivors=survivors) as rest, _manager(rest, directory, None, async_save) as again:
+    with (
+        group.rebuild(survivors=survivors) as rest,
+        _manager(rest, directory, None, async_save, timeout_s=PATIENT_S) as again,
+    ):
         again.save(3, _state(rest.rank, 3))
     return told
 
@@ -115,7 +121,7 @@ def _wait_for_the_slow(rank: int, address: str, directory: Path) -> None:
     class Slow(DurableFS):
         def before(self, operation: str, path: Path) -> None:
             if operation == "sync" and path.name == "__1_0.distcp":
-                time.sleep(2.5 * TIMEOUT_S)  # a slow disk, not synchronisation
+                time.sleep(1.5 * TIMEOUT_S)  # a slow disk, not synchronisation
 
     group = Comm(BACKEND).standalone_group(connect_store(address), rank=rank, size=2, name="both")
     with _manager(group, directory, Slow(), False) as manager:

@@ -207,7 +207,7 @@ def _disagree(rank: int, address: str, directory: Path) -> list[str]:
     texts: list[str] = []
     with _group(rank, address) as group:
         group.barrier()  # a rank may be slow to come, on devices
-        manager = CheckpointManager(directory, group=group, backend=BACKEND, timeout_s=2.0)
+        manager = CheckpointManager(directory, group=group, backend=BACKEND, timeout_s=5.0)
         for step in (rank, None if rank == 1 else 5):
             try:
                 if step is not None:

@@ -124,7 +124,7 @@ def _abort_from_another_thread(rank: int, address: str) -> float:
     group, other = (_group(rank, address, size=2, name=name) for name in ("doomed", "spared"))
     store = connect_store(address)
     if rank == 1:
-        assert not await_keys(store, ["aborted"], timeout_s=20.0)
+        assert not await_keys(store, ["aborted"], timeout_s=60.0)
         other.barrier()
         with pytest.raises(PeerLostError):
             group.recv(torch.empty(1), src=0)
@@ -194,7 +194,7 @@ def _operation_times_out(rank: int, address: str) -> None:
         with pytest.raises(CommTimeoutError, match=r"cannot warm up 'g'[\s\S]*did not come within 0.3 s: 1"):
             group.warm_up(timeout_s=0.3)
         connect_store(address).set("done", "")
-    assert not await_keys(connect_store(address), ["done"], timeout_s=20.0)
+    assert not await_keys(connect_store(address), ["done"], timeout_s=60.0)
 
 
 def test_timeouts_name_the_operation_the_group_and_the_absent_rank() -> None:

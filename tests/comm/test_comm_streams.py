@@ -17,6 +17,7 @@ from hwrl.testing.processes import Processes, run_processes
 from hwrl_cpu import INFO, CpuBackend
 
 TIMEOUT_S = 0.5
+SOON_S = 20.0  # far below every other limit of these tests
 
 
 class QueueingBackend(CpuBackend):
@@ -58,7 +59,7 @@ def test_complete_blocks_until_the_data_is_there() -> None:
 def _meet_nobody(rank: int, address: str) -> float:
     group, store = _pair(rank, address), connect_store(address)
     if rank == 1:
-        assert not await_keys(store, ["over"], timeout_s=20.0)
+        assert not await_keys(store, ["over"], timeout_s=60.0)
         return 0.0
     begin = time.monotonic()
     pending = group.recv(torch.zeros(4), src=1, async_op=True)
@@ -77,19 +78,19 @@ def _meet_nobody(rank: int, address: str) -> float:
 def test_a_peer_that_does_not_come_is_a_timeout_and_frees_the_group() -> None:
     store = serve_store()
     passed_s, _ = run_processes(_meet_nobody, 2, store_address(store))
-    assert TIMEOUT_S <= passed_s < TIMEOUT_S + 3.0
+    assert TIMEOUT_S <= passed_s < SOON_S
 
 
 def _close_what_was_only_queued(rank: int, address: str) -> list[float]:
     group, store = _pair(rank, address), connect_store(address)
-    group.timeout_s = 20.0
+    group.timeout_s = 60.0
     tensor = torch.full((1 << 20,), float(rank))
     if rank == 0:
         group.broadcast(tensor, src=0)
         threading.Timer(0.5, store.set, ("come", "")).start()
         group.close()  # waits until the other has come
         return [tensor.mean().item()]
-    assert not await_keys(store, ["come"], timeout_s=20.0)
+    assert not await_keys(store, ["come"], timeout_s=60.0)
     group.broadcast(tensor, src=0, async_op=True).complete()
     group.close()
     return [tensor.mean().item()]
@@ -103,7 +104,7 @@ def test_close_lets_what_is_queued_reach_the_peers() -> None:
 def _close_what_cannot_end(rank: int, address: str) -> float:
     group, store = _pair(rank, address), connect_store(address)
     if rank == 1:
-        assert not await_keys(store, ["over"], timeout_s=20.0)
+        assert not await_keys(store, ["over"], timeout_s=60.0)
         return 0.0
     group.recv(torch.zeros(4), src=1)
     begin = time.monotonic()
@@ -115,13 +116,13 @@ def _close_what_cannot_end(rank: int, address: str) -> float:
 def test_close_ends_what_cannot_end() -> None:
     store = serve_store()
     passed_s, _ = run_processes(_close_what_cannot_end, 2, store_address(store))
-    assert TIMEOUT_S <= passed_s < TIMEOUT_S + 3.0
+    assert TIMEOUT_S <= passed_s < SOON_S
 
 
 def _close_while_another_thread_waits(rank: int, address: str) -> str:
     group, store = _pair(rank, address), connect_store(address)
     if rank == 1:
-        assert not await_keys(store, ["over"], timeout_s=20.0)
+        assert not await_keys(store, ["over"], timeout_s=60.0)
         return ""
     group.timeout_s = 60.0
     ended: list[CommError] = []
@@ -150,7 +151,7 @@ def test_close_ends_what_another_thread_waits_for() -> None:
 
 def _lose_a_peer(rank: int, address: str) -> str:
     group, store = _pair(rank, address), connect_store(address)
-    group.timeout_s = 20.0
+    group.timeout_s = 60.0
     if rank == 1:
         store.set("ready", "")
         time.sleep(60.0)  # killed long before

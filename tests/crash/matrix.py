@@ -7,6 +7,7 @@ from this one. This one has imported everything and started no thread, so a life
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -358,6 +359,7 @@ class _Life:
 
 def _be_rank(life: _Life, rank: int, *, leader: int, reports: Connection) -> None:
     status = 1
+    gc.freeze()  # the collector would copy the memory of all inherited objects
     try:
         os.setpgid(0, leader)
         life.play(rank, reports)

@@ -48,7 +48,7 @@ class Examination:
     def wait(self, groups: list[PendingGroup]) -> list[PendingGroup]:
         for group in groups:
             assert group.scores is not None
-            group.scores.result(timeout=10)
+            group.scores.result(timeout=60)
         return groups
 
 

@@ -62,17 +62,17 @@ def ended(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, "it never came"
         time.sleep(0.01)
 
 
 def test_responses_are_scored_in_order_in_a_light_process_that_lives_on(start: Start) -> None:
-    assert score(start("length")).result(20).metrics == [{"reward": 1.0}, {"reward": 2.0}, {"reward": 3.0}]
+    assert score(start("length")).result(60).metrics == [{"reward": 1.0}, {"reward": 2.0}, {"reward": 3.0}]
     workers = start("identify")
     workers.wait_until_ready()
-    rows = [row for _ in range(2) for row in score(workers).result(20).metrics]
+    rows = [row for _ in range(2) for row in score(workers).result(60).metrics]
     assert {row["pid"] for row in rows} == {rows[0]["pid"]} and rows[0]["pid"] != os.getpid()
     assert [row["calls"] for row in rows] == [1, 2, 3, 4, 5, 6], "a module's globals stay"
     assert rows[0]["large"] == 0
@@ -92,14 +92,14 @@ def test_a_call_that_raises_is_repeated_in_the_same_process_then_the_prompt_has_
     start: Start, order: str, reason: str
 ) -> None:
     workers = start("obey", attempts=2)
-    scores = score(workers, order).result(20)
+    scores = score(workers, order).result(60)
     assert (scores.metrics, scores.errors) == ([{"reward": 1.0}], 2)
     assert scores.failure is not None and reason in scores.failure and "for the response '1 2'" in scores.failure
-    assert score(workers, order, [1]).result(20) == Scores([{"reward": 1.0}])
+    assert score(workers, order, [1]).result(60) == Scores([{"reward": 1.0}])
 
 
 def test_a_call_that_succeeds_at_last_counts_its_errors(start: Start) -> None:
-    assert score(start("fails_twice"), lengths=[1]).result(20) == Scores([{"reward": 1.0}], errors=2)
+    assert score(start("fails_twice"), lengths=[1]).result(60) == Scores([{"reward": 1.0}], errors=2)
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,17 @@ def test_a_call_that_succeeds_at_last_counts_its_errors(start: Start) -> None:
         ("crash", "was killed by SIGSEGV"),
         ("run out of memory", "was killed by SIGKILL"),
         ("close everything", "its worker"),
-        ("hang", "did not return within 0.3 s"),
-        ("hold the lock", "did not return within 0.3 s"),
+        ("hang", "did not return within 2 s"),
+        ("hold the lock", "did not return within 2 s"),
     ],
 )
 def test_a_call_that_ends_or_holds_its_process_fails_its_prompt_only(start: Start, order: str, reason: str) -> None:
-    workers = start("obey", workers=1, timeout_s=0.3)
+    workers = start("obey", workers=1, timeout_s=2.0)
     failing, next_one = score(workers, order), score(workers, order, [1])
-    scores = failing.result(20)
+    scores = failing.result(60)
     assert scores.failure is not None and reason in scores.failure and "for the response '1 2'" in scores.failure
     assert scores.errors == 1
-    assert next_one.result(20) == Scores([{"reward": 1.0}]), "a new process"
+    assert next_one.result(60) == Scores([{"reward": 1.0}]), "a new process"
 
 
 def test_a_call_that_forks_and_returns_twice_gives_no_answer_to_another_prompt(start: Start, tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_a_call_that_forks_and_returns_twice_gives_no_answer_to_another_prompt(s
         "    return {'reward': len(response), 'loaded': loaded}\n"
     )
     workers = start(f"{path}:f", workers=1)
-    first = score(workers, "fork", [1]).result(20)
+    first = score(workers, "fork", [1]).result(60)
     row = {"reward": 1.0, "loaded": first.metrics[0]["loaded"]}
 
     def is_replaced() -> bool:
-        scores = score(workers, None, [2]).result(20)
+        scores = score(workers, None, [2]).result(60)
         if scores.failure is not None:
             assert "answer to no question" in scores.failure
             return False
@@ -164,12 +164,12 @@ def test_a_frame_of_another_form_fails_its_prompt_only(start: Start, tmp_path: P
     of_another_prompt = b'[1, [[{"reward": 7.0}], 0, null]]'
     wrong_form = (b"{}", b"[3, []]", b"[4, [[], 0, null]]", b"[5, [[1], 0, null]]", b"[" * 9999)
     for frame in (b"5", *wrong_form, of_another_prompt):
-        assert "answer to no question" in str(score(workers, frame, [1]).result(20).failure), frame
-    assert score(workers, b"", [1]).result(20) == Scores([{"reward": 1.0}])
+        assert "answer to no question" in str(score(workers, frame, [1]).result(60).failure), frame
+    assert score(workers, b"", [1]).result(60) == Scores([{"reward": 1.0}])
 
 
 def test_long_errors_and_responses_are_shortened(start: Start) -> None:
-    failure = str(score(start("obey", attempts=1), "raise a long text", [2]).result(20).failure)
+    failure = str(score(start("obey", attempts=1), "raise a long text", [2]).result(60).failure)
     assert "ValueError('xxx" in failure and "…" in failure and len(failure) < 600
 
 
@@ -187,7 +187,7 @@ def test_a_second_process_that_hangs_while_it_loads_fails_a_prompt_and_holds_up_
     )
     workers = start(f"{path}:f", workers=1, timeout_s=0.5)
     workers.wait_until_ready()
-    assert "status 3" in str(score(workers, "end").result(20).failure)
+    assert "status 3" in str(score(workers, "end").result(60).failure)
     hanging, next_one = score(workers), score(workers, lengths=[1])
     assert "was not ready within" in str(hanging.result(60).failure)
     assert next_one.result(60) == Scores([{"reward": 1.0}])
@@ -203,7 +203,7 @@ def test_a_job_that_can_never_be_sent_fails(start: Start, monkeypatch: pytest.Mo
         send_frame(connection, content)
 
     monkeypatch.setattr(reward_workers, "send_frame", send)
-    assert "nobody listens" in str(score(start("length")).result(20).failure)
+    assert "nobody listens" in str(score(start("length")).result(60).failure)
 
 
 def test_a_process_that_does_not_take_its_first_frame_has_failed_to_start(
@@ -259,41 +259,41 @@ def test_the_users_module_has_none_of_our_future_imports(start: Start, tmp_path:
         "def typed(x: float): ...\n\n"
         "def f(prompt, response, answer):\n    return float(typed.__annotations__['x'] is float)\n"
     )
-    assert score(start(f"{path}:f"), lengths=[1]).result(20).metrics == [{"reward": 1.0}]
+    assert score(start(f"{path}:f"), lengths=[1]).result(60).metrics == [{"reward": 1.0}]
 
 
 @pytest.mark.parametrize("order", ["print", "ignore Ctrl-C", "set an alarm"])
 def test_what_a_call_may_do(start: Start, order: str) -> None:
-    assert score(start("obey"), order).result(20) == Scores([{"reward": 1.0}] * 3)
+    assert score(start("obey"), order).result(60) == Scores([{"reward": 1.0}] * 3)
 
 
 def test_an_error_without_a_text_is_reported(start: Start) -> None:
-    assert "ValueError" in str(score(start("obey"), "raise without a text").result(20).failure)
+    assert "ValueError" in str(score(start("obey"), "raise without a text").result(60).failure)
 
 
 def test_responses_and_answers_that_cannot_be_sent_fail_their_prompt(start: Start) -> None:
     workers = start("length")
-    assert "pickle" in str(score(workers, threading.Lock()).result(20).failure)
-    assert score(workers, lengths=[5]).result(20).metrics == [{"reward": 5.0}]
+    assert "pickle" in str(score(workers, threading.Lock()).result(60).failure)
+    assert score(workers, lengths=[5]).result(60).metrics == [{"reward": 5.0}]
     broken = RewardWorkers(f"{FUNCTIONS}:length", decode=lambda ids: str(ids[7]))
-    assert "IndexError" in str(score(broken).result(20).failure)
+    assert "IndexError" in str(score(broken).result(60).failure)
     broken.close()
 
 
 def test_waiting_prompts_get_more_processes_up_to_the_limit(start: Start) -> None:
     workers = start("takes_a_while", workers=2)
     workers.wait_until_ready()
-    scores = [score(workers, 0.3, [1]).result(20) for _ in range(2)]
+    scores = [score(workers, 0.3, [1]).result(60) for _ in range(2)]
     assert len({row["pid"] for one in scores for row in one.metrics}) == 1, "nothing waited"
     futures = [score(workers, 0.3, [1]) for _ in range(6)]
-    assert len({row["pid"] for future in futures for row in future.result(20).metrics}) == 2
+    assert len({row["pid"] for future in futures for row in future.result(60).metrics}) == 2
 
 
 def test_a_prompt_that_nobody_wants_is_not_scored(start: Start) -> None:
     workers = start("takes_a_while", workers=1)
     begun, dropped, last = (score(workers, seconds, [1]) for seconds in (0.3, 1e6, 0.0))
     assert dropped.cancel()
-    assert begun.result(20).failure is None and last.result(20).failure is None
+    assert begun.result(60).failure is None and last.result(60).failure is None
 
 
 @pytest.mark.parametrize("place", ["{path}:missing", "{path}/none.py:f", "tests.support.missing:f"])
@@ -302,7 +302,7 @@ def test_a_function_that_cannot_be_loaded_is_told(start: Start, tmp_path: Path, 
     workers = start(place.format(path=tmp_path / "reward.py"))
     with pytest.raises(DataError, match="reward"):
         workers.wait_until_ready()
-    assert score(workers).result(20).failure is not None
+    assert score(workers).result(60).failure is not None
 
 
 def test_a_function_that_only_one_process_can_load_is_called_by_that_one(start: Start, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_function_that_only_one_process_can_load_is_called_by_that_one(start: 
     )
     workers = start(f"{path}:f", workers=4)
     workers.wait_until_ready()
-    assert [future.result(20).failure for future in [score(workers, 0.2, [1]) for _ in range(4)]] == [None] * 4
+    assert [future.result(60).failure for future in [score(workers, 0.2, [1]) for _ in range(4)]] == [None] * 4
 
 
 def test_a_module_that_ends_its_process_is_told(start: Start, tmp_path: Path) -> None:
@@ -328,29 +328,29 @@ def test_a_new_process_runs_the_code_that_the_first_one_ran(start: Start, tmp_pa
     path.write_text("import os\n\ndef f(prompt, response, answer):\n    return answer or os._exit(0)\n")
     workers = start(f"{path}:f", source=path.read_bytes())
     path.write_text("def f(prompt, response, answer):\n    return 5.0\n")
-    assert score(workers, 0.0).result(20).failure is not None
-    assert score(workers, 2.0, [1]).result(20).metrics == [{"reward": 2.0}]
+    assert score(workers, 0.0).result(60).failure is not None
+    assert score(workers, 2.0, [1]).result(60).metrics == [{"reward": 2.0}]
 
 
 def test_a_call_that_is_killed_takes_along_what_it_started(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "child"
-    scores = score(start("leaves_a_child", timeout_s=1.0), str(file), [1]).result(20)
+    scores = score(start("leaves_a_child", timeout_s=4.0), str(file), [1]).result(60)
     assert "did not return" in str(scores.failure)
     wait_until(lambda: ended(int(file.read_text())))
 
 
 def test_a_process_that_dies_while_it_is_idle_costs_no_prompt(start: Start) -> None:
     workers = start("identify", workers=1)
-    first = int(score(workers).result(20).metrics[0]["pid"])
+    first = int(score(workers).result(60).metrics[0]["pid"])
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: ended(first))
-    again = score(workers).result(20)
+    again = score(workers).result(60)
     assert again.failure is None and again.metrics[0]["pid"] != first
 
 
 def test_closing_ends_processes_inside_of_a_call_and_cancels_what_waits(start: Start) -> None:
     workers = start("identify", workers=1)
-    pid = int(score(workers).result(20).metrics[0]["pid"])
+    pid = int(score(workers).result(60).metrics[0]["pid"])
     busy = start("obey", workers=1)
     running, waiting = score(busy, "hang"), score(busy, "hang")
     for each in (workers, busy):
@@ -389,11 +389,11 @@ def test_processes_end_with_their_replica_also_inside_of_a_call(tmp_path: Path) 
 
 def test_a_rollouter_hands_in_what_real_workers_scored_and_fails_what_hangs(start: Start) -> None:
     desk = Desk([0, 1])
-    workers = start("obey", timeout_s=0.3)
+    workers = start("obey", timeout_s=2.0)
     rollouter = rollouter_of(desk, rewards=workers, prompts=Ordering())
     step_until(rollouter, lambda: bool(desk.failed and desk.groups))
     assert [group.sequence_number for group in desk.groups] == [0]
-    assert desk.failed[0][0] == 1 and "did not return within 0.3 s for the response '1 2'" in desk.failed[0][1]
+    assert desk.failed[0][0] == 1 and "did not return within 2 s for the response '1 2'" in desk.failed[0][1]
     assert rollouter.stats()["reward_errors"] == 1
 
 
@@ -405,8 +405,8 @@ class Ordering(Lengths):
 
 
 def test_an_evaluation_whose_reward_hangs_says_so(start: Start) -> None:
-    rollouter = rollouter_of(Desk([]), rewards=start("obey", timeout_s=0.3))
+    rollouter = rollouter_of(Desk([]), rewards=start("obey", timeout_s=2.0))
     answer = rollouter.evaluate([Ordering()[1]])
     step_until(rollouter, answer.done)
-    with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within 0.3 s"):
+    with pytest.raises(DataError, match=r"1 of 1 evaluation prompts(.|\n)*did not return within 2 s"):
         answer.result(timeout=0)

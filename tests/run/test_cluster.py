@@ -37,7 +37,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_at_once(
     started_s = time.monotonic()
     with pytest.raises(ConfigError, match=says), ray_cluster(config, log=print):
         pass
-    assert time.monotonic() - started_s < 10.0, "Ray itself tries for 30 s"
+    assert time.monotonic() - started_s < 25.0, "Ray itself tries for 30 s"
 
 
 @pytest.mark.parametrize(("address", "local"), [("", True), ("local", True), ("elsewhere:6379", False)])

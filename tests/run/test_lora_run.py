@@ -27,11 +27,13 @@ def sleepy_reward(demo: Path) -> str:
     return f"reward.function={module}:score"
 
 
-@pytest.mark.parametrize("bypass_cpu", ["true", pytest.param("false", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    ("bypass_cpu", "ranks"), [("true", 2), ("false", 1), pytest.param("false", 2, marks=pytest.mark.extended)]
+)
 def test_the_base_travels_once_and_each_version_is_an_adapter(
-    start: Callable[..., Run], demo: Path, bypass_cpu: str
+    start: Callable[..., Run], demo: Path, bypass_cpu: str, ranks: int
 ) -> None:
-    run = start(*LORA, f"weights.bypass_cpu={bypass_cpu}", "train.ranks=2", "rollout.replicas=2")
+    run = start(*LORA, f"weights.bypass_cpu={bypass_cpu}", f"train.ranks={ranks}", f"rollout.replicas={ranks}")
     assert run.wait(timeout_s=TIMEOUT_S) == 0, run.output()
     assert_whole(run)
     assert sum(sent(run, "base_sent")) == 1

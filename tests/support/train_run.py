@@ -104,7 +104,7 @@ class Run:
         self.process.terminate()
         os.killpg(self.process.pid, signal.SIGTERM)
 
-    def wait_until_all_ended(self, *, timeout_s: float = 30.0) -> None:
+    def wait_until_all_ended(self, *, timeout_s: float = 60.0) -> None:
         """Return when all processes have ended, also Ray's. Killed processes may need a moment."""
         deadline_s = time.monotonic() + timeout_s
         while left := self.processes(""):

@@ -126,15 +126,15 @@ def test_a_receiver_that_restarts_while_the_sender_waits_is_served(store: Store)
 
 def test_a_receiver_that_does_not_come_is_named_and_may_join_again(store: Store) -> None:
     with (
-        sender_of(store, timeout_s=0.5) as sender,
+        sender_of(store, timeout_s=2.0) as sender,
         receiver_of(store, "here") as here,
         receiver_of(store, "absent") as absent,
     ):
         report = exchange(sender, [here], 1)
         assert report.receivers == 1
-        assert dict(report.excluded) == {"absent": "it did not come to receive within 0.5 s"}
+        assert dict(report.excluded) == {"absent": "it did not come to receive within 2 s"}
         with pytest.raises(ReceiverExcludedError, match=r"did not come to receive[\s\S]*join\(\)"):
-            absent.receive(timeout_s=1.0)
+            absent.receive(timeout_s=20.0)
         absent.join()
         assert sender.joiners() == ("absent",)
         assert exchange(sender, [here, absent], 2).receivers == 2
@@ -158,7 +158,7 @@ def test_other_tensors_need_another_sender(store: Store) -> None:
         with pytest.raises(LayoutMismatchError, match="'b' was planned as"):
             sender.publish(2, [("w", torch.zeros(700)), ("b", torch.zeros(2))])
         with sender_of(store) as other:
-            waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+            waiting = beside(lambda: receiver.receive(timeout_s=60.0))
             other.publish(2, [("only", torch.ones(3))])
             assert list(waiting()) == ["only"]
 
@@ -193,7 +193,7 @@ def test_tied_tensors_reach_targets_that_are_not_tied(store: Store) -> None:
     weight = torch.arange(5.0)
     targets = {"embed": torch.zeros(5), "head": torch.zeros(5)}
     with sender_of(store) as sender, _into(store, targets) as receiver:
-        waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
         sender.publish(1, [("embed", weight), ("head", weight)])
         waiting()
     assert torch.equal(targets["embed"], weight) and torch.equal(targets["head"], weight)
@@ -204,7 +204,7 @@ def test_a_failed_transfer_into_tensors_leaves_no_version_and_the_next_mends_the
     backend = CorruptingBackend(at=2)  # a slab and the sums are one version
     with sender_of(store) as sender, WeightReceiver(store, replica="r0", backend=backend, into=targets) as receiver:
         exchange(sender, [receiver], 1)
-        waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
         assert "corrupt" in sender.publish(2, model_of(2)).excluded["r0"]
         with pytest.raises(ReceiverExcludedError):
             waiting()
@@ -233,8 +233,8 @@ def test_an_offer_that_comes_between_two_looks_is_not_overslept(
 
         monkeypatch.setattr(ControlChannel, "newest", look_and_be_late)
         begin = time.monotonic()
-        assert receiver.receive(timeout_s=10.0).version == 1
-        assert time.monotonic() - begin < 4.0
+        assert receiver.receive(timeout_s=60.0).version == 1
+        assert time.monotonic() - begin < 20.0
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_targets_that_do_not_fit_are_named_and_hold_nobody_up(
     with sender_of(store, slab_nbytes=1024) as sender, _into(store, targets) as receiver:
         publishing = beside(lambda: sender.publish(1, model_of(1)))
         with pytest.raises(LayoutMismatchError, match=why):
-            receiver.receive(timeout_s=10.0)
+            receiver.receive(timeout_s=60.0)
         assert publishing().receivers == 0
         assert not any(tensor.any() for tensor in targets.values())
 
@@ -284,7 +284,7 @@ class _Made:
 def test_tensors_that_are_made_while_they_are_read_are_not_all_held(store: Store) -> None:
     made = _Made(50)
     with sender_of(store, slab_nbytes=8192, slabs=2) as sender, receiver_of(store) as receiver:
-        waiting = beside(lambda: receiver.receive(timeout_s=10.0))
+        waiting = beside(lambda: receiver.receive(timeout_s=60.0))
         sender.publish(1, made.source())
         received = waiting()
     assert [int(received[f"t{number}"][0]) for number in range(50)] == list(range(50))

@@ -38,17 +38,17 @@ def test_host_versions_wait_for_late_joiners_and_skip_to_the_newest(store: Store
             assert sender.publish(version, model_of(version)).receivers == 0
         with receiver_of(store, "late") as late:
             assert (late.poll(), sender.joiners()) == (3, ())
-            received = late.receive(timeout_s=1.0)
+            received = late.receive(timeout_s=20.0)
             assert (received.version, received["w"][0].item(), late.poll()) == (3, 3.0, None)
             assert sender.publish(4, model_of(4)).receivers == 1
             assert received["w"][0].item() == 3.0
-            assert late.receive(timeout_s=1.0)["w"][0].item() == 4.0
+            assert late.receive(timeout_s=20.0)["w"][0].item() == 4.0
 
 
 def test_corrupted_host_bytes_are_refused_and_the_old_version_stays(store: Store, tmp_path: Path) -> None:
     with sender_of(store, transport="host", directory=tmp_path) as sender, receiver_of(store) as receiver:
         sender.publish(1, model_of(1))
-        old = receiver.receive(timeout_s=1.0)
+        old = receiver.receive(timeout_s=20.0)
         sender.publish(2, model_of(2))
         (changed,) = [path for path in tmp_path.glob("*/[0-9]*") if path.read_bytes()[:4] == b"\x00\x00\x00\x40"]
         with changed.open("r+b") as file:
@@ -56,10 +56,10 @@ def test_corrupted_host_bytes_are_refused_and_the_old_version_stays(store: Store
         with pytest.raises(
             TransferFailedError, match=r"other bytes came than were written \(corrupt: slabs \[0\] of 1"
         ):
-            receiver.receive(timeout_s=1.0)
+            receiver.receive(timeout_s=20.0)
         assert receiver.version == 1 and old["w"][0].item() == 1.0
         sender.publish(3, model_of(3))
-        assert receiver.receive(timeout_s=1.0).version == 3
+        assert receiver.receive(timeout_s=20.0).version == 3
 
 
 _SLABS = {"slab_nbytes": 4096, "transport": "host"}
@@ -104,21 +104,21 @@ def test_after_a_failure_in_mid_write_the_version_before_is_still_there_for_who_
     backend = LateBackend(at=3, reach=reach)
     with sender_of(store, backend=backend, directory=tmp_path, **_SLABS) as sender, receiver_of(store, "old") as old:
         sender.publish(1, _slabs(1))
-        kept = old.receive(timeout_s=1.0)
+        kept = old.receive(timeout_s=20.0)
         keys = store.num_keys()
         failing = True
         with pytest.raises(OSError, match="fell off the bus"):
             sender.publish(2, _slabs(2))
         with pytest.raises(TransferFailedError, match=r"version 2 will never be whole[\s\S]*its sender failed"):
-            old.receive(timeout_s=1.0)
+            old.receive(timeout_s=20.0)
         assert (old.version, old.poll(), kept["w"].sum().item()) == (1, None, 4096.0)
         with receiver_of(store, "late") as late:
-            received = late.receive(timeout_s=1.0)
+            received = late.receive(timeout_s=20.0)
             assert (received.version, late.version, late.poll()) == (1, 1, None)
             assert torch.equal(received["w"], _slabs(1)[0][1])
         failing = False
         sender.publish(3, _slabs(3))
-        assert old.receive(timeout_s=1.0)["w"].sum().item() == 3 * 4096.0
+        assert old.receive(timeout_s=20.0)["w"].sum().item() == 3 * 4096.0
         assert store.num_keys() == keys
 
 
@@ -163,13 +163,13 @@ def test_each_end_page_locks_each_place_once_and_releases_it(store: Store, tmp_p
     with sender_of(store, backend=mine, transport="host", directory=tmp_path) as sender:
         for version in range(6):
             report = sender.publish(version, model_of(version))
-            assert receiver.receive(timeout_s=1.0).version == version
+            assert receiver.receive(timeout_s=20.0).version == version
             assert {"claim", "register", "copy"} < report.seconds.keys()
             assert (mine.registered, theirs.registered) == (2, 2)
         assert mine.registered == theirs.registered == len(mine.calls) == len(theirs.calls) == 2
         with sender_of(store, backend=mine, transport="host", directory=tmp_path) as other:
             other.publish(0, model_of(0))
-            receiver.receive(timeout_s=1.0)
+            receiver.receive(timeout_s=20.0)
             assert (mine.registered, theirs.registered) == (4, 2)
     receiver.close()
     assert mine.registered == theirs.registered == 0
@@ -184,7 +184,7 @@ def test_without_page_locking_weights_travel_and_a_warning_says_so(
         receiver_of(store) as receiver,
     ):
         sender.publish(1, model_of(1))
-        assert receiver.receive(timeout_s=1.0)["b"].item() == 1.0
+        assert receiver.receive(timeout_s=20.0)["b"].item() == 1.0
     assert "not page-locked" in caplog.text and "the test says so" in caplog.text
 
 
@@ -192,7 +192,7 @@ def test_a_closed_host_sender_is_named(store: Store, tmp_path: Path) -> None:
     with sender_of(store, transport="host", directory=tmp_path) as sender:
         sender.publish(1, model_of(1))
     with receiver_of(store) as receiver, pytest.raises(TransferFailedError, match="its sender has closed it"):
-        receiver.receive(timeout_s=1.0)
+        receiver.receive(timeout_s=20.0)
 
 
 @pytest.mark.parametrize("fault", ["short", "can be shortened", "another file", "a pipe", "no such place"])
@@ -209,7 +209,7 @@ def test_a_file_that_is_not_what_the_sender_made_is_refused_before_it_is_read(
             payload = replace(proposal.payload, slot=slot, files=(file,), inodes=(inode,))
             channel_of(store).propose(replace(proposal, number=proposal.number + 1, payload=payload))
             with pytest.raises(TransferFailedError, match=f"version 1 cannot be read[\\s\\S]*{_WHY[fault]}"):
-                receiver.receive(timeout_s=1.0)
+                receiver.receive(timeout_s=20.0)
 
 
 _WHY = {
@@ -281,7 +281,7 @@ def test_no_event_is_recorded_again_while_a_stream_may_wait_for_it(store: Store)
     receiver = WeightReceiver(store, replica="r0", backend=theirs)
     with sender_of(store, backend=mine, **_SLABS) as sender, receiver:
         sender.publish(1, _slabs(1))
-        assert torch.equal(receiver.receive(timeout_s=1.0)["w"], _slabs(1)[0][1])
+        assert torch.equal(receiver.receive(timeout_s=20.0)["w"], _slabs(1)[0][1])
     assert len(mine.waited) == len(theirs.waited) == 4
     assert (mine.again, theirs.again) == (0, 0)
 
@@ -290,7 +290,7 @@ def test_a_sender_that_was_closed_and_publishes_again_is_read_from_its_new_files
     with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
         for version in (1, 2):
             sender.publish(version, model_of(version))
-            assert receiver.receive(timeout_s=1.0)["w"][0].item() == version
+            assert receiver.receive(timeout_s=20.0)["w"][0].item() == version
             sender.close()
 
 

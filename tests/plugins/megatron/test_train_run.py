@@ -12,12 +12,13 @@ import pytest
 from hwrl.run.demo import write_demo
 from hwrl.run.report import read_metrics
 
-pytestmark = pytest.mark.long(90)
+pytestmark = pytest.mark.long(50)
 
 HWRL = str(Path(sys.executable).with_name("hwrl"))
 WORDS = [
     "train.engine=megatron",
     "train.steps=60",
+    "train.batch_groups=12",
     "optimizer.learning_rate=3e-3",
     "checkpoint.save_every_steps=30",
     "eval.prompts=32",
