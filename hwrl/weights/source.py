@@ -148,13 +148,15 @@ def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTenso
 class WeightShard:
     """This rank's shard of a tensor of ``shape``, divided along ``dim`` over the first ``ranks`` ranks of a group.
 
-    Shards are of equal size, rounded up; the last ones may be smaller or empty.
+    Shards are of equal size, rounded up; the last ones may be smaller or empty. ``owners`` are the ranks that have the
+    shards, in order, if these are others; any other rank has an empty ``tensor`` of the right dtype and device.
     """
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     dim: int
     ranks: int
+    owners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def _gather(
     assert group is not None, "shards are of several ranks"
     if group.rank == 0:
         return _receive_shards(name, tensor, group, wanted)
-    mine = tensor.tensor.to(wanted).contiguous()
+    mine = tensor.tensor.to(wanted).contiguous()  # empty if other ranks have the shards
     pending = [group.send(mine, dst=0, async_op=True)] if mine.numel() else []
     nbytes = math.prod(tensor.shape) * wanted.itemsize
     return _Gathering(name, nbytes, pending=pending, sent=mine)
@@ -230,12 +232,16 @@ def _receive_shards(name: str, shard: WeightShard, group: Group, dtype: torch.dt
     mine = shard.tensor.to(dtype).contiguous()
     whole = torch.empty(shard.shape, dtype=dtype, device=mine.device)
     parts = whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
-    parts[0].copy_(mine)
-    buffers = [part if part.is_contiguous() else torch.empty_like(part, memory_format=_DENSE) for part in parts]
-    pending = [
-        group.recv(buffer, src=rank, async_op=True) for rank, buffer in enumerate(buffers) if rank and buffer.numel()
-    ]
-    return _Gathering(name, whole.nbytes, whole, list(zip(parts, buffers, strict=True))[1:], pending)
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pending = []
+    for rank, part in zip(shard.owners or range(shard.ranks), parts, strict=False):  # small tensors have fewer parts
+        if rank == 0:
+            part.copy_(mine)
+        elif part.numel():
+            buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=_DENSE)
+            pending.append(group.recv(buffer, src=rank, async_op=True))
+            others.append((part, buffer))
+    return _Gathering(name, whole.nbytes, whole, others, pending)
 
 
 # -- reads of all ranks together -------------------------------------------------------------------------------------
