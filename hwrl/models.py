@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
     Reads configuration files only. Write every weight before using the model.
     """
     config = load_model_config(directory)
-    with _translated(directory):
+    with translated_errors(directory):
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=False
@@ -41,17 +42,46 @@ def build_model(directory: Path, *, dtype: torch.dtype) -> Any:
     return model
 
 
+def build_meta_model(directory: Path, *, dtype: torch.dtype) -> Any:
+    """Return :func:`build_model` with parameters on the meta device: they have shapes and no memory.
+
+    Buffers are on the host, with the values that the model's class gives them.
+    """
+    with _parameters_on_meta():
+        return build_model(directory, dtype=dtype)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter that a module registers inside the block to the meta device. Not for several threads.
+
+    Under ``torch.device("meta")`` buffers would lose their values, too, and no file has those of rotary embeddings.
+    """
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:
+            module._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign] # torch has no hook without the module
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 def load_model_config(directory: Path) -> Any:
     """Return transformers' configuration of the model in ``directory``; DataError if it cannot be read."""
     _require_directory(directory)
-    with _translated(directory):
+    with translated_errors(directory):
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def load_generation_config(directory: Path) -> Any:
     """Return the generation settings in ``directory``, or else those of the model's configuration."""
     config = load_model_config(directory)
-    with _translated(directory):
+    with translated_errors(directory):
         if (directory / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(directory, local_files_only=True)
         return GenerationConfig.from_model_config(config)
@@ -60,7 +90,7 @@ def load_generation_config(directory: Path) -> Any:
 def vocabulary_size(directory: Path) -> int:
     """Return the vocabulary size of the model in ``directory``; its tokenizer may have fewer tokens."""
     config = load_model_config(directory)
-    with _translated(directory):
+    with translated_errors(directory):
         return int(config.get_text_config().vocab_size)
 
 
@@ -70,15 +100,8 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
     Also raises DataError if the files lack a tensor, hold an unknown one or one of another shape. Transformers would
     fill a missing tensor with random numbers.
     """
-    _require_directory(directory)
-    if (directory / "adapter_config.json").exists():
-        raise _unusable(
-            directory,
-            "it has an adapter_config.json, so transformers would read another directory's weights",
-            what="model",
-            fix="merge the adapter into its model and save that, or remove adapter_config.json",
-        )
-    with _translated(directory):
+    require_no_adapter(directory)
+    with translated_errors(directory):
         model, found = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
@@ -95,17 +118,60 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
     return model
 
 
+def require_no_adapter(directory: Path) -> None:
+    """Raise DataError if ``directory`` is none, or holds an adapter: transformers would read another model."""
+    _require_directory(directory)
+    if (directory / "adapter_config.json").exists():
+        raise _unusable(
+            directory,
+            "it has an adapter_config.json, so transformers would read another directory's weights",
+            what="model",
+            fix="merge the adapter into its model and save that, or remove adapter_config.json",
+        )
+
+
+def require_loadable(directory: Path, model: Any, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Raise DataError if files with tensors of ``shapes`` do not fit ``model``, as :func:`load_model` would.
+
+    transformers renames and joins tensors as it loads them. This lets it do so with meta tensors, and reads no file.
+    Return False, without an answer, if accelerate is not installed: transformers needs it for meta tensors.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        return False
+    tensors = {name: torch.empty(tuple(shape), dtype=model.dtype, device="meta") for name, shape in shapes.items()}
+    with translated_errors(directory):
+        _, found = type(model).from_pretrained(
+            None,
+            config=model.config,
+            dtype=model.dtype,
+            state_dict=tensors,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    _raise_differences(directory, _differences(found))
+    return True
+
+
 def _require_complete(directory: Path, model: Any, found: Mapping[str, Any]) -> None:
     """Raise DataError if ``found``, transformers' loading info, has a missing, unknown or misshapen tensor."""
-    misshapen = [f"{name} ({list(had)} there, {list(wanted)} here)" for name, had, wanted in found["mismatched_keys"]]
-    mistakes = {"lacks": found["missing_keys"], "has, but the model does not,": found["unexpected_keys"]}
-    mistakes["has in another shape"] = misshapen
-    differences = [f"it {verb} {_some(names)}" for verb, names in mistakes.items() if names]
+    differences = _differences(found)
     inside, outside = model.get_input_embeddings(), model.get_output_embeddings()
     if model.config.get_text_config().tie_word_embeddings and outside.weight is not inside.weight:
         differences.append(
             "config.json has tie_word_embeddings=true, and the files hold embeddings and an output layer apart"
         )
+    _raise_differences(directory, differences)
+
+
+def _differences(found: Mapping[str, Any]) -> list[str]:
+    misshapen = [f"{name} ({list(had)} there, {list(wanted)} here)" for name, had, wanted in found["mismatched_keys"]]
+    mistakes = {"lacks": found["missing_keys"], "has, but the model does not,": found["unexpected_keys"]}
+    mistakes["has in another shape"] = misshapen
+    return [f"it {verb} {_some(names)}" for verb, names in mistakes.items() if names]
+
+
+def _raise_differences(directory: Path, differences: Sequence[str]) -> None:
     if differences:
         raise DataError(
             f"the tensors in {directory} do not fit the model in its config.json",
@@ -151,7 +217,7 @@ def logits_at(model: Any, places: torch.Tensor, **inputs: Any) -> torch.Tensor:
 def load_tokenizer(directory: Path) -> Any:
     """Return the tokenizer in ``directory``; DataError if transformers cannot read one."""
     _require_directory(directory)
-    with _translated(directory, what="tokenizer", fix="put the model's tokenizer files into the directory"):
+    with translated_errors(directory, what="tokenizer", fix="put the model's tokenizer files into the directory"):
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
@@ -175,7 +241,7 @@ def _require_directory(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _translated(
+def translated_errors(
     directory: Path,
     *,
     what: str = "model",
