@@ -29,11 +29,12 @@ from hwrl.models import build_model, load_model_config, load_tokenizer
 from hwrl.train import ActivationCheckpointing, MicroBatch, PolicyEngine, VocabularyShard
 from hwrl.weights import WeightShard, gather_weights
 from hwrl_megatron.layout import saved_tensors
+from hwrl_megatron.loading import load_weights
 from hwrl_megatron.model import build_gpt, output_layer, rotary_positions
 from hwrl_megatron.options import MegatronOptions
 from hwrl_megatron.pipeline import run_stages
 from hwrl_megatron.supported import make_layout
-from hwrl_megatron.weights import MappedWeight, load_slices, map_weights
+from hwrl_megatron.weights import MappedWeight, map_weights
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -104,9 +105,8 @@ class MegatronEngine(PolicyEngine):
             agree=self._largest if layout.tensor * layout.experts > 1 else None,  # a layer communicates with these
         )
 
-    @torch.no_grad()
     def _load(self, directory: Path) -> None:
-        load_slices(self._weights, directory)
+        load_weights(self._weights, directory)
         for weight in self._weights:  # Megatron sets it only for random weights
             if weight.saved.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight.parameter, True, weight.saved.dim, 1)
@@ -393,4 +393,3 @@ def _require_uncompiled(settings: EngineSettings) -> None:
             why="its layers have kernels of their own, and are not compiled",
             fix="set train.compile to auto or false",
         )
-

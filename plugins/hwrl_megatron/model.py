@@ -32,9 +32,7 @@ def build_gpt(config: Any, layout: Layout, *, backend: Backend, dtype: torch.dty
     ``backend`` attends over packs. Initialize Megatron's parallel state first.
     """
     experts = config.num_experts if is_mixture(config) else None
-    layer = get_gpt_layer_local_spec(
-        num_experts=experts, qk_layernorm=_has_qk_norms(config), normalization="RMSNorm"
-    )
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=_has_qk_norms(config), normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(TorchAttention, params={"backend": backend})
     with torch.device(backend.device()):
         model = _Model(
@@ -153,6 +151,7 @@ def _transformer_config(config: Any, layout: Layout, *, dtype: torch.dtype) -> T
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        moe_token_dispatcher_type="alltoall",  # ranks have different numbers of tokens
         **_expert_config(config),
     )
 
@@ -168,5 +167,4 @@ def _expert_config(config: Any) -> dict[str, Any]:
         "moe_router_topk": config.num_experts_per_tok,
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_router_load_balancing_type": "none",  # the loss is the policy's alone, as with train.engine=fsdp
-        "moe_token_dispatcher_type": "alltoall",  # ranks have different numbers of tokens
     }

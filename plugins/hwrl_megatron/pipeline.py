@@ -49,7 +49,10 @@ def run_stages(
 
 def _shared(scores: list[torch.Tensor], plan: Sequence[MicroBatch]) -> Iterator[torch.Tensor]:
     sizes = [len(part.targets) for part in plan]
-    group, last = parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_pipeline_model_parallel_last_rank()
+    group, last = (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_last_rank(),
+    )
     every = torch.cat(scores, 1) if scores else torch.empty(2, sum(sizes), device=plan[0].targets.device)
     torch.distributed.broadcast(every, src=last, group=group)
     yield from every.split(sizes, 1)

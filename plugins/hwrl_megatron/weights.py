@@ -27,13 +27,21 @@ class MappedWeight:
 
     def dense(self) -> torch.Tensor:
         """Return this rank's part; ``view`` itself if it is dense."""
-        return self.view.reshape(self._local_shape())
+        return self.view.reshape(self.local_shape())
 
     def slices(self) -> tuple[slice, ...]:
         """Return where this rank's part lies in the saved tensor."""
-        local = self._local_shape()
-        starts = (self.rank * size if dim == self.saved.dim else 0 for dim, size in enumerate(local))
+        local = self.local_shape()
+        starts = [self.rank * size if dim == self.saved.dim else 0 for dim, size in enumerate(local)]
         return tuple(slice(start, start + size) for start, size in zip(starts, local, strict=True))
+
+    def own_slices(self) -> tuple[slice, ...]:
+        """Return where this rank's part lies in the tensor of the model's own state."""
+        packed = len(self.saved.offset) - len(self.saved.shape)
+        begins = self.saved.offset[packed:]
+        experts = [slice(at, at + 1) for at in self.saved.offset[:packed]]
+        mine = [slice(at + part.start, at + part.stop) for at, part in zip(begins, self.slices(), strict=True)]
+        return (*experts, *mine)
 
     def load(self, part: torch.Tensor) -> None:
         """Copy ``part``, the slices of the saved tensor, into the parameter."""
@@ -45,7 +53,7 @@ class MappedWeight:
         Yield each rectangle's offset in the tensor, its elements of the flat parameter, and its shape.
         """
         runs = [self.view] if self.view.is_contiguous() else list(self.view)
-        shape = self._local_shape()
+        shape = self.local_shape()
         rows = shape[0] // len(runs)
         packed = len(self.saved.offset) - len(shape)  # the expert's dimension
         begins = self.saved.offset[packed:]
@@ -62,7 +70,8 @@ class MappedWeight:
                 yield whole[0], slice(begin + first, begin + first + length), whole[1]
                 first += length
 
-    def _local_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
+        """Return the shape of this rank's part."""
         return tuple(size // self.ranks if dim == self.saved.dim else size for dim, size in enumerate(self.saved.shape))
 
 
@@ -105,16 +114,3 @@ def _view(part: str, data: torch.Tensor, config: Any) -> torch.Tensor:
     queries = config.num_attention_heads // config.num_key_value_heads
     heads = data.view(-1, queries + 2, head_size(config), *data.shape[1:])  # for each key-value head
     return {"query": heads[:, :queries], "key": heads[:, queries], "value": heads[:, queries + 1]}[part]
-
-
-def load_slices(weights, directory):
-    import json, safetensors
-    from pathlib import Path
-    idx = Path(directory) / "model.safetensors.index.json"
-    where = json.loads(idx.read_text())["weight_map"] if idx.exists() else None
-    files = {}
-    for w in weights:
-        f = where[w.saved.name] if where else "model.safetensors"
-        if f not in files:
-            files[f] = safetensors.safe_open(str(Path(directory)/f), framework="pt")
-        w.load(files[f].get_slice(w.saved.name)[w.slices()])

@@ -11,42 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.errors import ConfigError, MemoryStateError, UnsupportedError
 from hwrl.interfaces import Batch, EngineSettings, LoraSettings, TrainEngine
-from hwrl.run.demo import write_demo
 from hwrl.train import FsdpEngine, PolicyLoss
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 5e4,
-}
-CONFIGS = {
-    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
-    "qwen2-tied-with-padding": Qwen2Config(**{**SIZES, "head_dim": 8}, tie_word_embeddings=True, pad_token_id=7),
-    "llama-without-groups": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=False),
-}
-
-
-def write_model(directory: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a model with random weights, norms and biases included, and the demo's tokenizer."""
-    write_demo(directory, seed=3, prompts=16)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        model.to(dtype).save_pretrained(directory / "model")
-    return directory / "model"
+from tests.support.megatron_models import CONFIGS, SIZES, write_model
 
 
 @pytest.fixture

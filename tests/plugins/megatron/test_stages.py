@@ -1,0 +1,102 @@
+"""The Megatron engine with pipeline stages and with experts on several ranks, beside one rank of the FSDP2 engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+import hwrl
+from hwrl.checkpoint import CheckpointManager
+from hwrl.comm import Comm, connect_store, serve_store, store_address
+from hwrl.interfaces import TrainEngine
+from hwrl.saved_names import SavedNames
+from hwrl.models import build_model
+from hwrl.testing.processes import run_processes
+from hwrl.train import FsdpEngine, PolicyLoss
+from tests.support.fsdp_training import without_padding
+from tests.support.megatron_batches import batch_of, settings_in
+from tests.support.megatron_models import EXPERTS, SIZES, write_model
+
+MODELS = {
+    "tied": Qwen3Config(**{**SIZES, "num_hidden_layers": 4}, tie_word_embeddings=True, pad_token_id=7),
+    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+}
+SCHEDULES = {
+    "tied": [{"tensor_parallel": 2, "pipeline_parallel": 2}, {"pipeline_parallel": 4}, {"pipeline_parallel": 2}],
+    "experts": [
+        {"pipeline_parallel": 2, "expert_parallel": 2},
+        {"tensor_parallel": 2, "expert_parallel": 2},
+        {"tensor_parallel": 2, "pipeline_parallel": 2},
+    ],
+}
+"""The layouts that go on from each other's checkpoints; each takes two steps."""
+
+
+def steps(engine: TrainEngine, directory: Path, first: int, group: Any) -> dict[str, Any]:
+    """Go on from the last checkpoint of ``directory``, take two steps and save."""
+    share = slice(engine.data_parallel_rank, None, engine.data_parallel_size)
+    with CheckpointManager(directory / "checkpoints", group=group, timeout_s=60) as manager:
+        state = engine.state_dict()
+        if manager.resume(state) is not None:
+            engine.load_state_dict(state)
+        before = engine.logprobs(batch_of(slice(None), seed=98))
+        loss = PolicyLoss("tis")
+        metrics = [engine.train_batch(batch_of(share, seed=step), loss=loss) for step in range(first, first + 2)]
+        manager.save(first + 2, engine.state_dict())
+    weights = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    described = [(name, tuple(tensor.shape)) for name, tensor in engine.weights_metadata()]
+    assert not weights or described == [(name, tuple(tensor.shape)) for name, tensor in weights.items()]
+    return {"logprobs": before, "metrics": metrics, "weights": weights}
+
+
+def run_layouts(rank: int, directory: Path, address: str, layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
+    from hwrl_megatron import hwrl_train_engine
+
+    group = Comm().init_default(store=connect_store(address), rank=rank, size=4)
+    found = []
+    for number, options in enumerate(layouts):
+        engine = hwrl_train_engine(
+            settings=settings_in(directory, param_offload=True, optimizer_offload=True),
+            options=options,
+            backend=hwrl.get_backend(),
+            group=group,
+        )
+        with engine.on_device(optimizer=True):
+            found.append(steps(engine, directory, 2 * number, group))
+        engine.close()
+    group.close()
+    return found
+
+
+def saved(directory: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the model's own tensors under the names in its files."""
+    names = SavedNames.of(build_model(directory / "model", dtype=torch.float32))
+    return {part: view for name, tensor in weights.items() for part, view in names.parts(name, tensor)}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_takes_the_steps_of_one_rank_and_goes_on_from_anothers_checkpoint(
+    tmp_path: Path, model: str
+) -> None:
+    straight, divided = tmp_path / "straight", tmp_path / "divided"
+    for directory in (straight, divided):
+        write_model(directory, MODELS[model])
+    layouts = SCHEDULES[model]
+    engine = FsdpEngine(settings_in(straight), backend=hwrl.get_backend(), group=None)
+    wanted = [steps(engine, straight, 2 * number, None) for number in range(len(layouts))]
+    store = serve_store()
+    ranks = run_processes(run_layouts, 4, divided, store_address(store), layouts, timeout_s=300)
+    for number, expected in enumerate(wanted):
+        for rank, one in enumerate(found[number] for found in ranks):
+            torch.testing.assert_close(one["logprobs"], expected["logprobs"], atol=1e-5 * 10**number, rtol=1e-5)
+            for mine, theirs in zip(one["metrics"], expected["metrics"], strict=True):
+                assert without_padding(mine) == pytest.approx(without_padding(theirs), rel=2e-4, abs=1e-5)
+            assert bool(one["weights"]) == (rank == 0)
+        for name, tensor in saved(straight, expected["weights"]).items():
+            mine = ranks[0][number]["weights"][name]
+            assert (mine - tensor).norm() <= 1e-3 * tensor.norm(), name

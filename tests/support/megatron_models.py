@@ -1,0 +1,51 @@
+"""Small models for the Megatron engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from hwrl.run.demo import write_demo
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rope_theta": 5e4,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "qwen2-tied-with-padding": Qwen2Config(**{**SIZES, "head_dim": 8}, tie_word_embeddings=True, pad_token_id=7),
+    "llama-without-groups": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=False),
+    "llama-3-rope": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_scaling=LLAMA_3_ROPE),
+    "qwen3-experts": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "qwen3-experts-with-their-own-shares": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=False),
+}
+
+
+def write_model(directory: Path, config: Any, *, dtype: torch.dtype = torch.float32, **saving: Any) -> Path:
+    """Write a model with random weights, norms and biases included, and the demo's tokenizer."""
+    write_demo(directory, seed=3, prompts=16)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        (directory / "model" / "model.safetensors").unlink()
+        model.to(dtype).save_pretrained(directory / "model", **saving)
+    return directory / "model"
