@@ -142,7 +142,8 @@ class Proposal:
     ``number`` grows with every proposal of every sender of the link. ``layout`` is the layout's hash. ``to`` are the
     join numbers of the receivers, in rank order from 1; empty if the transport keeps versions. ``timeout_s`` is the
     sender's: receivers derive their own limits from it. ``last_stored_number`` is the number of the
-    last proposal whose version was stored whole, 0 if there is none or if the transport keeps no versions.
+    last proposal whose version was stored whole, 0 if there is none or if the transport keeps no versions. ``senders``
+    share the slabs (:class:`~hwrl.weights.shares.Shares`).
     """
 
     number: int
@@ -155,6 +156,7 @@ class Proposal:
     last_stored_number: int
     metadata: dict[str, str | int | float]
     payload: TransportPayload
+    senders: int = 1
 
     @classmethod
     def read(cls, text: bytes, payloads: Mapping[str, type[TransportPayload]]) -> Proposal:
@@ -165,7 +167,7 @@ class Proposal:
             proposal = _read_fields(cls, found, payload=payload)
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
             raise _unreadable("a proposal", text) from exc
-        if proposal.timeout_s <= 0:
+        if proposal.timeout_s <= 0 or proposal.senders < 1:
             raise _unreadable("a proposal", text)
         return proposal
 

@@ -119,6 +119,8 @@ def _send_base(sender: WeightSender, identity: int, model: WeightSource) -> Tran
     report = sender.publish(identity, model)
     if not report.excluded:  # a silent receiver may still read
         sender.release()  # the next base may never come, and the ring is device memory
+        if sender.senders > 1 and model.shared is not None:
+            model.shared.reads.release(POLICY_BASE)
     return report
 
 

@@ -17,6 +17,7 @@ from hwrl.weights.control import ControlChannel, Limits, Metadata, checked_metad
 from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock, TransferReport
+from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.source import WeightSource
 from hwrl.weights.transaction import SenderLink
 from hwrl.weights.transport import SenderContext, Transport
@@ -35,6 +36,10 @@ class WeightSender:
 
     ``slabs`` slabs of ``slab_nbytes`` bytes (None: the device's best size) are under way at once. ``timeout_s`` limits
     each wait for receivers; they derive their own limits from it.
+
+    With several ``senders`` other ranks send, too: each has a :class:`~hwrl.weights.CoSender`, and the weights are one
+    of the ``sources`` of :class:`~hwrl.weights.SharedReads`. This sender is on rank 0 and coordinates. Only the device
+    transport can do that.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class WeightSender:
         name: str = "policy",
         backend: Backend | None = None,
         transport: str = "device",
+        senders: int = 1,
         slab_nbytes: int | None = None,
         slabs: int = 4,
         versions: int = 3,
@@ -52,11 +58,12 @@ class WeightSender:
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         _check_transport(transport, transports)
+        check_senders(senders, transport, transports)
         _check_sizes(slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
         _check_timeout(timeout_s)
         self.transport, self._transport = transport, transports[transport]
         self._backend = backend_or_default(backend)
-        self._slab_nbytes, self._slabs = slab_nbytes, slabs
+        self.senders, self._slab_nbytes, self._slabs = senders, slab_nbytes, slabs
         self._versions, self._directory = versions, directory
         self._limits = Limits(float(timeout_s))
         self._channel = ControlChannel(store, name=name, payloads={transport: self._transport.payload})
@@ -100,6 +107,7 @@ class WeightSender:
         with clock("gather"), torch.no_grad():
             source = WeightSource.of(weights)
             self._check_turn(version)
+            self._check_ranks(source)
             link = self._link or self._connect(source)
         outcome = link.commit(version, checked_metadata(metadata), source, clock)
         self.version = version
@@ -151,9 +159,18 @@ class WeightSender:
                 fix="make a new WeightSender when training goes back to an older state",
             )
 
+    def _check_ranks(self, source: WeightSource) -> None:
+        ranks = 1 if source.shared is None else source.shared.ranks
+        if self.senders > ranks:
+            raise ConfigError(
+                f"senders={self.senders} cannot send these weights",
+                why=f"{ranks} rank(s) read them together",
+                fix="give publish() a source of SharedReads with a group of as many ranks or more",
+            )
+
     def _connect(self, source: WeightSource) -> SenderLink:
         """Plan the layout, show it to the receivers, and open the transport."""
-        best_slab_nbytes, own_nbytes = _best_sizes(self._backend)
+        best_slab_nbytes, own_nbytes = _best_sizes(self._backend, senders=self.senders)
         slab_nbytes = best_slab_nbytes if self._slab_nbytes is None else self._slab_nbytes
         if self._transport.packs_large_tensors:
             own_nbytes = slab_nbytes
@@ -168,22 +185,34 @@ class WeightSender:
             slabs=self._slabs,
             versions=self._versions,
             directory=self._directory,
+            senders=self.senders,
         )
-        end = self._transport.sender(context)
         self._link = SenderLink(
-            self._channel, self._membership, context, name=self.transport, transport=self._transport, end=end
+            self._channel,
+            self._membership,
+            context,
+            name=self.transport,
+            transport=self._transport,
+            end=self._transport.sender(context),
+            shares=self._shares(layout, source),
         )
         return self._link
 
+    def _shares(self, layout: WeightLayout, source: WeightSource) -> Shares | None:
+        if self.senders == 1 or source.shared is None:
+            return None
+        return Shares(layout, sender_ranks(self.senders, source.shared.ranks))
 
-def _best_sizes(backend: Backend) -> tuple[int, int]:
+
+def _best_sizes(backend: Backend, *, senders: int) -> tuple[int, int]:
     """Return the bytes of a slab, and of the smallest tensor that is sent as it lies; larger is no faster.
 
     On a device with streams a collective needs 100 MiB to reach the wire's speed, and 20 µs of the host to begin.
-    Elsewhere the host does the work, and a slab should fit into its caches (docs/benchmarks.md).
+    Elsewhere the host does the work, and a slab should fit into its caches (docs/benchmarks.md). Several senders have
+    slower wires, and a receiver has a slab of each under way: theirs are smaller, so its ring needs no more memory.
     """
     if backend.supports(Capability.STREAMS).usable:
-        return 256 << 20, 16 << 20
+        return max((256 << 20) // senders, 32 << 20), 16 << 20
     return 16 << 20, 4 << 20
 
 
@@ -193,6 +222,19 @@ def _check_timeout(timeout_s: float) -> None:
             f"timeout_s={timeout_s} cannot work",
             why="receivers that hang are excluded after so many seconds",
             fix="use a positive number of seconds",
+        )
+
+
+def check_senders(senders: int, transport: str, transports: Mapping[str, Transport] = TRANSPORTS) -> None:
+    """Raise ConfigError if so many ``senders`` cannot use ``transport``."""
+    if senders < 1:
+        raise ConfigError(f"senders={senders} cannot work", why="nobody would send", fix="use 1 or more")
+    if senders > 1 and not transports[transport].several_senders:
+        able = ", ".join(name for name, one in transports.items() if one.several_senders)
+        raise ConfigError(
+            f"senders={senders} is not possible with the {transport} transport",
+            why=f"rank 0 alone has its memory there; several senders work with: {able}",
+            fix="use senders=1, or another transport",
         )
 
 

@@ -16,6 +16,7 @@ from hwrl.errors import LayoutMismatchError, WeightsError
 from hwrl.interfaces import Backend
 from hwrl.weights.control import Vote, VoteKind
 from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, view_bytes
+from hwrl.weights.shares import Shares
 from hwrl.weights.source import WeightSource
 
 _log = logging.getLogger("hwrl.weights")
@@ -30,16 +31,21 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 class TensorReader:
     """Reads ``source`` once, in the layout's order and only as far as needed, and checks each tensor.
 
-    Costs a microsecond a tensor: mixtures of experts have tens of thousands.
+    With several senders only the tensors of ``share`` are expected. Costs a microsecond a tensor: mixtures of experts
+    have tens of thousands.
     """
 
-    def __init__(self, layout: WeightLayout, source: WeightSource) -> None:
+    def __init__(
+        self, layout: WeightLayout, source: WeightSource, *, shares: Shares | None = None, share: int = 0
+    ) -> None:
         self._layout, self._source = layout, source
+        self._numbers = range(len(layout.entries)) if shares is None else shares.entries_of(share)
+        self._others = frozenset[str]() if shares is None else shares.names_beside(share)
         self._iteration: Iterator[NamedTensor] | None = None  # None: not begun, and then close() reads nothing
         self.source_holds = source.holds_tensors
         """Whether the caller keeps all tensors alive until the transfer ends."""
         self._tensors: list[torch.Tensor | None] = [None] * len(layout.entries)
-        self._next = 0
+        self._next = 0  # an index of _numbers
         # Keeps the tensors, not their addresses: a freed tensor's address can be used again.
         self._tied_to: dict[str, torch.Tensor | None] = {
             entry.alias_of: None for entry in layout.entries if entry.alias_of is not None
@@ -51,7 +57,7 @@ class TensorReader:
         Holds a tensor until its last slab was returned. Raises LayoutMismatchError, with the first difference, if
         the tensors are not the planned ones.
         """
-        if self._next <= slab.entries[-1]:
+        if self._next < len(self._numbers) and self._numbers[self._next] <= slab.entries[-1]:
             self._read(slab.entries[-1] + 1)
         tensors = [self._tensors[index] for index in slab.entries]
         last = slab.pieces[-1]
@@ -59,6 +65,15 @@ class TensorReader:
         for index in slab.entries[:-1] if continues else slab.entries:
             self._tensors[index] = None
         return tensors  # type: ignore[return-value]  # all were just read
+
+    @property
+    def begun(self) -> bool:
+        """Whether reading has begun."""
+        return self._iteration is not None
+
+    def begin(self) -> None:
+        """Count the source as begun: :meth:`close` reads it to its end."""
+        self._iterator()
 
     def read_ahead(self) -> None:
         """Read and check all tensors now if the source holds them: errors then show before anything is sent."""
@@ -69,7 +84,7 @@ class TensorReader:
         """Read the tensors after the last slab (tied and empty ones); raise LayoutMismatchError if more follow."""
         self._read(len(self._layout.entries))
         if next(self._iterator(), None) is not None:
-            raise _changed(f"{len(self._layout.entries)} tensors were planned and more came")
+            raise _changed(f"{len(self._numbers)} tensors were planned and more came")
 
     def close(self) -> None:
         """Drop the tensors. If the source was begun, read it to its end.
@@ -90,22 +105,26 @@ class TensorReader:
 
     def _iterator(self) -> Iterator[NamedTensor]:
         if self._iteration is None:
-            self._iteration = iter(self._source)
+            weights, others = iter(self._source), self._others
+            self._iteration = (pair for pair in weights if pair[0] not in others) if others else weights
         return self._iteration
 
     def _read(self, stop: int) -> None:
-        for entry, (name, tensor) in zip(self._layout.entries[self._next : stop], self._iterator(), strict=False):
+        entries = self._layout.entries
+        end = bisect.bisect_left(self._numbers, stop, self._next)
+        for number, (name, tensor) in zip(self._numbers[self._next : end], self._iterator(), strict=False):
+            entry = entries[number]
             if tensor.dtype is not entry.dtype or tensor.shape != entry.shape or name != entry.name:
                 raise _changed(_difference(entry, name, tensor))
-            self._tensors[self._next] = tensor
+            self._tensors[number] = tensor
             self._next += 1
             first = None if entry.alias_of is None else self._tied_to[entry.alias_of]
             if first is not None and tensor.data_ptr() != first.data_ptr():
                 raise _changed(f"tensor {name!r} was tied to {entry.alias_of!r} and no longer is")
             if self._tied_to and name in self._tied_to:
                 self._tied_to[name] = tensor
-        if self._next < stop:
-            raise _changed(f"{len(self._layout.entries)} tensors were planned and {self._next} came")
+        if self._next < end:
+            raise _changed(f"{len(self._numbers)} tensors were planned and {self._next} came")
 
 
 def _difference(entry: Entry, name: str, tensor: torch.Tensor) -> str:

@@ -1,25 +1,26 @@
-"""The weights to send: :class:`WeightSource`; whole tensors out of shards; reads shared by several ranks."""
+"""The weights to send: :class:`WeightSource`; whole tensors out of shards."""
 
 from __future__ import annotations
 
 import collections
-import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from hwrl.comm import Group, Pending
 from hwrl.errors import WeightsError
-from hwrl.interfaces import TrainEngine
 from hwrl.weights.layout import NamedTensor
+
+if TYPE_CHECKING:
+    from hwrl.weights.shared_reads import SharedRead
 
 _AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
-_END = -1
 _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
 """Collections that keep their items alive; others may make them as they are read."""
 
@@ -30,12 +31,14 @@ class WeightSource:
 
     ``metadata`` yields the names with tensors of the right dtype and shape; meta tensors are enough. Aliases of one
     meta tensor mean tied weights. ``read`` yields the tensors themselves, in the same order. With
-    ``holds_tensors`` all tensors stay alive between two reads; False: they are made during a read.
+    ``holds_tensors`` all tensors stay alive between two reads; False: they are made during a read. ``shared`` is set
+    by :class:`~hwrl.weights.SharedReads`: several ranks read together.
     """
 
     metadata: Callable[[], Iterator[NamedTensor]]
     read: Callable[[], Iterator[NamedTensor]]
     holds_tensors: bool = False
+    shared: SharedRead | None = None
 
     @classmethod
     def of(cls, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
@@ -57,8 +60,9 @@ class WeightSource:
 
         ``group`` holds the ranks that share the module, sharded by FSDP2 or replicated; None means this rank alone.
         Its first rank reads whole tensors. The others must iterate the source as often: they send their shards and
-        yield nothing (:class:`SharedReads` counts the reads). ``dtype`` casts floating-point tensors. Tied tensors
-        stay tied. Raises WeightsError if the module is sharded and ``group`` is missing.
+        yield nothing (:class:`SharedReads` counts the reads, and lets several ranks read whole tensors). ``dtype``
+        casts floating-point tensors. Tied tensors stay tied. Raises WeightsError if the module is sharded and
+        ``group`` is missing.
         """
         weights = _ModuleWeights(module, group, dtype)
         return cls(weights.metadata, weights.read, holds_tensors=group is None and dtype is None)
@@ -71,6 +75,7 @@ class WeightSource:
             lambda: _chained(self.metadata, other.metadata),
             lambda: _chained(self.read, other.read),
             self.holds_tensors and other.holds_tensors,
+            None if self.shared is None or other.shared is None else self.shared + other.shared,
         )
 
 
@@ -96,8 +101,7 @@ class _ModuleWeights:
             if name in tied_to.values():
                 held[name] = whole
             yield name, whole
-        if self._group is None or self._group.rank == 0:
-            yield from ((name, held[first]) for name, first in tied_to.items())
+        yield from ((name, held[first]) for name, first in tied_to.items() if first in held)
 
     def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return each tensor under its first name, and the first name of each further name.
@@ -143,6 +147,43 @@ def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTenso
 
 # -- whole tensors out of shards -------------------------------------------------------------------------------------
 
+Parts = Callable[[str, torch.Tensor], Iterator[NamedTensor]]
+"""Divides a tensor into named tensors, views of it."""
+
+
+class Gatherers:
+    """The ranks that get each tensor whole: ``of_tensor`` by its name, and ``ranks``, all of them. In rank order."""
+
+    def __init__(self, ranks: Sequence[int], of_tensor: Mapping[str, Sequence[int]]) -> None:
+        self._ranks, self._of_tensor = ranks, of_tensor
+        self._of_divided: dict[str, Sequence[int]] = {}
+
+    def ranks_for(self, name: str, shape: Sequence[int], parts: Parts | None) -> Sequence[int]:
+        """Return the ranks that get tensor ``name``, or one of its parts; all if its name is unknown."""
+        known = self._of_tensor.get(name)
+        if known is not None or parts is None:
+            return self._ranks if known is None else known
+        if name not in self._of_divided:
+            names = [part for part, _ in parts(name, torch.empty(*shape, device="meta"))]
+            self._of_divided[name] = sorted({rank for part in names for rank in self._of_tensor.get(part, self._ranks)})
+        return self._of_divided[name]
+
+
+_gatherers: ContextVar[Gatherers | None] = ContextVar("gatherers", default=None)
+
+
+@contextlib.contextmanager
+def gathering_to(gatherers: Gatherers | None) -> Iterator[None]:
+    """Let :func:`gather_weights` in this context gather to these ranks; None: to the first rank.
+
+    It is a context and no argument, because the call is inside a train engine.
+    """
+    token = _gatherers.set(gatherers)
+    try:
+        yield
+    finally:
+        _gatherers.reset(token)
+
 
 @dataclass(frozen=True)
 class WeightShard:
@@ -158,56 +199,78 @@ class WeightShard:
     ranks: int
     owners: tuple[int, ...] = ()
 
+    @property
+    def holders(self) -> Sequence[int]:
+        """The ranks that have the shards, in order."""
+        return self.owners or range(self.ranks)
+
 
 @dataclass(frozen=True)
 class _Gathering:
-    """A tensor on its way. On the first rank ``whole`` is the tensor; each part of it is received into a buffer.
+    """A tensor on its way. On a gathering rank ``whole`` is the tensor; each part of it is received into a buffer.
 
     A buffer is the part itself if the part is contiguous. On the other ranks ``sent`` keeps the shard under way alive.
     """
 
     name: str
-    nbytes: int
     whole: torch.Tensor | None = None
     part_buffers: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     pending: Sequence[Pending] = ()
     sent: torch.Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The memory that this rank holds for it."""
+        return sum(0 if tensor is None else tensor.nbytes for tensor in (self.whole, self.sent))
+
 
 def gather_weights(
-    named: Iterable[tuple[str, torch.Tensor | WeightShard]], group: Group | None, *, dtype: torch.dtype | None
+    named: Iterable[tuple[str, torch.Tensor | WeightShard]],
+    group: Group | None,
+    *,
+    dtype: torch.dtype | None,
+    parts: Parts | None = None,
 ) -> Iterator[NamedTensor]:
     """Yield each tensor whole on the first rank of ``group``; on the others, send the shards and yield nothing.
 
     Floating-point tensors travel as ``dtype``, None: as they are. All ranks of the group must exhaust this iterator.
-    Shards travel to the first rank only, up to 512 MiB ahead of the yielded tensor, while the caller works with it.
-    Replicated tensors cost no traffic.
+    Shards travel to that rank only, up to 512 MiB ahead of the yielded tensor, while the caller works with it.
+    Replicated tensors cost no traffic. ``parts`` divides a whole tensor (or one on the meta device) into the named
+    tensors to yield, as views.
+
+    While weights are read for several senders (:class:`~hwrl.weights.SharedReads`), a tensor is gathered to the ranks
+    that send a slab with a part of it, and yielded there. A tensor of an unknown name is gathered to all of them.
     """
     ahead: collections.deque[_Gathering] = collections.deque()
     limit = 0 if group is None else _AHEAD_NBYTES  # one rank has no traffic to hide
     under_way = 0
     for name, tensor in named:
-        ahead.append(_gather(name, tensor, group, dtype))
+        ahead.append(_gather(name, tensor, group, dtype, to=_ranks_for(name, tensor.shape, parts)))
         under_way += ahead[-1].nbytes
         while under_way > limit:
             under_way -= ahead[0].nbytes
-            yield from _finish(ahead.popleft())
+            yield from _finish(ahead.popleft(), parts)
     while ahead:
-        yield from _finish(ahead.popleft())
+        yield from _finish(ahead.popleft(), parts)
 
 
-def _finish(one: _Gathering) -> Iterator[NamedTensor]:
+def _ranks_for(name: str, shape: Sequence[int], parts: Parts | None) -> Sequence[int]:
+    gatherers = _gatherers.get()
+    return (0,) if gatherers is None else gatherers.ranks_for(name, shape, parts)
+
+
+def _finish(one: _Gathering, parts: Parts | None) -> Iterator[NamedTensor]:
     for pending in one.pending:
         pending.wait()
     for part, buffer in one.part_buffers:
         if buffer is not part:
             part.copy_(buffer)
     if one.whole is not None:
-        yield one.name, one.whole
+        yield from [(one.name, one.whole)] if parts is None else parts(one.name, one.whole)
 
 
 def _gather(
-    name: str, tensor: torch.Tensor | WeightShard, group: Group | None, dtype: torch.dtype | None
+    name: str, tensor: torch.Tensor | WeightShard, group: Group | None, dtype: torch.dtype | None, *, to: Sequence[int]
 ) -> _Gathering:
     if group is not None and isinstance(tensor, DTensor):
         if tensor.placements == (Shard(0),) and tensor.device_mesh.size() == group.size:
@@ -217,95 +280,33 @@ def _gather(
     local = tensor.tensor if isinstance(tensor, WeightShard) else tensor
     wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
     if not isinstance(tensor, WeightShard):
-        first = group is None or group.rank == 0
-        return _Gathering(name, tensor.numel() * wanted.itemsize, tensor.to(wanted) if first else None)
+        return _Gathering(name, tensor.to(wanted) if group is None or group.rank in to else None)
     assert group is not None, "shards are of several ranks"
-    if group.rank == 0:
-        return _receive_shards(name, tensor, group, wanted)
-    mine = tensor.tensor.to(wanted).contiguous()  # empty if other ranks have the shards
-    pending = [group.send(mine, dst=0, async_op=True)] if mine.numel() else []
-    nbytes = math.prod(tensor.shape) * wanted.itemsize
-    return _Gathering(name, nbytes, pending=pending, sent=mine)
+    mine = local.to(wanted).contiguous()  # empty if other ranks have the shards
+    whole, buffers = None, list[tuple[torch.Tensor, torch.Tensor]]()
+    pending: list[Pending] = []
+    for rank in to:  # every rank in the same order: a library may run its operations one after the other
+        if rank == group.rank:
+            whole, buffers, received = _receive_shards(tensor, mine, group)
+            pending += received
+        elif mine.numel():
+            pending.append(group.send(mine, dst=rank, async_op=True))
+    return _Gathering(name, whole, buffers, pending, None if whole is not None and len(to) == 1 else mine)
 
 
-def _receive_shards(name: str, shard: WeightShard, group: Group, dtype: torch.dtype) -> _Gathering:
-    mine = shard.tensor.to(dtype).contiguous()
-    whole = torch.empty(shard.shape, dtype=dtype, device=mine.device)
+def _receive_shards(
+    shard: WeightShard, mine: torch.Tensor, group: Group
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[Pending]]:
+    """Begin to receive the shards of the other ranks; return the whole tensor, its parts' buffers, the operations."""
+    whole = torch.empty(shard.shape, dtype=mine.dtype, device=mine.device)
     parts = whole.split(-(-shard.shape[shard.dim] // shard.ranks), shard.dim)
-    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
     pending = []
-    for rank, part in zip(shard.owners or range(shard.ranks), parts, strict=False):  # small tensors have fewer parts
-        if rank == 0:
+    for rank, part in zip(shard.holders, parts, strict=False):  # small tensors have fewer parts
+        if rank == group.rank:
             part.copy_(mine)
         elif part.numel():
             buffer = part if part.is_contiguous() else torch.empty_like(part, memory_format=_DENSE)
             pending.append(group.recv(buffer, src=rank, async_op=True))
-            others.append((part, buffer))
-    return _Gathering(name, whole.nbytes, whole, others, pending)
-
-
-# -- reads of all ranks together -------------------------------------------------------------------------------------
-
-
-class SharedReads:
-    """Sources that all ranks of ``group`` must read together, for example shards of one model.
-
-    The first rank gives ``sources`` to a sender inside the context; a transfer may read them several times or not at
-    all. The other ranks :meth:`follow` until the first rank leaves the context. ``group`` None means this rank alone.
-    """
-
-    def __init__(self, sources: Sequence[WeightSource], group: Group | None) -> None:
-        self._group = group
-        self._originals = sources
-        self.sources = tuple(
-            WeightSource(source.metadata, functools.partial(self._read, number))
-            for number, source in enumerate(sources)
-        )
-
-    def follow(self) -> None:
-        """Take part in each read of the first rank, until it leaves the context. Blocks."""
-        while (number := self._announce(_END)) != _END:
-            for _ in self._originals[number]:
-                pass
-
-    def __enter__(self) -> SharedReads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._group is None or self._group.rank == 0:
-            self._announce(_END)
-
-    def _read(self, number: int) -> Iterator[NamedTensor]:
-        self._announce(number)
-        weights = iter(self._originals[number])
-        try:
-            for pair in weights:  # noqa: UP028 - delegating would close the iterator before it is drained
-                yield pair
-        finally:
-            for _ in weights:  # the reader stopped early, and the other ranks gather to the end
-                pass
-
-    def _announce(self, number: int) -> int:
-        """Broadcast the number of the source that the first rank reads next, _END if none; return its number."""
-        if self._group is None:
-            return number
-        word = torch.tensor([number], dtype=torch.int32, device=self._group.backend.device())
-        self._group.broadcast(word, src=0)
-        return int(word.item())
-
-
-class SharedWeights(SharedReads):
-    """An engine's weights as shared reads: ``model``, the whole model or an adapter's base, and the ``adapter``."""
-
-    model: WeightSource
-    adapter: WeightSource
-
-    def __init__(self, engine: TrainEngine, group: Group | None) -> None:
-        model = WeightSource(engine.weights_metadata, engine.named_weights)
-        super().__init__([model, WeightSource(engine.adapter_metadata, engine.named_adapter)], group)
-        self.model, self.adapter = self.sources
-
-    def __enter__(self) -> SharedWeights:
-        return self
+            buffers.append((part, buffer))
+    return whole, buffers, pending

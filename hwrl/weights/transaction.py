@@ -16,9 +16,11 @@ import torch
 
 from hwrl.comm import first_line
 from hwrl.errors import CommError, TransferFailedError
+from hwrl.weights.co_sender import Reports
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Proposal, Start, VoteKind
 from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock
+from hwrl.weights.shares import Shares
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import WeightSource
 from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
@@ -37,7 +39,10 @@ class CommitOutcome(NamedTuple):
 
 
 class SenderLink:
-    """The long-lived parts of a sender. ``end`` is the sender's end of ``transport``, called ``name`` in proposals."""
+    """The long-lived parts of a sender. ``end`` is the sender's end of ``transport``, called ``name`` in proposals.
+
+    ``shares`` is None with one sender.
+    """
 
     def __init__(
         self,
@@ -48,10 +53,13 @@ class SenderLink:
         name: str,
         transport: Transport,
         end: TransportSender,
+        shares: Shares | None = None,
     ) -> None:
         self.channel, self.membership, self.transport, self.end = channel, membership, transport, end
         self.layout, self.backend = context.layout, context.backend
         self.epoch, self.limits = context.epoch, context.limits
+        self.reports = Reports((0,) if shares is None else shares.ranks, context.limits)
+        self._shares = shares
         self.stored: Proposal | None = None
         """The newest whole version, if the transport keeps versions."""
         self._name = name
@@ -83,7 +91,16 @@ class SenderLink:
             last_stored_number=0 if self.stored is None else self.stored.number,
             metadata=metadata,
             payload=self.end.open(number, tuple(to), clock),
+            senders=1 if self._shares is None else len(self._shares.ranks),
         )
+
+    def reader(self, proposal: Proposal, source: WeightSource) -> TensorReader:
+        """Return a reader of this sender's tensors; reading begins the co-senders' part of the round."""
+        if self._shares is None:
+            return TensorReader(self.layout, source)
+        assert source.shared is not None, "it was checked before"
+        source = source.shared.for_round(source, self.channel.name, proposal.number, self._shares.gatherers)
+        return TensorReader(self.layout, source, shares=self._shares)
 
     def propose(self, proposal: Proposal) -> None:
         """Show ``proposal`` to the receivers."""
@@ -220,7 +237,7 @@ class Transaction:
 
     def _run_round(self, sending: SenderRound) -> bool:
         """Return whether the version was committed."""
-        reader = TensorReader(self._link.layout, self._source)
+        reader = self._link.reader(sending.proposal, self._source)
         try:
             return self._rendezvous(sending, reader) and self._send_and_decide(sending, reader)
         except BaseException as exc:
@@ -229,6 +246,7 @@ class Transaction:
         finally:
             reader.close()
             self._link.end.end_round(sending)
+            self._link.reports.forget(sending)
 
     def _rendezvous(self, sending: SenderRound, reader: TensorReader) -> bool:
         """Wait until all receivers are ready. Returns False, and excludes the late ones, if some are not."""
@@ -262,8 +280,11 @@ class Transaction:
         try:
             with self._clock(link.transport.stage), torch.no_grad():
                 link.end.send(sending, reader, self._clock)
+                link.reports.wait_until_sent(sending)
         except CommError as exc:
             link.end.abort()
+            if reader.begun:  # else they were not told of the round
+                link.reports.stop(sending)
             return exc
         except BaseException as exc:
             self.give_up(exc)  # first: ending the operations under way may take as long as the wire's timeout

@@ -82,7 +82,8 @@ class TransportReceiver(Protocol):
 class SenderContext:
     """Made by a sender for its transport.
 
-    ``slabs`` are under way at once. ``versions`` and ``directory`` are for stored versions.
+    ``slabs`` are under way at once. ``versions`` and ``directory`` are for stored versions. This is sender number
+    ``share`` of ``senders``, and sends the slabs of this share.
     """
 
     store: Store
@@ -93,6 +94,8 @@ class SenderContext:
     slabs: int
     versions: int
     directory: Path | None
+    senders: int = 1
+    share: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class Transport:
 
     ``keeps_versions`` False: all receivers take part in each transfer, and commit together. True: a version is stored
     whole, the sender goes on, and receivers fetch it when they are ready. ``packs_large_tensors`` asks for a layout
-    that packs every tensor below a quarter of a slab, the most that a layout packs. ``stage`` is the name of ``send``
-    and ``receive`` in reports.
+    that packs every tensor below a quarter of a slab, the most that a layout packs. ``several_senders``: the ends can
+    divide the slabs among senders. ``stage`` is the name of ``send`` and ``receive`` in reports.
     """
 
     payload: type[TransportPayload]
@@ -119,6 +122,7 @@ class Transport:
     receiver: Callable[[ReceiverContext], TransportReceiver]
     keeps_versions: bool = False
     packs_large_tensors: bool = False
+    several_senders: bool = False
     stage: str = "wire"
 
 
@@ -166,6 +170,14 @@ class SenderRound:
     def tell(self, key: str, text: str) -> None:
         """Write a transport note to all receivers."""
         self._channel.put_transport_note(self.proposal, key, text)
+
+    def note(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Wait for the transport note ``key`` of the sender's side; None after ``timeout_s``."""
+        return self._channel.wait_for_transport_note(self.proposal, key, timeout_s=timeout_s)
+
+    def has_votes(self) -> bool:
+        """Return whether a receiver has voted."""
+        return any(self._channel.vote(self.proposal, member) is not None for member in self.proposal.to)
 
     def wait_for_all(self, key: str, *, timeout_s: float) -> None:
         """Wait until every receiver has written its transport note ``key``.

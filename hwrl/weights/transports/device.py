@@ -17,26 +17,27 @@ from hwrl.interfaces import Backend, Capability
 from hwrl.weights.control import Limits, Proposal, TransportPayload
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
+from hwrl.weights.shares import divide_slabs
 from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
 from hwrl.weights.transport import ReceiverContext, ReceiverRound, SenderContext, SenderRound, Transport
 
 
 @dataclass(frozen=True)
 class DevicePayload(TransportPayload):
-    """``lanes`` process groups, named ``group``/0, ``group``/1, …"""
+    """``lanes`` process groups for each sender, named ``group``/0/0, ``group``/0/1, …; the sender's number is first."""
 
     group: str
     lanes: int
 
 
 class Lanes:
-    """The process groups of one set of receivers; slabs use them in turn.
+    """The process groups of one sender, number ``share``, and one set of receivers; slabs use them in turn.
 
     On a device with streams there are two. Collectives of one group run one after the other, and the start of each
     leaves the wire idle for about 10 µs; the other group's slab fills this gap (docs/benchmarks.md). Elsewhere one.
     """
 
-    def __init__(self, store: Store, proposal: Proposal, *, rank: int, backend: Backend) -> None:
+    def __init__(self, store: Store, proposal: Proposal, *, share: int, rank: int, backend: Backend) -> None:
         """Connect with the other ranks of ``proposal``; blocks until all came, raises CommError if not."""
         payload = _payload(proposal)
         self.name, self.to = payload.group, proposal.to
@@ -46,7 +47,8 @@ class Lanes:
         options["timeout_s"] = Limits(proposal.timeout_s).wire_s
         try:
             for lane in range(payload.lanes):
-                self._groups.append(Comm(backend).standalone_group(store, name=f"{payload.group}/{lane}", **options))
+                name = f"{payload.group}/{share}/{lane}"
+                self._groups.append(Comm(backend).standalone_group(store, name=name, **options))
         except CommError:
             self.close()
             raise
@@ -81,11 +83,16 @@ class Lanes:
 class DeviceSender:
     """Rank 0 of process groups with the receivers; the groups stay until the receivers change.
 
-    At most ``slabs`` broadcasts are under way, and only so many slabs of tensors are read ahead.
+    At most ``slabs`` broadcasts are under way, and only so many slabs of tensors are read ahead. With several senders
+    each has groups of its own: their wires work at the same time.
     """
 
     def __init__(self, context: SenderContext) -> None:
         self._context = context
+        shares = divide_slabs(context.layout, context.senders)
+        self._own_slabs = [index for index, share in enumerate(shares) if share == context.share]
+        # With one slab under way, two senders could wait for each other's shards, and receivers for both.
+        self._under_way = context.slabs if context.senders == 1 else max(2, context.slabs)
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
         self._sums = Checksums(context.layout, device=context.backend.device())
         self._lanes: Lanes | None = None
@@ -99,24 +106,26 @@ class DeviceSender:
         return DevicePayload(name, 2 if streams else 1)
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
-        """Broadcast the slabs in the layout's order, then the checksums."""
-        if self._lanes is None:
-            self._lanes = Lanes(self._context.store, sending.proposal, rank=0, backend=self._context.backend)
-        with clock.span(self._context.backend):
+        """Broadcast this sender's slabs in the layout's order, then the checksums."""
+        context, proposal = self._context, sending.proposal
+        if self._lanes is None or self._lanes.name != _payload(proposal).group:
+            self.abort()
+            self._lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
+        with clock.span(context.backend):
             self._send_slabs(self._lanes, reader, clock)
 
     def _send_slabs(self, lanes: Lanes, reader: TensorReader, clock: StageClock) -> None:
         under_way = collections.deque[tuple[Pending, SlabLease, list[torch.Tensor]]]()
-        for index, slab in enumerate(self._context.layout.slabs):
+        for index in self._own_slabs:
             with clock("gather"):
-                tensors = reader.tensors_of(slab)
+                tensors = reader.tensors_of(self._context.layout.slabs[index])
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
             pending = lanes.broadcast(lease.memory)
             lease.in_use_until(pending)
             under_way.append((pending, lease, tensors))
             self._sums.add(index, lease.memory)
-            if len(under_way) >= self._context.slabs:
+            if len(under_way) >= self._under_way:
                 under_way.popleft()[0].wait()
         reader.finish()
         for pending, *_ in under_way:
@@ -153,7 +162,7 @@ class DeviceReceiver:
 
     def __init__(self, context: ReceiverContext) -> None:
         self._context = context
-        self._lanes: Lanes | None = None
+        self._lanes: list[Lanes] = []  # of each sender
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
@@ -162,7 +171,7 @@ class DeviceReceiver:
         try:
             lanes = self._lanes_for(receiving)
             with clock.span(self._context.backend):
-                theirs, newest = self._receive_slabs(lanes, destination, sums)
+                theirs, newest = self._receive_slabs(receiving, lanes, destination, sums)
             for pending in newest:
                 pending.complete()  # before a wait for the device: that one would hang if the sender is lost
             return theirs
@@ -172,39 +181,43 @@ class DeviceReceiver:
 
     def abort(self) -> None:
         """Close the groups."""
-        lanes, self._lanes = self._lanes, None
-        if lanes is not None:
-            lanes.close()
+        lanes, self._lanes = self._lanes, []
+        for of_sender in lanes:
+            of_sender.close()
 
     def close(self) -> None:
         """Close the groups."""
         self.abort()
 
-    def _lanes_for(self, receiving: ReceiverRound) -> Lanes:
+    def _lanes_for(self, receiving: ReceiverRound) -> list[Lanes]:
         proposal = receiving.proposal
-        if self._lanes is None or self._lanes.name != _payload(proposal).group:
+        if not self._lanes or self._lanes[0].name != _payload(proposal).group:
             self.abort()
-            self._lanes = Lanes(self._context.store, proposal, rank=receiving.rank, backend=self._context.backend)
+            place: dict[str, Any] = {"rank": receiving.rank, "backend": self._context.backend}
+            for share in range(proposal.senders):
+                self._lanes.append(Lanes(self._context.store, proposal, share=share, **place))
         return self._lanes
 
     def _receive_slabs(
-        self, lanes: Lanes, destination: Destination, sums: Checksums
-    ) -> tuple[torch.Tensor, collections.deque[Pending]]:
-        """Queue the whole transfer; return the sender's sums and the last operation of each lane."""
+        self, receiving: ReceiverRound, lanes: list[Lanes], destination: Destination, sums: Checksums
+    ) -> tuple[torch.Tensor, list[Pending]]:
+        """Queue the whole transfer; return the senders' sums and the last operation of each lane."""
         under_way: collections.deque[tuple[Pending, SlabLease]] = collections.deque()
-        newest: collections.deque[Pending] = collections.deque(maxlen=lanes.count)
-        for index in range(sums.slabs):
+        newest = [collections.deque[Pending](maxlen=of_sender.count) for of_sender in lanes]
+        for index, share in enumerate(divide_slabs(receiving.layout, len(lanes))):
             if len(under_way) >= self._context.slabs:
                 _store(*under_way.popleft(), destination, sums)
             lease = destination.memory_for(index)
-            newest.append(lanes.broadcast(lease.memory))
-            under_way.append((newest[-1], lease))
+            newest[share].append(lanes[share].broadcast(lease.memory))
+            under_way.append((newest[share][-1], lease))
         while under_way:
             _store(*under_way.popleft(), destination, sums)
-        theirs = torch.empty_like(sums.values)
-        newest.append(lanes.broadcast(theirs))
-        newest[-1].wait()
-        return theirs, newest
+        each = torch.empty(len(lanes), len(sums.values), dtype=torch.int64, device=sums.values.device)
+        for share, theirs in enumerate(each):
+            newest[share].append(lanes[share].broadcast(theirs))
+            newest[share][-1].wait()
+        # Each sender has sums of its own slabs, and zeros.
+        return each.sum(0), [pending for of_sender in newest for pending in of_sender]
 
 
 def _store(pending: Pending, lease: SlabLease, destination: Destination, sums: Checksums) -> None:
@@ -218,4 +231,4 @@ def _payload(proposal: Proposal) -> DevicePayload:
     return proposal.payload
 
 
-DEVICE = Transport(DevicePayload, DeviceSender, DeviceReceiver)
+DEVICE = Transport(DevicePayload, DeviceSender, DeviceReceiver, several_senders=True)

@@ -1,0 +1,72 @@
+"""The division of a version among several senders: :class:`Shares`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hwrl.weights.layout import WeightLayout
+from hwrl.weights.source import Gatherers
+
+
+def sender_ranks(senders: int, ranks: int) -> tuple[int, ...]:
+    """Return the ranks that send, the first one and others at equal distances: on as many hosts as possible.
+
+    >>> sender_ranks(2, 8), sender_ranks(3, 4)
+    ((0, 4), (0, 1, 2))
+    """
+    return tuple(share * ranks // senders for share in range(senders))
+
+
+def divide_slabs(layout: WeightLayout, senders: int) -> tuple[int, ...]:
+    """Return the number of the share of each slab. A slab joins the share with the fewest bytes so far.
+
+    So the shares are equal but for a slab, up to every point of the layout: all senders work at the same time, and
+    none needs tensors far ahead of the others.
+    """
+    nbytes = [0] * senders
+    shares = []
+    for slab in layout.slabs:
+        share = nbytes.index(min(nbytes))
+        nbytes[share] += slab.nbytes
+        shares.append(share)
+    return tuple(shares)
+
+
+class Shares:
+    """Which of several senders sends which slabs, and the tensors that it needs. ``ranks`` has each sender's rank.
+
+    Share 0 also has the tensors without bytes of their own slab: empty ones.
+    """
+
+    def __init__(self, layout: WeightLayout, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self._layout = layout
+        self._of_entry = _shares_of_entries(layout, divide_slabs(layout, len(ranks)))
+        self.gatherers = Gatherers(
+            self.ranks,
+            {
+                entry.name: tuple(self.ranks[share] for share in sorted(shares))
+                for entry, shares in zip(layout.entries, self._of_entry, strict=True)
+            },
+        )
+
+    def entries_of(self, share: int) -> tuple[int, ...]:
+        """Return the numbers of the tensors that ``share`` needs, in order."""
+        return tuple(number for number, shares in enumerate(self._of_entry) if share in shares)
+
+    def names_beside(self, share: int) -> frozenset[str]:
+        """Return the names of the tensors that only other shares need."""
+        pairs = zip(self._layout.entries, self._of_entry, strict=True)
+        return frozenset(entry.name for entry, shares in pairs if share not in shares)
+
+
+def _shares_of_entries(layout: WeightLayout, of_slab: Sequence[int]) -> list[set[int]]:
+    shares: list[set[int]] = [set() for _ in layout.entries]
+    for slab, share in zip(layout.slabs, of_slab, strict=True):
+        for number in slab.entries:
+            shares[number].add(share)
+    by_name = dict(zip((entry.name for entry in layout.entries), shares, strict=True))
+    return [
+        by_name[entry.alias_of] if entry.alias_of is not None else found or {0}
+        for entry, found in zip(layout.entries, shares, strict=True)
+    ]

@@ -1,0 +1,136 @@
+"""Trainer ranks that hold shards of a hard list of tensors, and receivers that compare what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hwrl.comm import Comm, Group, Store, connect_store, raw_bytes
+from hwrl.interfaces import Backend
+from hwrl.weights import CoSender, SharedReads, WeightReceiver, WeightSender, WeightShard, WeightSource, gather_weights
+from hwrl_cpu import INFO, CpuBackend
+
+SLAB_NBYTES = 4096
+Named = list[tuple[str, torch.Tensor]]
+
+
+def hard_weights(version: int) -> Named:
+    """Return 0-d, empty, odd, tied, strided, mixed-dtype tensors, and some larger than a slab."""
+    made = torch.Generator().manual_seed(version)
+    embed = torch.randn(61, 40, generator=made)
+    return [
+        ("embed", embed),
+        ("scale", torch.tensor(float(version))),
+        ("odd", torch.randint(0, 256, (1001,), dtype=torch.uint8, generator=made)),
+        ("turned", torch.randn(50, 60, generator=made).T.contiguous()),
+        ("half", torch.randn(33, 3, generator=made).to(torch.bfloat16)),
+        ("strided", torch.randn(40, 9, generator=made)[:, ::2]),
+        ("empty", torch.empty(0, 3)),
+        *((f"layer.{number}", torch.randn(37, 16 + number, generator=made)) for number in range(12)),
+        ("step", torch.tensor([version])),
+        ("last", torch.randn(3, 5, generator=made)),
+        ("head", embed),
+    ]
+
+
+_DIMS = {"embed": 0, "turned": 1, "odd": 0, "half": 0, "last": 0}
+_DIMS |= {f"layer.{number}": number % 2 for number in range(12)}
+"""The dimension that ranks divide, of the tensors that are not replicated; ``last`` has fewer rows than 4 ranks."""
+
+
+def sharded(group: Group, version: int) -> WeightSource:
+    """Return the weights as a source whose tensors are divided over the ranks of ``group``, or replicated."""
+    named = hard_weights(version)
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        shards = ((name, _shard(name, tensor, group)) for name, tensor in named if name != "head")
+        embed = None
+        for name, whole in gather_weights(shards, group, dtype=None):
+            embed = whole if name == "embed" else embed
+            yield name, whole
+        if embed is not None:
+            yield "head", embed
+
+    return WeightSource(lambda: _described(named), read)
+
+
+def _described(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    described = {name: tensor.to("meta") for name, tensor in named}
+    yield from (described | {"head": described["embed"]}).items()
+
+
+def _shard(name: str, tensor: torch.Tensor, group: Group) -> torch.Tensor | WeightShard:
+    if name not in _DIMS:
+        return tensor
+    dim = _DIMS[name]
+    parts = tensor.split(-(-tensor.shape[dim] // group.size), dim)
+    mine = parts[group.rank] if group.rank < len(parts) else tensor.narrow(dim, 0, 0)
+    return WeightShard(mine, tuple(tensor.shape), dim, group.size)
+
+
+class TrainerSide:
+    """A rank of the sending side: rank 0 publishes, the others follow. A context manager."""
+
+    def __init__(
+        self, address: str, rank: int, ranks: int, senders: int, *, backend: Backend | None = None, **options: Any
+    ) -> None:
+        self.backend = backend or CpuBackend(INFO)
+        self.store: Store = connect_store(address)
+        comm = Comm(CpuBackend(INFO))
+        self.group = comm.standalone_group(connect_store(address), rank=rank, size=ranks, name="trainer")
+        self.sender = self.co_sender = None
+        if rank:
+            self.co_sender = CoSender(self.store, backend=self.backend)
+        else:
+            options = {"slab_nbytes": SLAB_NBYTES, "timeout_s": 20.0} | options
+            self.sender = WeightSender(self.store, backend=self.backend, senders=senders, **options)
+
+    def __enter__(self) -> TrainerSide:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        end = self.sender or self.co_sender
+        assert end is not None
+        end.close()
+        self.group.close()
+
+    def wait_for_receivers(self, count: int) -> None:
+        """Wait for ``count`` receivers, on rank 0."""
+        if self.sender is not None:
+            self.sender.wait_for_receivers(count)
+
+    def send(self, version: int, source: WeightSource | None = None) -> Any:
+        """Send the weights of ``version``; return rank 0's report."""
+        with SharedReads([source or sharded(self.group, version)], self.group) as shared:
+            if self.sender is None:
+                assert self.co_sender is not None
+                shared.follow({"policy": self.co_sender})
+                return None
+            return self.sender.publish(version, shared.sources[0])
+
+
+def receive_all(address: str, replica: str, versions: int, *, backend: Backend | None = None, **options: Any) -> bool:
+    """Receive versions 1 to ``versions``; return whether each was bit-exact."""
+    with WeightReceiver(
+        connect_store(address), replica=replica, backend=backend or CpuBackend(INFO), **options
+    ) as receiver:
+        exact, last = True, 0
+        while last < versions:
+            received = receiver.receive(timeout_s=30.0)
+            last = received.version
+            exact &= is_exact(received, last)
+        return exact
+
+
+def is_exact(received: Any, version: int) -> bool:
+    """Return whether the tensors have the bits of :func:`hard_weights`, and ``head`` is tied."""
+    expected = hard_weights(version)
+    same = list(received) == [name for name, _ in expected] and all(
+        received[name].dtype == tensor.dtype
+        and received[name].shape == tensor.shape
+        and torch.equal(raw_bytes(received[name].contiguous()), raw_bytes(tensor.contiguous()))
+        for name, tensor in expected
+    )
+    return same and received["head"].data_ptr() == received["embed"].data_ptr()

@@ -1,0 +1,196 @@
+"""Several ranks send one version: each its share of the slabs, to all receivers at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.comm import await_keys, connect_store, serve_store, store_address
+from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
+from hwrl.testing.processes import Processes, run_processes
+from hwrl.weights import SharedReads, WeightLayout, WeightReceiver, WeightSource
+from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
+from hwrl_cpu import INFO, CpuBackend
+from tests.support.faulty import DyingBackend, FaultyBackend
+from tests.support.sharded_weights import SLAB_NBYTES, TrainerSide, hard_weights, is_exact, receive_all, sharded
+from tests.support.weight_link import sender_of, store
+
+__all__ = ["store"]  # the fixture
+
+_VERSIONS = 3
+
+
+# -- the division ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("senders", [1, 2, 3, 7])
+def test_shares_are_equal_but_for_a_slab_up_to_every_point(senders: int) -> None:
+    layout = WeightLayout.plan(hard_weights(1), slab_nbytes=SLAB_NBYTES)
+    nbytes, largest = [0] * senders, max(slab.nbytes for slab in layout.slabs)
+    for slab, share in zip(layout.slabs, divide_slabs(layout, senders), strict=True):
+        nbytes[share] += slab.nbytes
+        assert max(nbytes) - min(nbytes) <= largest
+    assert min(nbytes) > 0
+
+
+def test_each_share_needs_the_tensors_of_its_slabs_and_the_first_the_empty_ones() -> None:
+    layout = WeightLayout.plan(hard_weights(1), slab_nbytes=SLAB_NBYTES)
+    shares = Shares(layout, sender_ranks(3, 4))
+    assert shares.ranks == (0, 1, 2)
+    names = [{layout.entries[number].name for number in shares.entries_of(share)} for share in range(3)]
+    assert set().union(*names) == {entry.name for entry in layout.entries}
+    assert "empty" in names[0] and all(("head" in mine) == ("embed" in mine) for mine in names)
+    assert sum("embed" in mine for mine in names) > 1, "it is larger than a slab"
+    for share, mine in enumerate(names):
+        assert shares.names_beside(share) == {entry.name for entry in layout.entries} - mine
+
+
+# -- every tensor arrives -------------------------------------------------------------------------------------------
+
+
+def _send_or_receive(rank: int, address: str, ranks: int, senders: int) -> Any:
+    if rank >= ranks:
+        return receive_all(address, f"r{rank}", _VERSIONS)
+    with TrainerSide(address, rank, ranks, senders) as side:
+        side.wait_for_receivers(2)
+        reports = [side.send(version) for version in range(1, 1 + _VERSIONS)]
+        return [report and (report.receivers, dict(report.excluded)) for report in reports]
+
+
+@pytest.mark.parametrize(("ranks", "senders"), [(2, 2), (3, 3), (4, 2)])
+def test_shards_reach_every_receiver_bit_for_bit_by_several_senders(ranks: int, senders: int) -> None:
+    store = serve_store()
+    sent, *others = run_processes(_send_or_receive, ranks + 2, store_address(store), ranks, senders)
+    assert sent == [(2, {})] * _VERSIONS
+    assert others[-2:] == [True, True]
+
+
+# -- when something breaks ------------------------------------------------------------------------------------------
+
+
+class RaisingBackend(FaultyBackend):
+    """Raises an error that is no communication error."""
+
+    def fail(self, received: torch.Tensor) -> None:
+        raise MemoryError("no room for a slab")
+
+
+class HangingBackend(FaultyBackend):
+    """Hangs in the second group with a fault: that of the second sender."""
+
+    def fail(self, received: torch.Tensor) -> None:
+        if self.strikes == 0:
+            time.sleep(20.0)
+
+
+def _send_with_a_broken_co_sender(rank: int, address: str, broken: str) -> Any:
+    if rank >= 2:
+        return _receive_until_given_up(address, f"r{rank}")
+    backends = {"raises": RaisingBackend(at=15), "dies": DyingBackend(at=15)}
+    with TrainerSide(address, rank, 2, 2, backend=backends.get(broken) if rank else None) as side:
+        side.wait_for_receivers(2)
+        side.send(1)
+        begin = time.monotonic()
+        source = raising(side.group) if broken == "reads" and rank else sharded(side.group, 2)
+        try:
+            side.send(2, source)
+        except (TransferFailedError, MemoryError, KeyError) as exc:
+            failure, took_s = f"{type(exc).__name__}: {exc}", time.monotonic() - begin
+        if broken == "raises":
+            assert not await_keys(side.store, ["told r2", "told r3"], timeout_s=20.0)
+            side.send(3)
+        return failure, took_s
+
+
+def raising(group: Any) -> WeightSource:
+    """Return a source that fails on its way."""
+    whole = sharded(group, 2)
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, pair in enumerate(whole.read()):
+            if number == 3:
+                raise KeyError("layer.3")
+            yield pair
+
+    return WeightSource(whole.metadata, read)
+
+
+def _receive_until_given_up(address: str, replica: str) -> Any:
+    store = connect_store(address)
+    with WeightReceiver(store, replica=replica, backend=CpuBackend(INFO)) as receiver:
+        first = receiver.receive(timeout_s=30.0)
+        try:
+            receiver.receive(timeout_s=30.0)
+        except TransferFailedError as exc:
+            failure = str(exc)
+        store.set(f"told {replica}", "")
+        kept = receiver.version, is_exact(first, 1)
+        try:
+            return failure, kept, is_exact(receiver.receive(timeout_s=2.0), 3)
+        except CommTimeoutError:
+            return failure, kept, None
+
+
+def test_an_error_of_a_co_sender_ends_the_version_for_all_and_the_next_one_is_sent() -> None:
+    store = serve_store()
+    with Processes(_send_with_a_broken_co_sender, 4, store_address(store), "raises") as processes:
+        (failure, took_s), (own, _), *received = [processes.wait(rank).value for rank in range(4)]
+    assert "rank 1 of the senders could not send its share" in failure and "no room for a slab" in failure
+    assert own.startswith("MemoryError") and took_s < 15
+    for told, kept, last in received:
+        assert "rank 1 of the senders could not send its share" in told
+        assert kept == (1, True) and last is True
+
+
+@pytest.mark.parametrize(("broken", "said"), [("dies", "rank 1 of the senders"), ("reads", "layer.3")])
+def test_a_co_sender_that_is_lost_is_named_in_time_and_receivers_keep_their_version(broken: str, said: str) -> None:
+    store = serve_store()
+    with Processes(_send_with_a_broken_co_sender, 4, store_address(store), broken) as processes:
+        failure, took_s = processes.wait(0).value
+        assert "rank 1 of the senders" in failure and said in failure
+        assert took_s < 15
+        for rank in (2, 3):
+            told, kept, _ = processes.wait(rank).value
+            assert "rank 1 of the senders" in told and kept == (1, True)
+        co_sender = processes.wait(1)
+        assert "exit code -9" in str(co_sender.error) if broken == "dies" else "KeyError" in str(co_sender.value)
+
+
+def _send_past_a_lost_receiver(rank: int, address: str, lost: str) -> Any:
+    if rank < 2:
+        with TrainerSide(address, rank, 2, 2, timeout_s=20.0 if lost == "dies" else 3.0) as side:
+            side.wait_for_receivers(2)
+            begin = time.monotonic()
+            reports = [side.send(version) for version in (1, 2)]
+            took_s = time.monotonic() - begin
+            return [report and (report.receivers, sorted(report.excluded)) for report in reports], took_s
+    faulty = DyingBackend(at=4) if lost == "dies" else HangingBackend(at=4, strikes=2)
+    return receive_all(address, f"r{rank}", 2, backend=faulty if rank == 3 else None)
+
+
+@pytest.mark.parametrize("lost", ["dies", "hangs"])
+def test_a_lost_receiver_is_excluded_and_the_other_gets_the_version_of_all_senders(lost: str) -> None:
+    store = serve_store()
+    with Processes(_send_past_a_lost_receiver, 4, store_address(store), lost) as processes:
+        reports, took_s = processes.wait(0).value
+        assert reports == [(1, ["r3"]), (1, [])] and took_s < 15
+        assert processes.wait(2).value is True
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["ipc", "host"])
+def test_transports_of_one_host_have_one_sender(store: Any, transport: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)senders=2.*{transport} transport.*work with: device"):
+        sender_of(store, transport=transport, senders=2)
+
+
+def test_several_senders_need_weights_that_as_many_ranks_read(store: Any) -> None:
+    shared = SharedReads([WeightSource.of(hard_weights(1))], None)
+    with sender_of(store, senders=2) as sender, pytest.raises(ConfigError, match=r"(?s)senders=2.*1 rank\(s\) read"):
+        sender.publish(1, shared.sources[0])
