@@ -13,8 +13,8 @@ import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, connect_store, serve_store, store_address
 from hwrl.interfaces import TrainEngine
-from hwrl.saved_names import SavedNames
 from hwrl.models import build_model
+from hwrl.saved_names import SavedNames
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.fsdp_training import without_padding
