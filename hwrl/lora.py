@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +34,15 @@ def require_peft() -> None:
 def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
     """Put an adapter into ``model``, in place, and freeze the rest. Return the model; its outputs are the same.
 
-    The adapter has the model's dtype. Its first values depend only on ``seed`` and the shapes of the model. Raises
-    ConfigError if PEFT is not installed or finds no layer to adapt.
+    The adapter has the model's dtype. Its first values depend only on ``seed`` and the shapes of the model; they are on
+    the host if the model is on the meta device. Raises ConfigError if PEFT is not installed or finds no layer to adapt.
     """
     require_peft()
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _stand_ins(model):
             torch.manual_seed(seed)
             return inject_adapter_in_model(LoraConfig(**lora.peft_config()), model)
     except (ValueError, re.error) as exc:
@@ -50,6 +51,36 @@ def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
             why=str(exc).splitlines()[0],
             fix="correct model.target_modules: all-linear, or the ends of the names of the model's layers",
         ) from exc
+
+
+@contextlib.contextmanager
+def _stand_ins(model: Any) -> Iterator[None]:
+    """Inside, parameters on the meta device are host tensors with one value's memory: PEFT puts an adapter beside them.
+
+    Tied parameters stay tied.
+    """
+    import torch
+
+    originals: dict[Any, Any] = {}
+    stand_ins: dict[Any, Any] = {}
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            one = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            stand_ins[parameter] = torch.nn.Parameter(one, requires_grad=parameter.requires_grad)
+            originals[stand_ins[parameter]] = parameter
+    _exchange(model, stand_ins)
+    yield
+    for stand_in, original in originals.items():
+        original.requires_grad_(stand_in.requires_grad)
+    _exchange(model, originals)
+
+
+def _exchange(model: Any, others: Mapping[Any, Any]) -> None:
+    """Replace each parameter of ``model`` that is a key of ``others``."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter in others:
+                module._parameters[name] = others[parameter]
 
 
 def save_adapter(

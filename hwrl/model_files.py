@@ -1,10 +1,10 @@
-"""Read a model by parts: each process fills its own tensors from a directory's safetensors files: :class:`ModelFiles`."""
+"""Read a model by parts from its safetensors files, and write one as a stream: :class:`ModelFiles`."""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from hwrl.errors import DataError, UnsupportedError
 from hwrl.models import require_loadable, require_no_adapter, translated_errors
-from hwrl.safetensors_files import TensorFiles
+from hwrl.safetensors_files import FILE_NBYTES, TensorFiles, write_tensors
 from hwrl.saved_names import SavedNames
 
 
@@ -179,3 +179,26 @@ class _Box:
         moving = [dim for dim in self._dims if dim is not None]
         fixed = [dim for dim in range(piece.dim()) if dim not in moving]
         return piece.permute(*moving, *fixed)
+
+
+def write_model(
+    directory: Path,
+    model: Any,
+    described: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    file_nbytes: int = FILE_NBYTES,
+) -> None:
+    """Write the configuration of ``model`` and ``tensors`` to ``directory``, for ``from_pretrained``.
+
+    ``tensors`` have their names in files, and ``described`` are the same on the meta device, in the same order
+    (:func:`~hwrl.safetensors_files.write_tensors`). ``dtype`` is the one in the configuration.
+    """
+    write_tensors(directory, described, tensors, file_nbytes=file_nbytes)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a class of its own
+    config.save_pretrained(directory)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)

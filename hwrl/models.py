@@ -64,7 +64,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if param is not None and not param.is_meta:
             module._parameters[name] = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
 
-    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign] # torch has no hook without the module
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment] # no hook gets the module
     try:
         yield
     finally:

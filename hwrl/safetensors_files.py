@@ -147,6 +147,7 @@ def write_tensors(
     ValueError if a tensor is not as described.
     """
     planned = _planned(described, file_nbytes)
+    directory.mkdir(parents=True, exist_ok=True)
     for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
         old.unlink(missing_ok=True)
     rest = iter(tensors)
@@ -208,7 +209,7 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _write_index(path: Path, files: Sequence[_PlannedFile]) -> None:

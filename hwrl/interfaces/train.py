@@ -54,6 +54,8 @@ class EngineSettings:
     ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice; ``auto``
     does that to as many layers as the device's memory needs. ``compile`` compiles the layers; ``auto`` does that if
     it pays on the device. Layers that are not compiled run on the backend's fused operations, with ``fused_kernels``.
+    The FSDP2 engine shards a model over ``shard_ranks`` ranks, None: over all, and replicates it over the others. With
+    ``host_step`` parameters, gradients and optimizer state live in host memory, and the optimizer steps there.
     """
 
     model_directory: Path
@@ -72,6 +74,8 @@ class EngineSettings:
     activation_checkpointing: Literal["auto"] | bool = "auto"
     compile: Literal["auto"] | bool = "auto"
     fused_kernels: bool = True
+    shard_ranks: int | None = None
+    host_step: bool = False
     lora: LoraSettings | None = None
     seed: int = 0
 

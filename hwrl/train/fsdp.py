@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from hwrl.comm import Comm, Group, HashStore
 from hwrl.discovery import kernels
+from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, load_model, load_tokenizer, model_identity
+from hwrl.model_files import write_model
+from hwrl.models import build_meta_model, load_tokenizer, model_identity
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
 from hwrl.train.causal import CausalModel
 from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
 from hwrl.train.kernels import apply_kernels
+from hwrl.train.loading import WeightReader, allocate, open_weights, own_slice, persistent_buffers, read_weights
 from hwrl.train.packing import MicroBatch
 from hwrl.train.policy import PolicyEngine
 from hwrl.train.sharding import ShardedModel, layers_of, outermost
+from hwrl.train.state_memory import state_memory
 from hwrl.weights import gather_weights
-
-if TYPE_CHECKING:
-    from hwrl.comm import Group
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -43,27 +40,45 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class FsdpEngine(PolicyEngine):
     """Trains the model in ``settings.model_directory``, or an adapter on it, with AdamW.
 
-    ``group`` is the default process group of the training ranks (None: one rank; the model is then not wrapped).
-    :attr:`model` has the float32 parameters. On one rank with another ``dtype``, a copy in that dtype computes; on
-    several, FSDP2 casts. Gradients are float32. The model is always in evaluation mode: dropout would add noise to
-    the ratio to the behaviour policy.
+    ``group`` is the default process group of the training ranks (None: one rank; the model is then not wrapped,
+    unless it steps on the host). :attr:`model` has the float32 parameters; those below an adapter are in ``dtype``.
+    On one rank with another ``dtype``, a copy in that dtype computes; on several, FSDP2 casts. Gradients are float32.
+    Each rank reads its own part of the weights. The model is always in evaluation mode: dropout would add noise to the
+    ratio to the behaviour policy.
+
+    With ``settings.host_step`` on one rank, the engine makes the process's default group, and :meth:`close` ends it.
     """
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
+        self._own_group = None
+        if settings.host_step:
+            _require_not_offloaded(settings)
+            if group is None:  # FSDP2 needs one
+                group = self._own_group = Comm(backend).init_default(store=HashStore(), rank=0, size=1)
         super().__init__(settings, backend=backend, group=group)
         self._dtype = settings.dtype
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
-        make = load_model if group is None or group.rank == 0 else build_model  # the first rank sends shards
-        model = make(settings.model_directory, dtype=torch.float32).eval()
+        directory = settings.model_directory
+        model = build_meta_model(directory, dtype=torch.float32).eval()
+        reader = open_weights(directory, model, group=group, backend=backend, level=self._level)
         if settings.lora is not None:
-            self.base = model_identity(settings.model_directory)
-            model = add_adapter(model, settings.lora, seed=settings.seed)
+            self.base = _agreed_identity(directory, group, backend)
+            model = _with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._compiler = self._make_compiler()
-        layers = self._place(model)
+        self._memory = state_memory(
+            model,
+            layers_of(model),
+            dtype=settings.dtype,
+            ranks=self._ranks,
+            shard_ranks=settings.shard_ranks,
+            host_step=settings.host_step,
+        )
+        layers = self._place(model, reader)
+        del reader  # it may hold a whole model
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._state_nbytes = sum(4 * _local(parameter).numel() for parameter in self._trained)
-        self.optimizer = build_adamw(self._trained, device=backend.device(), **self._hyperparameters())
+        where = torch.device("cpu") if settings.host_step else backend.device()
+        self.optimizer = build_adamw(self._trained, device=where, **self._hyperparameters())
         self._causal = CausalModel(backend=backend, scorer=self.scorer, level=self._level)
         self._causal.prove(self.compute_model, dtype=settings.dtype)
         if self._sharded is not None:
@@ -74,11 +89,14 @@ class FsdpEngine(PolicyEngine):
             self._copy.free()
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
 
-    def _place(self, model: Any) -> list[torch.nn.Module]:
+    def _place(self, model: Any, reader: WeightReader) -> list[torch.nn.Module]:
         """Put ``model`` on the device: whole, with a copy in ``dtype``, or a shard; return the layers that run."""
         self._copy: ComputeCopy | None = None
         self._sharded: ShardedModel | None = None
-        if self._group is not None and self._ranks > 1:
+        read = functools.partial(
+            read_weights, directory=self.settings.model_directory, group=self._group, backend=self._backend
+        )
+        if self._group is not None and (self._ranks > 1 or self.settings.host_step):
             layers = layers_of(model)
             self._fuse(model)
             self._sharded = ShardedModel(
@@ -88,10 +106,15 @@ class FsdpEngine(PolicyEngine):
                 backend=self._backend,
                 dtype=self._dtype,
                 usable_nbytes=lambda: self._usable_nbytes(vocabulary=self._vocabulary),
+                memory=self._memory,
+                shard_ranks=self.settings.shard_ranks,
             )
+            read(model, reader)
             self.model = model
             return layers
+        allocate(model, device=self._backend.device())
         self.model = running = model.to(self._backend.device())
+        read(model, reader)
         if self._dtype != torch.float32:
             self._copy = ComputeCopy(self.model, dtype=self._dtype)
             running = self._copy.modules
@@ -131,8 +154,10 @@ class FsdpEngine(PolicyEngine):
 
     def _owed_nbytes(self) -> int:
         """Return the bytes that this step will still allocate for weights, gradients and the optimizer's state."""
-        owed = 0 if self.optimizer.state else 2 * self._state_nbytes
-        owed += sum(4 * _local(parameter).numel() for parameter in self._trained if parameter.grad is None)
+        owed = 0
+        if not self.settings.host_step:
+            owed += 0 if self.optimizer.state else self._memory.moments
+            owed += sum(4 * own_slice(one)[0].numel() for one in self._trained if one.grad is None)
         return owed if self._sharded is None else owed + self._sharded.owed_nbytes
 
     @property
@@ -157,6 +182,11 @@ class FsdpEngine(PolicyEngine):
             finally:
                 if self._copy is not None and frees_copy:
                     self._copy.free()  # before the offload, which gives freed memory back to the device
+
+    def close(self) -> None:
+        if self._own_group is not None:
+            self._own_group.close()
+            self._own_group = None
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -185,8 +215,17 @@ class FsdpEngine(PolicyEngine):
         return self._ranks  # FSDP2 averages gradients over the ranks
 
     def _clip_gradients(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
-        return _full(norm).item()
+        gradients = [own_slice(one.grad)[0] for one in self._trained if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._sharded is not None:
+            assert self._group is not None, "the group of the shards"
+            squares = norm.to(self._backend.device()).square()
+            self._group.all_reduce(squares)
+            norm = (squares / self._sharded.copies).sqrt()
+        scale = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+        return norm.item()
 
     def _update(self, *, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -209,18 +248,18 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gather_weights(self._base_parameters(self.compute_model), self._group, dtype=self._dtype)
+        yield from self._gathered(self._base_parameters(self.compute_model))
         if self._group is None or self._group.rank == 0:
-            yield from self._buffers()
+            yield from persistent_buffers(self.model)
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._described(self._base_parameters(self.model))
-        for name, buffer in self._buffers():
+        for name, buffer in persistent_buffers(self.model):
             yield name, buffer.to("meta")
 
     @torch.no_grad()
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from gather_weights(self._adapter_parameters(self.compute_model), self._group, dtype=self._dtype)
+        yield from self._gathered(self._adapter_parameters(self.compute_model))
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._described(self._adapter_parameters(self.model))
@@ -239,12 +278,12 @@ class FsdpEngine(PolicyEngine):
         for name, tensor in named:
             yield name, torch.empty(tensor.shape, dtype=self._dtype, device="meta")
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the persistent buffers; every rank has them whole."""
-        for prefix, module in self.model.named_modules():
-            for name, buffer in module.named_buffers(prefix, recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    yield name, buffer
+    def _gathered(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors whole on the first rank; the ranks of the first copy of the model send it their shards."""
+        if self._sharded is None:
+            yield from gather_weights(named, self._group, dtype=self._dtype)
+        elif self.data_parallel_rank < self._sharded.shard_ranks:
+            yield from gather_weights(self._sharded.shards(named), self._group, dtype=self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = self._model_and_optimizer()
@@ -296,21 +335,39 @@ class FsdpEngine(PolicyEngine):
             save_adapter(directory, weights, config=lora.peft_config(), model_directory=self.settings.model_directory)
 
     def _export_model(self, directory: Path) -> None:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: dict[str, Any] = get_model_state_dict(self.model, options=options)
-        if self._group is not None and self._group.rank != 0:
-            return
-        for name, _ in self.model.named_parameters(remove_duplicate=False):
-            weights[name] = weights[name].to(self._dtype)
-        self.model.save_pretrained(directory, state_dict=weights)
-        self.model.config.dtype = self._dtype  # save_pretrained wrote the parameters' dtype in training
-        self.model.config.save_pretrained(directory)
-        load_tokenizer(self.settings.model_directory).save_pretrained(directory)
+        weights = self.named_weights()
+        try:
+            if self._group is None or self._group.rank == 0:
+                write_model(directory, self.model, self.weights_metadata(), weights, dtype=self._dtype)
+                load_tokenizer(self.settings.model_directory).save_pretrained(directory)
+        finally:
+            for _ in weights:  # after an error, too: the other ranks send to the end
+                pass
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _agreed_identity(directory: Path, group: Group | None, backend: Backend) -> int:
+    """Return the identity of the model in ``directory``; only the first rank reads the files. Collective."""
+    identity = model_identity(directory) if group is None or group.rank == 0 else 0
+    if group is None:
+        return identity
+    word = torch.tensor([identity], dtype=torch.int64, device=backend.device())
+    group.broadcast(word, src=0)
+    return int(word.item())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _with_adapter(model: Any, lora: LoraSettings, *, seed: int, base_dtype: torch.dtype) -> Any:
+    """Put an adapter in float32 into ``model``, on the meta device; the frozen rest gets ``base_dtype``."""
+    adapted = add_adapter(model, lora, seed=seed)
+    for parameter in adapted.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(base_dtype)
+    return adapted
+
+
+def _require_not_offloaded(settings: EngineSettings) -> None:
+    if settings.param_offload or settings.optimizer_offload:
+        raise ConfigError(
+            "train.host_step cannot be combined with train.param_offload or train.optimizer_offload",
+            why="parameters and optimizer state are in host memory already, in the step, too",
+            fix="set train.param_offload and train.optimizer_offload to false",
+        )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from hwrl.errors import EngineError
+from hwrl.errors import ConfigError, EngineError
 from hwrl.interfaces import Backend, Capability
+from hwrl.train.loading import allocate, own_slice
+from hwrl.train.state_memory import StateMemory
+from hwrl.weights import WeightShard
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -34,6 +36,18 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
     return layers
 
 
+def _shard_ranks(ranks: int, wanted: int | None) -> int:
+    if wanted is None:
+        return ranks
+    if ranks % wanted:
+        raise ConfigError(
+            f"train.shard_ranks={wanted} is not possible on {ranks} ranks",
+            why="each copy of the model needs that number of ranks",
+            fix="set train.ranks to a multiple of it, or train.shard_ranks to null",
+        )
+    return wanted
+
+
 def outermost(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return those of ``layers`` that are in no other."""
     inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
@@ -41,7 +55,11 @@ def outermost(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 class ShardedModel:
-    """Shards ``model`` over the ranks of ``group``, layer by layer, with the first rank's weights.
+    """Shards ``model`` over the ranks of ``group``, layer by layer, and allocates its shards with arbitrary values.
+
+    With ``shard_ranks`` so many neighbours share one copy of the model, and the other ranks have copies of it.
+    ``memory`` describes the model on these ranks. If it is ``on_host``, so are parameters, gradients and with them the
+    optimizer's state; the passes run on the device. Parameters on the meta device never exist whole.
 
     Ranks gather the weights of a layer when they run it. :meth:`passes` gathers them only once for all passes of a
     step, if :attr:`keeps_weights`. It reduces the gradients once, if :attr:`keeps_gradients`. Whole weights need the
@@ -58,31 +76,47 @@ class ShardedModel:
         backend: Backend,
         dtype: torch.dtype,
         usable_nbytes: Callable[[], int],
+        memory: StateMemory,
+        shard_ranks: int | None = None,
     ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
         self.model, self._itemsize, self._usable_nbytes = model, dtype.itemsize, usable_nbytes
-        self._weights_nbytes = sum(one.numel() for one in model.parameters()) * dtype.itemsize
-        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        self._gradients_nbytes = int(trained) * 4
-        weights = model.state_dict() if group.rank == 0 else {}
-        mesh = init_device_mesh(backend.info.device_type, (group.size,))
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        self.shard_ranks = _shard_ranks(group.size, shard_ranks)
+        self.copies = group.size // self.shard_ranks
+        self._memory, self._device = memory, backend.device()
+        options = self._options(backend, dtype)
         for layer in reversed(layers):  # inner ones first
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, weights, options=broadcast)
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        allocate(model, device=torch.device("cpu") if memory.on_host else backend.device())
         self.keeps_weights = self.keeps_gradients = self._has_whole_gradients = False
-        self._keep(group, backend, state_nbytes=3 * self._gradients_nbytes // group.size)
+        self._keep(group, backend)
 
-    def _keep(self, group: Group, backend: Backend, *, state_nbytes: int) -> None:
-        """Decide what stays whole, the same on all ranks. ``state_nbytes``: this rank's gradients and moments."""
-        room = 0.0
+    def _options(self, backend: Backend, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the arguments of ``fully_shard``."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        sizes: tuple[int, ...] = (self.shard_ranks,) if self.copies == 1 else (self.copies, self.shard_ranks)
+        names = ("copy", "shard")[-len(sizes) :]
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(backend.info.device_type, sizes, mesh_dim_names=names),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        }
+        if self._memory.on_host:
+            # torch pins by itself, and only with an accelerator; a backend whose device is the host has none to pin for
+            pinned = torch.accelerator.is_available() and backend.supports(Capability.PINNED_MEMORY).usable
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned)
+        return options
+
+    def _keep(self, group: Group, backend: Backend) -> None:
+        """Decide what stays whole, the same on all ranks. Gradients and moments come later; they need room, too."""
+        memory, room = self._memory, 0.0
         if backend.supports(Capability.MEMORY_STATS).usable:
+            state_nbytes = 0 if memory.on_host else memory.gradients + memory.moments
             room = (self._usable_nbytes() - state_nbytes) / _SHARE
-        wanted = [self._weights_nbytes, self._weights_nbytes + self._gradients_nbytes]
+        wanted = [memory.whole_weights, memory.whole_weights + memory.whole_gradients]
         missing = torch.tensor([nbytes - room for nbytes in wanted], dtype=torch.float32, device=backend.device())
         group.all_reduce(missing, op="max")
         weights_fit, both_fit = (missing <= 0).tolist()
@@ -102,8 +136,14 @@ class ShardedModel:
             sharded = (one for one in self.model.parameters() if isinstance(one, DTensor))
             owed += sum(one.numel() for one in sharded) * self._itemsize
         if self.keeps_gradients and not self._has_whole_gradients:
-            owed += self._gradients_nbytes
+            owed += self._memory.whole_gradients
         return owed
+
+    def shards(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, WeightShard]]:
+        """Yield this rank's part of each parameter in ``named``, on the device, for the gathering of one copy."""
+        for name, tensor in named:
+            own, dim, _ = own_slice(tensor)
+            yield name, WeightShard(own.to(self._device), tuple(tensor.shape), dim, self.shard_ranks)
 
     def passes(self, parts: Iterable[_Part]) -> Generator[_Part]:
         """Yield ``parts``, one for each pass; the caller runs a pass, forward and perhaps backward, before the next.

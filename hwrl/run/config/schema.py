@@ -184,6 +184,8 @@ class TrainConfig(Section):
     """The plugin's own settings, checked by the plugin."""
     ranks: Processes = 1
     """Training processes. They share one model."""
+    shard_ranks: Processes | None = None
+    """Ranks that shard one copy of the model, neighbours; the others have copies of it. null: all ``ranks``."""
     steps: Positive = 100
     """Training steps, one batch each."""
     batch_groups: Positive = 32
@@ -194,6 +196,8 @@ class TrainConfig(Section):
     """Keep the parameters in host memory, except during steps and weight transfers."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory, except during steps."""
+    host_step: bool = False
+    """Keep parameters, gradients and optimizer state in host memory; the optimizer steps there, on the host's cores."""
     activation_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute layers in the backward pass: less memory, more time. ``auto``: as many as the memory needs."""
     compile: Literal["auto"] | bool = "auto"
@@ -211,6 +215,26 @@ class TrainConfig(Section):
     def _options_are_a_plugins(self) -> TrainConfig:
         if self.engine == FSDP and self.engine_options:
             raise ValueError(f"engine_options are for a plugin's engine, and engine={FSDP} has none")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_divide_into_copies(self) -> TrainConfig:
+        if self.shard_ranks is not None and self.engine != FSDP:
+            raise ValueError(f"shard_ranks={self.shard_ranks} is for engine={FSDP}; {self.engine} divides by itself")
+        if self.shard_ranks is not None and self.ranks % self.shard_ranks:
+            raise ValueError(
+                f"shard_ranks={self.shard_ranks} must divide ranks={self.ranks}: each copy of the model needs that "
+                "number of ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_host_steps_or_keeps(self) -> TrainConfig:
+        if self.host_step and (self.param_offload or self.optimizer_offload):
+            raise ValueError(
+                "host_step=true already keeps parameters and optimizer state in host memory, in the step, too; set "
+                "param_offload and optimizer_offload to false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -188,6 +188,8 @@ def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         activation_checkpointing=config.train.activation_checkpointing,
         compile=config.train.compile,
         fused_kernels=config.train.fused_kernels,
+        shard_ranks=config.train.shard_ranks,
+        host_step=config.train.host_step,
         lora=config.model.lora,
         seed=config.seed,
         **config.optimizer.model_dump(),

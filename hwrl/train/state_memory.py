@@ -1,0 +1,123 @@
+"""The bytes that the FSDP2 engine's model and optimizer need on one rank, by cause: :func:`state_memory`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_GRADIENT = 4
+_MOMENTS = 8
+"""Bytes for each trained number: a float32 gradient, and AdamW's two moments."""
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """Bytes on the rank with the most, in a step.
+
+    ``parameters``, ``gradients`` and ``moments`` are the rank's own; they are in host memory if ``on_host``, else on
+    the device. The rest is always on the device. ``compute_copy`` is one rank's copy in the dtype of the computation.
+    ``gathered`` are whole weights of layers, and ``reducing`` whole gradients before they are reduced, each at its
+    most. ``whole_weights`` and ``whole_gradients`` are what the two would be with all of the model.
+    """
+
+    parameters: int
+    gradients: int
+    moments: int
+    compute_copy: int
+    gathered: int
+    reducing: int
+    whole_weights: int
+    whole_gradients: int
+    on_host: bool
+
+    @property
+    def own(self) -> int:
+        """The bytes of parameters, gradients and moments."""
+        return self.parameters + self.gradients + self.moments
+
+    @property
+    def device(self) -> int:
+        """All bytes on the device."""
+        return self.compute_copy + self.gathered + self.reducing + (0 if self.on_host else self.own)
+
+    @property
+    def host(self) -> int:
+        """All bytes in host memory; offloads between the steps come on top."""
+        return self.own if self.on_host else 0
+
+
+def state_memory(
+    model: torch.nn.Module,
+    layers: Sequence[torch.nn.Module],
+    *,
+    dtype: torch.dtype,
+    ranks: int = 1,
+    shard_ranks: int | None = None,
+    host_step: bool = False,
+    keeps_weights: bool = False,
+    keeps_gradients: bool = False,
+) -> StateMemory:
+    """Return the memory of ``model``, which may be on the meta device, on one of ``ranks``.
+
+    ``model`` is whole. Its parameters have the dtypes that are stored, and those of an adapter's base are frozen.
+    ``layers`` are gathered one by one (:func:`~hwrl.train.sharding.layers_of`). ``keeps_weights`` and
+    ``keeps_gradients`` are the decisions of :class:`~hwrl.train.sharding.ShardedModel`.
+    """
+    everything = list(model.parameters())
+    trained = [one for one in everything if one.requires_grad]
+    sharded = ranks > 1 or host_step
+    shards = (shard_ranks or ranks) if sharded else 1
+    own_trained = sum(_shard_numel(one, shards) for one in trained)
+    whole_weights, whole_gradients = _numel(everything) * dtype.itemsize, _numel(trained) * _GRADIENT
+    gathered, reducing = _of_one_rank(trained, dtype)
+    if sharded:
+        gathered, reducing = _of_layers(everything, layers, dtype)
+    return StateMemory(
+        parameters=sum(_shard_numel(one, shards) * one.dtype.itemsize for one in everything),
+        gradients=own_trained * _GRADIENT,
+        moments=own_trained * _MOMENTS,
+        compute_copy=0 if sharded else sum(one.numel() for one in trained if one.dtype != dtype) * dtype.itemsize,
+        gathered=whole_weights if keeps_weights and sharded else gathered,
+        reducing=whole_gradients if keeps_gradients and sharded else reducing,
+        whole_weights=whole_weights,
+        whole_gradients=whole_gradients,
+        on_host=host_step,
+    )
+
+
+def _of_one_rank(trained: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of gathered weights, none, and of the largest gradient, before it is added in float32."""
+    casts = [one.numel() * dtype.itemsize for one in trained if one.dtype != dtype]
+    return 0, max(casts, default=0)
+
+
+def _of_layers(
+    everything: Sequence[torch.nn.Parameter], layers: Sequence[torch.nn.Module], dtype: torch.dtype
+) -> tuple[int, int]:
+    """Return the bytes of gathered weights and of whole gradients, if both live for a layer at a time.
+
+    The rest of the model stays gathered during a pass. Beside it are the layer that runs and the one that is gathered
+    ahead. A layer's gradients exist in ``dtype``, and again in float32 on their way to the shards.
+    """
+    in_layers = [list(layer.parameters()) for layer in layers]
+    inside = {id(one) for parameters in in_layers for one in parameters}
+    rest = [one for one in everything if id(one) not in inside]
+    sizes = [_numel(parameters) * dtype.itemsize for parameters in in_layers]
+    groups = [[one for one in parameters if one.requires_grad] for parameters in [*in_layers, rest]]
+    gradients = max(_numel(group) for group in groups) * (dtype.itemsize + _GRADIENT)
+    return _numel(rest) * dtype.itemsize + 2 * max(sizes, default=0), gradients
+
+
+def _numel(parameters: Sequence[Any]) -> int:
+    return sum(one.numel() for one in parameters)
+
+
+def _shard_numel(parameter: torch.nn.Parameter, shards: int) -> int:
+    """Return the numbers in the largest part, if the first dimension is divided, rounded up."""
+    if not parameter.dim():
+        return 1
+    return -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
