@@ -25,7 +25,8 @@ from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
-from hwrl.models import build_model, load_model_config, load_tokenizer
+from hwrl.model_files import write_model
+from hwrl.models import build_meta_model, load_model_config, load_tokenizer
 from hwrl.train import ActivationCheckpointing, MicroBatch, PolicyEngine, VocabularyShard
 from hwrl.weights import WeightShard, gather_weights
 from hwrl_megatron.layout import saved_tensors
@@ -58,6 +59,7 @@ class MegatronEngine(PolicyEngine):
     ) -> None:
         super().__init__(settings, backend=backend, group=group)
         _require_uncompiled(settings)
+        _require_device_step(settings)
         config = load_model_config(settings.model_directory)
         rank = 0 if group is None else group.rank
         self._layout = make_layout(config, options, rank=rank, ranks=self._ranks)
@@ -244,7 +246,7 @@ class MegatronEngine(PolicyEngine):
     @torch.no_grad()
     def _clip_gradients(self) -> float:
         for parameter in self._expert_parameters():  # each rank of a layer has sent its experts all tokens
-            parameter.main_grad.div_(self._layout.tensor)
+            parameter.main_grad.div_(self._layout.tensor)  # type: ignore[attr-defined] # Megatron adds it
         finalize_model_grads([self.model])
         squares = []
         for optimizer in self._optimizers:
@@ -345,15 +347,15 @@ class MegatronEngine(PolicyEngine):
         self.model.start_param_sync()
 
     def export(self, directory: Path) -> None:
-        weights = {name: tensor.cpu() for name, tensor in self.named_weights()}
-        if self._group is not None and self._group.rank != 0:
-            return
-        model = build_model(self.settings.model_directory, dtype=self.settings.dtype)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-        model.save_pretrained(directory)
-        load_tokenizer(self.settings.model_directory).save_pretrained(directory)
+        weights = self.named_weights()
+        try:
+            if self._group is None or self._group.rank == 0:
+                model = build_meta_model(self.settings.model_directory, dtype=self.settings.dtype)
+                write_model(directory, model, self.weights_metadata(), weights, dtype=self.settings.dtype)
+                load_tokenizer(self.settings.model_directory).save_pretrained(directory)
+        finally:
+            for _ in weights:  # after an error, too: the other ranks send to the end
+                pass
 
 
 def _main_tensors(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -384,6 +386,16 @@ def _set_step(inner: torch.optim.Optimizer, step: int) -> None:
 def _copy(target: LocalShards, source: LocalShards) -> None:
     for offset, piece in target.pieces.items():
         piece.copy_(source.pieces[offset])
+
+
+def _require_device_step(settings: EngineSettings) -> None:
+    if settings.host_step:
+        raise ConfigError(
+            "train.host_step=true is not possible with train.engine=megatron",
+            why="its distributed optimizer steps on the device",
+            fix="set train.optimizer_offload=true: the optimizer's state is then on the host between two steps; or "
+            "use train.engine=fsdp",
+        )
 
 
 def _require_uncompiled(settings: EngineSettings) -> None:

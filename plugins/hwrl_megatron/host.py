@@ -127,8 +127,8 @@ def _count_tokens_in_numpy() -> None:
     """Turn the token counts of experts to numpy arrays: Megatron does that with tensors of a CUDA device only."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    def counts(tensor: Any, **options: bool) -> Any:
+        return tensor.numpy() if options.get("as_numpy") and isinstance(tensor, torch.Tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = counts
 

@@ -199,7 +199,7 @@ def _layer(
     config: Any, sizes: dict[str, int], layout: Layout, saved: str, own: str, stage: int
 ) -> Iterator[SavedTensor]:
     """Yield the tensors of a layer, ``saved`` and ``own`` being the prefixes of their names."""
-    rules = _ATTENTION
+    rules: tuple[_Rule, ...] = _ATTENTION
     rules += _QKV_BIASES if config.model_type == "qwen2" else ()
     rules += _QK_NORMS if config.model_type in ("qwen3", "qwen3_moe") else ()
     rules += _ROUTER if is_mixture(config) else _DENSE

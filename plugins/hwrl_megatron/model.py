@@ -19,7 +19,7 @@ from hwrl.interfaces import Backend
 from hwrl_megatron.layout import Layout, head_size, is_mixture
 
 
-class _Model(GPTModel):
+class _Model(GPTModel):  # type: ignore[misc] # mypy does not see Megatron
     """A GPTModel whose stages do not share random embeddings: the weights come from the model's files."""
 
     def _is_in_embd_group(self) -> bool:

@@ -48,7 +48,7 @@ class MappedWeight:
         self.view.copy_(part.reshape(self.view.shape))
 
     def rectangles(self, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], slice, tuple[int, ...]]]:
-        """Map elements ``start`` to ``stop`` of the flat parameter to rectangles of the tensor in the model's own state.
+        """Map elements ``start`` to ``stop`` of the flat parameter to rectangles of the model's own tensor.
 
         Yield each rectangle's offset in the tensor, its elements of the flat parameter, and its shape.
         """
