@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from hwrl.models import build_meta_model
 from hwrl.run.demo import write_demo
+from hwrl.saved_names import SavedNames
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -49,3 +52,11 @@ def write_model(directory: Path, config: Any, *, dtype: torch.dtype = torch.floa
         (directory / "model" / "model.safetensors").unlink()
         model.to(dtype).save_pretrained(directory / "model", **saving)
     return directory / "model"
+
+
+def with_saved_names(directory: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model in ``directory`` under the names in its files, experts one by one."""
+    model = build_meta_model(directory, dtype=torch.float32)
+    own, names = model.state_dict().keys(), SavedNames.of(model)
+    divided = (names.parts(name, tensor) if name in own else [(name, tensor)] for name, tensor in weights.items())
+    return {name: part for parts in divided for name, part in parts}

@@ -13,13 +13,11 @@ import hwrl
 from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, connect_store, serve_store, store_address
 from hwrl.interfaces import TrainEngine
-from hwrl.models import build_model
-from hwrl.saved_names import SavedNames
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, PolicyLoss
 from tests.support.fsdp_training import without_padding
 from tests.support.megatron_batches import batch_of, settings_in
-from tests.support.megatron_models import EXPERTS, SIZES, write_model
+from tests.support.megatron_models import EXPERTS, SIZES, with_saved_names, write_model
 
 MODELS = {
     "tied": Qwen3Config(**{**SIZES, "num_hidden_layers": 4}, tie_word_embeddings=True, pad_token_id=7),
@@ -72,12 +70,6 @@ def run_layouts(rank: int, directory: Path, address: str, layouts: list[dict[str
     return found
 
 
-def saved(directory: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the model's own tensors under the names in its files."""
-    names = SavedNames.of(build_model(directory / "model", dtype=torch.float32))
-    return {part: view for name, tensor in weights.items() for part, view in names.parts(name, tensor)}
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_takes_the_steps_of_one_rank_and_goes_on_from_anothers_checkpoint(
@@ -97,6 +89,6 @@ def test_every_layout_takes_the_steps_of_one_rank_and_goes_on_from_anothers_chec
             for mine, theirs in zip(one["metrics"], expected["metrics"], strict=True):
                 assert without_padding(mine) == pytest.approx(without_padding(theirs), rel=2e-4, abs=1e-5)
             assert bool(one["weights"]) == (rank == 0)
-        for name, tensor in saved(straight, expected["weights"]).items():
+        for name, tensor in with_saved_names(straight / "model", expected["weights"]).items():
             mine = ranks[0][number]["weights"][name]
             assert (mine - tensor).norm() <= 1e-3 * tensor.norm(), name
