@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,10 +14,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+from hwrl.models import load_model_config
+from hwrl.safetensors_files import TensorFiles
 from hwrl.saved_names import SavedNames
 from hwrl_megatron.layout import Layout, rank_nbytes, saved_tensors
+from hwrl_megatron.loading import load_weights
 from hwrl_megatron.weights import MappedWeight, map_weights
-from tests.support.megatron_models import CONFIGS
+from tests.support.megatron_models import CONFIGS, write_model
 
 SMALL: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 6, "vocab_size": 8}
 MODELS = {
@@ -136,3 +140,25 @@ def test_bytes_of_a_rank_are_those_of_its_parameters() -> None:
     assert found["parameters"] == 2 * sum(numel)
     assert found["gradients"] == 4 * sum(numel)
     assert found["optimizer"] == 12 * (experts + (sum(numel) - experts) // 2)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_each_rank_reads_its_own_parts_only(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "demo", CONFIGS["qwen3-experts"], max_shard_size="20KB")
+    config, read_nbytes = load_model_config(directory), []
+    read = TensorFiles.read
+
+    def counting(self: TensorFiles, name: str, index: Sequence[slice] = ()) -> torch.Tensor:
+        found = read(self, name, index)
+        read_nbytes.append(found.nbytes)
+        return found
+
+    tensor, data, stages, experts = sizes
+    for rank in range(tensor * data * stages):
+        layout = Layout(rank, tensor, data, stages, experts)
+        weights = map_weights(cast("nn.Module", Parameters(config, layout)), config, layout)
+        read_nbytes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TensorFiles, "read", counting)
+            load_weights(weights, directory)
+        assert sum(read_nbytes) == sum(4 * weight.view.numel() for weight in weights)
