@@ -98,13 +98,6 @@ def save_adapter(
     save_file({name: weights[name].contiguous() for name in weights}, directory / "adapter_model.safetensors")
 
 
-def divided(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the state dict of ``model`` in two parts: the base under Hugging Face names, the adapter under PEFT's."""
-    own = model.state_dict()
-    base = {base_name(name): tensor for name, tensor in own.items() if not adapter_name(name)}
-    return base, {named: tensor for name, tensor in own.items() if (named := adapter_name(name))}
-
-
 def adapter_name(name: str) -> str | None:
     """Return the name in PEFT's checkpoints of the model's parameter ``name``; None if it belongs to the base.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hwrl.errors import DataError, UnsupportedError
-from hwrl.models import require_loadable, require_no_adapter, translated_errors
+from hwrl.models import require_loadable, require_no_adapter, require_present, translated_errors
 from hwrl.safetensors_files import FILE_NBYTES, TensorFiles, write_tensors
 from hwrl.saved_names import SavedNames
 
@@ -54,6 +54,9 @@ class ModelFiles:
         shapes, dtypes = self._files.shapes, self._files.dtypes
         wanted = {saved: tuple(part.shape) for name in self._shapes for saved, part in self._parts(name)}
         missing = sorted(name for name, tied in self._tied.items() if not any(map(self._has, tied)))
+        parts = [[saved for saved, _ in self._parts(name)] for name in missing]
+        incomplete = [saved for names in parts if any(map(shapes.__contains__, names)) for saved in names]
+        require_present(self._directory, [saved for saved in incomplete if saved not in shapes])
         fits = all(wanted.get(saved) == shape for saved, shape in shapes.items())
         if (missing or not fits) and not require_loadable(self._directory, model, self._without_ties()):
             return "its names are not the model's, and without accelerate they cannot be compared before"

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,11 @@ def _differences(found: Mapping[str, Any]) -> list[str]:
     mistakes = {"lacks": found["missing_keys"], "has, but the model does not,": found["unexpected_keys"]}
     mistakes["has in another shape"] = misshapen
     return [f"it {verb} {_some(names)}" for verb, names in mistakes.items() if names]
+
+
+def require_present(directory: Path, missing: Collection[str]) -> None:
+    """Raise DataError if tensors are ``missing`` in the files of ``directory``."""
+    _raise_differences(directory, [f"it lacks {_some(missing)}"] if missing else [])
 
 
 def _raise_differences(directory: Path, differences: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ transformers may hold several tensors of a checkpoint in one parameter, such as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,8 @@ class SavedNames:
         """Yield the saved tensors of the parameter ``name``, as views of ``tensor``, with their saved names.
 
         ``tensor`` is contiguous, has the parameter's shape and any dtype and device, also the meta device. Together the
-        views hold each element once. A view of a transposed parameter is not contiguous. Read the views to save or
+        views hold each element once, in the order of their first elements; parts of one parameter that are contiguous
+        then lie one behind the other. A view of a transposed parameter is not contiguous. Read the views to save or
         send the parameter; write them to load it. A parameter that is saved as it is yields ``tensor`` itself. Raises
         KeyError if the model has no such parameter or buffer, and ValueError for another shape or layout.
         """
@@ -78,6 +79,22 @@ class SavedNames:
         begin = tensor.storage_offset()
         for part in self._parts[name]:
             yield part.name, tensor.as_strided(part.shape, part.stride, begin + part.offset)
+
+    def all_parts(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield :meth:`parts` of each of the ``named`` parameters and buffers, one after the other."""
+        for name, tensor in named:
+            yield from self.parts(name, tensor)
+
+
+def saved_weights(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return views of the parameters and persistent buffers of ``model``, on any device: the base's and an adapter's.
+
+    The base's are the tensors of the model's files (:class:`SavedNames`); the adapter's have PEFT's names.
+    """
+    own = model.state_dict()
+    base = ((base_name(name), tensor) for name, tensor in own.items() if not adapter_name(name))
+    adapter = {named: tensor for name, tensor in own.items() if (named := adapter_name(name))}
+    return dict(SavedNames.of(model).all_parts(base)), adapter
 
 
 def _whole(name: str, tensor: torch.Tensor) -> _Part:
@@ -98,7 +115,7 @@ def _traced(model: Any, own: Mapping[str, torch.Tensor]) -> dict[str, tuple[_Par
         places = {(part.shape, part.stride, part.offset) for part in found}
         if len(places) < len(found) or sum(saved[part.name].numel() for part in found) != own[name].numel():
             raise _unsupported(model, f"the tensors in a file do not hold each element of {name} once")
-    return {name: tuple(found) for name, found in parts.items()}
+    return {name: tuple(sorted(found, key=lambda part: part.offset)) for name, found in parts.items()}
 
 
 def _converted(model: Any, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -128,7 +128,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole parameter and persistent buffer, under its Hugging Face name, on the first rank.
+        """Yield every whole parameter and persistent buffer on the first rank, as the model's files name and divide it.
 
         With an adapter, yield the base model's; they never change.
 

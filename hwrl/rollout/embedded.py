@@ -21,7 +21,7 @@ from hwrl.interfaces import (
     RolloutEngine,
     RolloutSettings,
 )
-from hwrl.lora import add_adapter, divided
+from hwrl.lora import add_adapter
 from hwrl.memory import Offloader
 from hwrl.models import build_model, logits_at
 from hwrl.rollout.checks import (
@@ -35,6 +35,7 @@ from hwrl.rollout.checks import (
     require_weights,
 )
 from hwrl.rollout.slots import SlotCache
+from hwrl.saved_names import saved_weights
 
 _StateDict = Mapping[str, torch.Tensor]
 
@@ -44,7 +45,8 @@ class EmbeddedEngine(RolloutEngine):
 
     A prompt and its response have at most ``max_length`` tokens. The first step allocates memory for all slots. The
     engine owns the model, writes new weights into its parameters and buffers, and generates only after the first. It
-    raises EngineError for a model whose layers cannot see ``max_length`` tokens. A model with an adapter
+    raises EngineError for a model whose layers cannot see ``max_length`` tokens. Weights come under the names in the
+    model's files, each expert by itself, into its part of the model's parameter. A model with an adapter
     (:func:`~hwrl.lora.add_adapter`) gets its weights as base and adapter. A forward pass takes at most
     ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a pass by itself.
 
@@ -68,7 +70,7 @@ class EmbeddedEngine(RolloutEngine):
         _require_full_attention(model.config, max_length=max_length)
         self.model = model.eval()
         self._backend = backend_or_default(backend)
-        self._base, self._adapter = divided(model)
+        self._base, self._adapter = saved_weights(model)
         self._asleep: frozenset[str] = frozenset()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # each with its bytes while awake
         self._device = next(model.parameters()).device

@@ -44,12 +44,14 @@ def write_demo(
     prompts: int = 8192,
     hidden: int = 64,
     layers: int = 2,
+    experts: int = 0,
 ) -> Path:
     """Write data, model and configuration to ``directory``; return the configuration's path.
 
     ``digits`` has the lengths of the prompts, each equally often. No prompt is in both training and evaluation data.
     Raises ValueError if too few texts of these lengths exist for ``prompts`` and 512 for evaluation.
-    The model has ``layers`` layers of width ``hidden``, a multiple of 32.
+    The model has ``layers`` layers of width ``hidden``, a multiple of 32. With ``experts`` it is a mixture of so many
+    experts, of which each token uses two.
     """
     import numpy as np
     import yaml
@@ -59,7 +61,7 @@ def write_demo(
     rows = list(_distinct_rows(rng, digits=digits, count=prompts + 512))
     _write_lines(directory / "train.jsonl", rows[512:])
     _write_lines(directory / "eval.jsonl", rows[:512])
-    _write_model(directory / "model", seed=seed, hidden=hidden, layers=layers)
+    _write_model(directory / "model", seed=seed, hidden=hidden, layers=layers, experts=experts)
     config = _config(directory, seed=seed, longest=max(digits))
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
@@ -82,28 +84,31 @@ def _write_lines(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _write_model(directory: Path, *, seed: int, hidden: int, layers: int) -> None:
+def _write_model(directory: Path, *, seed: int, hidden: int, layers: int, experts: int) -> None:
     """Write a randomly initialised Qwen3 (of 100,800 parameters with 2 layers of 64) and its character tokenizer."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    mixture = {"num_experts": experts, "num_experts_per_tok": min(2, experts), "moe_intermediate_size": hidden}
+    mixture |= {"norm_topk_prob": True}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
+        **(mixture if experts else {}),
+        vocab_size=len(ALPHABET),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 16,
+        num_key_value_heads=hidden // 32,
+        head_dim=32,
+        tie_word_embeddings=False,
+        pad_token_id=ALPHABET.index("<pad>"),
+        eos_token_id=ALPHABET.index("<eos>"),
+        bos_token_id=ALPHABET.index("<bos>"),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=len(ALPHABET),
-                hidden_size=hidden,
-                intermediate_size=2 * hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=hidden // 16,
-                num_key_value_heads=hidden // 32,
-                head_dim=32,
-                tie_word_embeddings=False,
-                pad_token_id=ALPHABET.index("<pad>"),
-                eos_token_id=ALPHABET.index("<eos>"),
-                bos_token_id=ALPHABET.index("<bos>"),
-            )
-        )
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.save_pretrained(directory)
     _write_tokenizer(directory)
 
@@ -153,10 +158,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hwrl.run.demo", description=write_demo.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=0, help="make a mixture of so many experts, two for a token")
     args = parser.parse_args()
     if (owner := find_owner(args.directory / "run")) is not None:
         sys.exit(f"hwrl: a run is active in {args.directory / 'run'}: {owner}; end it, or choose another directory")
-    print(write_demo(args.directory, seed=args.seed))
+    print(write_demo(args.directory, seed=args.seed, experts=args.experts))
 
 
 if __name__ == "__main__":

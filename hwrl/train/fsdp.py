@@ -21,6 +21,7 @@ from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
 from hwrl.models import build_meta_model, load_tokenizer, model_identity
+from hwrl.saved_names import SavedNames
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
 from hwrl.train.causal import CausalModel
@@ -61,6 +62,7 @@ class FsdpEngine(PolicyEngine):
         directory = settings.model_directory
         model = build_meta_model(directory, dtype=torch.float32).eval()
         reader = open_weights(directory, model, group=group, backend=backend, level=self._level)
+        self._saved = SavedNames.of(model)
         if settings.lora is not None:
             self.base = _agreed_identity(directory, group, backend)
             model = _with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
@@ -248,14 +250,14 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._gathered(self._base_parameters(self.compute_model))
+        whole = self._gathered(self._base_parameters(self.compute_model))
+        yield from self._saved.all_parts(whole)
         if self._group is None or self._group.rank == 0:
-            yield from persistent_buffers(self.model)
+            yield from self._saved.all_parts(persistent_buffers(self.model))
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._described(self._base_parameters(self.model))
-        for name, buffer in persistent_buffers(self.model):
-            yield name, buffer.to("meta")
+        yield from self._saved.all_parts(self._described(self._base_parameters(self.model)))
+        yield from self._saved.all_parts((name, one.to("meta")) for name, one in persistent_buffers(self.model))
 
     @torch.no_grad()
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -280,10 +282,8 @@ class FsdpEngine(PolicyEngine):
 
     def _gathered(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors whole on the first rank; the ranks of the first copy of the model send it their shards."""
-        if self._sharded is None:
-            yield from gather_weights(named, self._group, dtype=self._dtype)
-        elif self.data_parallel_rank < self._sharded.shard_ranks:
-            yield from gather_weights(self._sharded.shards(named), self._group, dtype=self._dtype)
+        parts = named if self._sharded is None else self._sharded.shards(named)
+        yield from gather_weights(parts, self._group, dtype=self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = self._model_and_optimizer()

@@ -84,6 +84,7 @@ class ShardedModel:
         self.model, self._itemsize, self._usable_nbytes = model, dtype.itemsize, usable_nbytes
         self.shard_ranks = _shard_ranks(group.size, shard_ranks)
         self.copies = group.size // self.shard_ranks
+        self._in_first_copy = group.rank < self.shard_ranks
         self._memory, self._device = memory, backend.device()
         options = self._options(backend, dtype)
         for layer in reversed(layers):  # inner ones first
@@ -140,10 +141,14 @@ class ShardedModel:
         return owed
 
     def shards(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, WeightShard]]:
-        """Yield this rank's part of each parameter in ``named``, on the device, for the gathering of one copy."""
+        """Yield this rank's part of each parameter in ``named``, on the device, to gather the first copy of the model.
+
+        On ranks of other copies the part is empty.
+        """
         for name, tensor in named:
             own, dim, _ = own_slice(tensor)
-            yield name, WeightShard(own.to(self._device), tuple(tensor.shape), dim, self.shard_ranks)
+            part = own if self._in_first_copy else own[:0]
+            yield name, WeightShard(part.to(self._device), tuple(tensor.shape), dim, self.shard_ranks)
 
     def passes(self, parts: Iterable[_Part]) -> Generator[_Part]:
         """Yield ``parts``, one for each pass; the caller runs a pass, forward and perhaps backward, before the next.

@@ -145,11 +145,11 @@ class EngineGeneration(GenerationWay):
         return VllmEngine(settings, options={**_NO_REUSE, **options}, backend=get_backend())
 
     def _load_random_weights(self, directory: Path, dtype: Any) -> None:
-        from hwrl.lora import divided
+        from hwrl.saved_names import saved_weights
         from hwrl_bench.models import random_model
 
         backend = get_backend()
-        weights, _ = divided(random_model(directory, dtype=dtype, device=backend.device()))
+        weights, _ = saved_weights(random_model(directory, dtype=dtype, device=backend.device()))
         self._engine.load_weights(weights.items(), version=0)
         del weights
         backend.empty_cache()

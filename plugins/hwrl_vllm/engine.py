@@ -21,7 +21,7 @@ from hwrl.interfaces import (
     RolloutEngine,
     RolloutSettings,
 )
-from hwrl.lora import add_adapter, divided
+from hwrl.lora import add_adapter
 from hwrl.models import build_model
 from hwrl.rollout import (
     require_adapter,
@@ -33,6 +33,7 @@ from hwrl.rollout import (
     require_same_model,
     require_weights,
 )
+from hwrl.saved_names import saved_weights
 from hwrl_vllm.causes import Causes
 from hwrl_vllm.core import core_of
 from hwrl_vllm.lora import request_lora, require_places
@@ -68,7 +69,7 @@ class VllmEngine(RolloutEngine):
             backend.require(Capability.DEVICE_IPC, needed_for="give weights to vLLM's processes")
         with torch.device("meta"):
             model = build_model(settings.model_directory, dtype=settings.dtype)
-            self._base, self._adapter = divided(add_adapter(model, settings.lora) if settings.lora else model)
+            self._base, self._adapter = saved_weights(add_adapter(model, settings.lora) if settings.lora else model)
         self._form = settings.lora.peft_config() if settings.lora else {}
         self._requests: dict[str, PartialResponse] = {}
         self._finished: list[Completion] = []  # in an update, for the next step

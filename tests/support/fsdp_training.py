@@ -26,6 +26,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "model"
 
 
+@pytest.fixture(scope="module")
+def mixture_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of 5 experts: two ranks share them unevenly."""
+    directory = tmp_path_factory.mktemp("mixture")
+    write_demo(directory, seed=3, prompts=16, experts=5)
+    return directory / "model"
+
+
 def groups_of(count: int, *, seed: int) -> list[PromptGroup]:
     rng = np.random.default_rng(seed)
     groups = []

@@ -14,11 +14,13 @@ from hwrl.rollout import EmbeddedEngine
 END = 1
 
 
-def tiny_model(seed: int = 0, *, tied: bool = False) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def tiny_model(seed: int = 0, *, tied: bool = False, experts: int = 0) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
+        **({"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if experts else {}),
         vocab_size=16,
         hidden_size=32,
         intermediate_size=64,
@@ -31,7 +33,7 @@ def tiny_model(seed: int = 0, *, tied: bool = False) -> Any:
         eos_token_id=END,
         pad_token_id=0,
     )
-    return Qwen3ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def requests_of(count: int, *, temperature: float, longest: int = 12, seed: int = 0) -> list[GenerationRequest]:

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.support.fsdp_training import model_directory
+from tests.support.fsdp_training import mixture_directory, model_directory
 
-__all__ = ["model_directory"]  # a fixture
+__all__ = ["mixture_directory", "model_directory"]  # fixtures

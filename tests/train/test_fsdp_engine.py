@@ -266,16 +266,6 @@ def test_dropout_makes_no_noise_in_logprobs_or_steps(tmp_path: Path) -> None:
     assert again.train_batch(batch, loss=PolicyLoss())["loss"] == losses[0]
 
 
-def test_persistent_buffers_are_published_with_the_parameters(model_directory: Path) -> None:
-    engine = engine_on(model_directory, None)
-    engine.model.register_buffer("steps_seen", torch.tensor([3.0]))
-    engine.model.register_buffer("scratch", torch.tensor([4.0]), persistent=False)
-    names = [name for name, _ in engine.named_weights()]
-    assert "steps_seen" in names
-    assert "scratch" not in names
-    assert len(names) == len(set(names)) == len(list(engine.model.parameters())) + 1
-
-
 def test_a_built_model_has_the_generation_settings_of_its_directory(model_directory: Path, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     shutil.copytree(model_directory, directory)

@@ -14,8 +14,10 @@ from hwrl.interfaces import Backend
 from hwrl.run.cluster.placement import (
     DeviceReports,
     HeldDevices,
+    Machines,
     ProcessDevices,
     Reservation,
+    choose_senders,
     has_devices,
     machine_devices,
     number_by_machine,
@@ -31,8 +33,8 @@ RESERVE_TIMEOUT_S = 60.0
 class RunDevices:
     """Reserves the devices of a run, and knows which process uses which.
 
-    :attr:`ranks` and :attr:`replicas` map the names of the processes to their reservations. The constructor may reserve
-    devices in Ray; :meth:`close` returns them. It raises ConfigError if there are too few devices, or if weights
+    :attr:`ranks` and :attr:`replicas` map the names of the processes to their reservations; :attr:`senders` of the
+    ranks send the weights, because of :attr:`why_senders`. The constructor may reserve devices in Ray; :meth:`close` returns them. It raises ConfigError if there are too few devices, or if weights
     cannot reach every process.
     """
 
@@ -41,11 +43,12 @@ class RunDevices:
         resource, divided = devices.ray_resource or "CPU", has_devices(backend)
         if divided and devices.ray_resource is None and not is_local():
             raise _not_countable(backend.info.name)
+        one_machine = is_local() or sum(node["Alive"] for node in ray.nodes()) == 1
         self.plan = plan_placement(
             config,
             backend,
             devices=local_devices(config) if is_local() else int(ray.available_resources().get(resource, 0)),
-            one_machine=is_local() or sum(node["Alive"] for node in ray.nodes()) == 1,
+            one_machine=one_machine,
         )
         assignment = self.plan.assignment
         self.ranks = {f"trainer rank {rank}": one for rank, one in enumerate(assignment.ranks)}
@@ -55,7 +58,16 @@ class RunDevices:
         self._opens: tuple[int, ...] = ()
         if self.plan.transport == "ipc":
             self._opens = machine_devices(os.environ, devices, count=backend.device_count())
-        self._reserve(resource, divided=divided, wide=config.rollout.tensor_parallel > 1)
+        # On several machines a group says where each process will be.
+        together = config.rollout.tensor_parallel > 1 or (divided and not one_machine)
+        self._reserve(resource, divided=divided, together=together)
+        self.senders, self.why_senders = choose_senders(
+            config.weights.senders,
+            transport=self.plan.transport,
+            ranks=config.train.ranks,
+            machines=self._find_machines(one_machine=one_machine),
+            own_devices=divided,
+        )
 
     def devices_of(self, process: str) -> ProcessDevices:
         """Return the devices for ``process``."""
@@ -109,16 +121,31 @@ class RunDevices:
     def _reservation(self, process: str) -> Reservation:
         return self.ranks[process] if process in self.ranks else self.replicas[process]
 
-    def _reserve(self, resource: str, *, divided: bool, wide: bool) -> None:
+    def _find_machines(self, *, one_machine: bool) -> Machines | None:
+        """Return the machines of the processes; None if Ray places each process where it likes."""
+        of_device: dict[int, str] = {}
+        if self._group is not None:
+            bundles = zip(self.plan.assignment.bundles, _machines(self._group), strict=True)
+            of_device = {device: machine for devices, machine in bundles for device in devices}
+        elif not one_machine:
+            return None
+        ranks, receivers = (
+            [of_device.get(device, "") for one in processes.values() for device in one.devices]
+            for processes in (self.ranks, self.replicas)
+        )
+        return Machines(ranks, receivers)
+
+    def _reserve(self, resource: str, *, divided: bool, together: bool) -> None:
         """Reserve a placement group where Ray alone would place processes wrongly; number the devices.
 
         Without a group, Ray might put replicas on the device of a rank, or leave no machine with enough devices for a
-        ``wide`` replica. If Ray does not number the devices of this resource, the bundles of the group number them.
+        wide replica: ``together``. If Ray does not number the devices of this resource, the bundles of the group
+        number them.
         """
         assignment, local = self.plan.assignment, is_local()
         ray_numbers = not local and resource in ray.get(ray.remote(num_cpus=0)(_numbered_resources).remote())
         self._group: Any = None
-        if assignment.shared or wide or (divided and not local and not ray_numbers):
+        if assignment.shared or together or (divided and not local and not ray_numbers):
             self._group = reserve_together(assignment.bundles, resource)
         self._numbers: dict[int, int] = {}
         if divided and local:

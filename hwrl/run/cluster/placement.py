@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hwrl.errors import ConfigError, PlacementError
 from hwrl.interfaces import Backend, Capability, DeviceMap, Support
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _UNITS = 10_000
 """The parts of a device in which Ray counts shares."""
+_MOST_SENDERS = 8
+"""Each sender has process groups of its own with all receivers."""
 _RANK_BESIDE_REPLICAS = 6_000
 """The share, in units, of a trainer rank on a device with replicas."""
 
@@ -147,6 +149,56 @@ def choose_transport(
     return "ipc", f"{why}; all processes are on this machine"
 
 
+@dataclass(frozen=True)
+class Machines:
+    """The machine of each trainer rank, and of each device of the replicas."""
+
+    ranks: Sequence[str]
+    receivers: Sequence[str]
+
+    @property
+    def count(self) -> int:
+        """How many machines there are."""
+        return len({*self.ranks, *self.receivers})
+
+
+def choose_senders(
+    setting: int | Literal["auto"],
+    *,
+    transport: TransportName,
+    ranks: int,
+    machines: Machines | None,
+    own_devices: bool,
+) -> tuple[int, str]:
+    """Return how many of the trainer's ``ranks`` send the weights, and the reason.
+
+    ``machines`` None: they are not known. ``own_devices``: each rank has a device, and so a network adapter near it.
+    Raises ConfigError if the ``setting`` asks for several senders, and the transport has one.
+    """
+    if setting != "auto":
+        if setting > 1 and transport != "device":
+            raise ConfigError(
+                f"weights.senders={setting} is not possible here",
+                why=f"weights travel by {transport}, and with it rank 0 alone sends",
+                fix="set weights.senders=1 or auto",
+            )
+        return setting, f"weights.senders={setting}"
+    if ranks == 1:
+        return 1, "the trainer has one rank"
+    if transport != "device":
+        return 1, f"weights travel by {transport}"
+    if machines is None:
+        return 1, "the processes' machines are not known"
+    if machines.count == 1:
+        return 1, "all processes are on one machine, where one rank saturates the wire"
+    if not own_devices:
+        hosts = min(len(set(machines.ranks)), _MOST_SENDERS)
+        return hosts, f"one for each of the trainer's machines, at most {_MOST_SENDERS}"
+    widest = max(Counter(machines.receivers).values())  # a machine takes in each byte once, by all its adapters
+    most = min(ranks, widest, _MOST_SENDERS)
+    return most, f"{ranks} ranks on {len(set(machines.ranks))} machines have devices, a receiving machine {widest}"
+
+
 def _not_across_machines(why: str, *, one_machine_only: bool) -> ConfigError:
     own_devices = (
         "use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one machine"
@@ -205,6 +257,9 @@ def plan_placement(config: Config, backend: Backend, *, devices: int, one_machin
         shared=assignment.shared or not divided,
         one_machine=one_machine,
         supports=backend.supports,
+    )
+    choose_senders(  # raises now, before anything starts
+        config.weights.senders, transport=transport, ranks=config.train.ranks, machines=None, own_devices=divided
     )
     return PlacementPlan(assignment, transport, why)
 

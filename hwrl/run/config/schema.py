@@ -284,6 +284,8 @@ class WeightsConfig(Section):
     """Send weights without a host copy, if the device can; false: through host memory, with no wait of the trainer."""
     send_base: Literal["needed", "always"] = "needed"
     """With an adapter, send the base only to replicas without it, or ``always``: with every version, for comparison."""
+    senders: Literal["auto"] | Positive = "auto"
+    """How many trainer ranks send the weights, each its share: 1 to ``train.ranks``; auto: several between machines."""
     update_weights_bucket_megabytes: Mebibytes | None = None
     """Size of a slab of the slab ring, MiB; null: a default for the device."""
     timeout_s: Seconds = 60.0
@@ -364,6 +366,15 @@ class Config(Section):
                 f"the {responses} responses of a step (train.batch_groups={self.train.batch_groups} * rollout.n="
                 f"{self.rollout.n}) must be at least one for each rank in each mini-batch: train.ranks={shares} * "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _senders_are_ranks(self) -> Config:
+        if self.weights.senders != "auto" and self.weights.senders > self.train.ranks:
+            raise ValueError(
+                f"weights.senders={self.weights.senders} must be at most train.ranks={self.train.ranks}: ranks of the "
+                "trainer send the weights"
             )
         return self
 

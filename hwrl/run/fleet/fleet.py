@@ -93,7 +93,8 @@ class Fleet:
         plan = self._devices.plan
         return (
             f"hwrl on {self._backend.info.name}: {self.describe_size()}; {self._devices.describe()}; "
-            f"weights travel by {plan.transport}: {plan.why_transport}"
+            f"weights travel by {plan.transport}: {plan.why_transport}; {self._devices.senders} of the trainer's ranks "
+            f"send them: {self._devices.why_senders}"
         )
 
     # -- calls that need several kinds of processes ------------------------------------------------------------------

@@ -71,6 +71,7 @@ class Trainers:
                 rank=rank,
                 incarnation=self.incarnation,
                 transport=self._devices.plan.transport,
+                senders=self._devices.senders,
             )
             for rank, (name, handle) in enumerate(zip(self._devices.ranks, self._ranks, strict=True))
         ]

@@ -310,7 +310,7 @@ class TrainActor:
         return 0.0
 
     def set_up(
-        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName
+        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int
     ) -> HeldDevices | None:
         """Build this rank and return its device. The ranks wait for each other."""
         with large_imports():
@@ -325,6 +325,7 @@ class TrainActor:
                 store_address=setup.store_address,
                 incarnation=incarnation,
                 transport=transport,
+                senders=senders,
             )
         return _report_devices(devices)
 

@@ -40,7 +40,7 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
-from hwrl.weights import POLICY, POLICY_BASE, PolicySender, TransportName, WeightReceiver, WeightSender
+from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
 
 def prepare_process(*, threads: int, device: int = 0) -> None:
@@ -222,9 +222,9 @@ def build_trainer(config: Config, engine: TrainEngine, *, incarnation: int) -> A
 
 
 def build_sender(
-    config: Config, store: Any, transport: TransportName, *, base: int | None, incarnation: int
+    config: Config, store: Any, transport: TransportName, *, senders: int, base: int | None, incarnation: int
 ) -> PolicySender:
-    """Return the sender of weights. ``base`` is the hash of an adapter's base model."""
+    """Return rank 0's sender of weights. ``base`` is the hash of an adapter's base model."""
     slab_mib = config.weights.update_weights_bucket_megabytes
 
     def connect(name: str) -> WeightSender:
@@ -232,6 +232,7 @@ def build_sender(
             store,
             name=name,
             transport=transport,
+            senders=senders,
             slab_nbytes=None if slab_mib is None else slab_mib << 20,
             versions=1 if name == POLICY_BASE else 3,
             timeout_s=_transfer_timeout_s(config),
@@ -239,6 +240,11 @@ def build_sender(
 
     always_base = config.weights.send_base == "always"
     return PolicySender(connect, base=base, always_base=always_base, metadata={INCARNATION: incarnation})
+
+
+def build_co_senders(store: Any) -> dict[str, CoSender]:
+    """Return the part of a rank above 0 in sending, by the link's name."""
+    return {name: CoSender(store, name=name) for name in (POLICY, POLICY_BASE)}
 
 
 def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManager:

@@ -50,10 +50,11 @@ class TrainerHandle(ActorHandle):
         super().__init__(TrainActor, **options)
 
     def set_up(
-        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName
+        self, setup: ProcessSetup, *, rank: int, incarnation: int, transport: TransportName, senders: int
     ) -> Answer[HeldDevices | None]:
         """Build the rank; the answer names its device."""
-        return _send(self._actor.set_up, setup, rank=rank, incarnation=incarnation, transport=transport)
+        sending = {"transport": transport, "senders": senders}
+        return _send(self._actor.set_up, setup, rank=rank, incarnation=incarnation, **sending)
 
     def restore(self) -> Answer[RestoredRun | None]:
         """Load the newest checkpoint; the answer is None if there is none."""

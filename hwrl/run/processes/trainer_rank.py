@@ -17,6 +17,7 @@ from hwrl.run.identity import RunInputs
 from hwrl.run.processes.actors import RestoredRun
 from hwrl.run.processes.build import (
     build_checkpoints,
+    build_co_senders,
     build_sender,
     build_train_engine,
     build_trainer,
@@ -32,9 +33,9 @@ from hwrl.weights import SharedWeights, SyncReport, TransportName
 
 
 class TrainerRank:
-    """One rank of the trainer. All ranks make the same calls at the same time; rank 0 also sends the weights.
+    """One rank of the trainer. All ranks make the same calls at the same time; ``senders`` of them send the weights.
 
-    ``incarnation`` counts the starts of the trainer. The constructor waits for the other ranks.
+    Rank 0 is one of these. ``incarnation`` counts the starts of the trainer. The constructor waits for the other ranks.
     """
 
     def __init__(
@@ -46,16 +47,18 @@ class TrainerRank:
         store_address: str,
         incarnation: int,
         transport: TransportName,
+        senders: int,
     ) -> None:
         self._config, self._inputs, self._rank = config, inputs, rank
         store = connect_store(store_address)
         self._group = join_ranks(config, store, rank=rank, incarnation=incarnation)
         self._engine = build_train_engine(config, group=self._group)
         self._sender = (
-            build_sender(config, store, transport, base=self._engine.base, incarnation=incarnation)
+            build_sender(config, store, transport, senders=senders, base=self._engine.base, incarnation=incarnation)
             if rank == 0
             else None
         )
+        self._co_senders = build_co_senders(store) if rank and senders > 1 else {}
         self._trainer = build_trainer(config, self._engine, incarnation=incarnation)
         self._checkpoints = build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
@@ -102,7 +105,7 @@ class TrainerRank:
             SharedWeights(self._engine, self._group) as weights,
         ):
             if self._sender is None:
-                weights.follow()
+                weights.follow(self._co_senders)
                 return {}
             report = self._sender.send(self._trainer.version, model=weights.model, adapter=weights.adapter)
         return _sync_metrics(report)
@@ -183,6 +186,8 @@ class TrainerRank:
         finally:
             if self._sender is not None:
                 self._sender.close()
+            for co_sender in self._co_senders.values():
+                co_sender.close()
             self._engine.close()
             if self._group is not None:
                 self._group.close()

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwrl.discovery import get_backend
 from hwrl.interfaces import GenerationRequest, LoraSettings, Response, RolloutEngine, RolloutSettings, Sampling
-from hwrl.lora import add_adapter, divided
+from hwrl.lora import add_adapter
+from hwrl.saved_names import saved_weights
 from hwrl_vllm.engine import VllmEngine
 
 END, BLOCK, LONGEST = 1, 32, 128
@@ -52,7 +53,7 @@ class Policy:
             if part in name:
                 noise = torch.empty_like(parameter).normal_(generator=self._random)
                 parameter.copy_(0.3 * noise + (1 if "norm" in name else 0))
-        base, adapter = divided(self.model)
+        base, adapter = saved_weights(self.model)
         return _sent(base), _sent(adapter)
 
     def logits(self, prompt_ids: Any, response: Response) -> torch.Tensor:
