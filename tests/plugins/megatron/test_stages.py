@@ -51,44 +51,51 @@ def steps(engine: TrainEngine, directory: Path, first: int, group: Any) -> dict[
     return {"logprobs": before, "metrics": metrics, "weights": weights}
 
 
-def run_layouts(rank: int, directory: Path, address: str, layouts: list[dict[str, int]]) -> list[dict[str, Any]]:
+def run_layouts(rank: int, root: Path, address: str) -> dict[str, list[dict[str, Any]]]:
+    """Run all schedules on one of four ranks: starting processes takes longer than the steps."""
     from hwrl_megatron import hwrl_train_engine
 
     group = Comm().init_default(store=connect_store(address), rank=rank, size=4)
-    found = []
-    for number, options in enumerate(layouts):
-        engine = hwrl_train_engine(
-            settings=settings_in(directory, param_offload=True, optimizer_offload=True),
-            options=options,
-            backend=hwrl.get_backend(),
-            group=group,
-        )
-        with engine.on_device(optimizer=True):
-            found.append(steps(engine, directory, 2 * number, group))
-        engine.close()
+    found: dict[str, list[dict[str, Any]]] = {model: [] for model in SCHEDULES}
+    for model, layouts in SCHEDULES.items():
+        for number, options in enumerate(layouts):
+            engine = hwrl_train_engine(
+                settings=settings_in(root / model, param_offload=True, optimizer_offload=True),
+                options=options,
+                backend=hwrl.get_backend(),
+                group=group,
+            )
+            with engine.on_device(optimizer=True):
+                found[model].append(steps(engine, root / model, 2 * number, group))
+            engine.close()
     group.close()
     return found
 
 
+def assert_same(found: list[dict[str, Any]], expected: dict[str, Any], directory: Path, *, atol: float) -> None:
+    """Raise unless each rank of ``found`` computed what one rank of the other engine did; the first has the weights."""
+    for one in found:
+        torch.testing.assert_close(one["logprobs"], expected["logprobs"], atol=atol, rtol=1e-5)
+        for mine, theirs in zip(one["metrics"], expected["metrics"], strict=True):
+            assert without_padding(mine) == pytest.approx(without_padding(theirs), rel=2e-4, abs=1e-5)
+    assert [bool(one["weights"]) for one in found] == [True, False, False, False]
+    for name, tensor in with_saved_names(directory, expected["weights"]).items():
+        # Not element by element: where a gradient is nearly zero AdamW makes a step of its last bits.
+        assert (found[0]["weights"][name] - tensor).norm() <= 1e-3 * tensor.norm(), name
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_layout_takes_the_steps_of_one_rank_and_goes_on_from_anothers_checkpoint(
-    tmp_path: Path, model: str
-) -> None:
-    straight, divided = tmp_path / "straight", tmp_path / "divided"
-    for directory in (straight, divided):
-        write_model(directory, MODELS[model])
-    layouts = SCHEDULES[model]
-    engine = FsdpEngine(settings_in(straight), backend=hwrl.get_backend(), group=None)
-    wanted = [steps(engine, straight, 2 * number, None) for number in range(len(layouts))]
+def test_every_layout_takes_the_steps_of_one_rank_and_goes_on_from_anothers_checkpoint(tmp_path: Path) -> None:
+    wanted: dict[str, list[dict[str, Any]]] = {}
+    for model, layouts in SCHEDULES.items():
+        write_model(tmp_path / "divided" / model, MODELS[model])
+        straight = tmp_path / "straight" / model
+        write_model(straight, MODELS[model])
+        engine = FsdpEngine(settings_in(straight), backend=hwrl.get_backend(), group=None)
+        wanted[model] = [steps(engine, straight, 2 * number, None) for number in range(len(layouts))]
     store = serve_store()
-    ranks = run_processes(run_layouts, 4, divided, store_address(store), layouts, timeout_s=300)
-    for number, expected in enumerate(wanted):
-        for rank, one in enumerate(found[number] for found in ranks):
-            torch.testing.assert_close(one["logprobs"], expected["logprobs"], atol=1e-5 * 10**number, rtol=1e-5)
-            for mine, theirs in zip(one["metrics"], expected["metrics"], strict=True):
-                assert without_padding(mine) == pytest.approx(without_padding(theirs), rel=2e-4, abs=1e-5)
-            assert bool(one["weights"]) == (rank == 0)
-        for name, tensor in with_saved_names(straight / "model", expected["weights"]).items():
-            mine = ranks[0][number]["weights"][name]
-            assert (mine - tensor).norm() <= 1e-3 * tensor.norm(), name
+    ranks = run_processes(run_layouts, 4, tmp_path / "divided", store_address(store), timeout_s=300)
+    for model, expected in wanted.items():
+        for number, one in enumerate(expected):
+            found = [rank[model][number] for rank in ranks]
+            assert_same(found, one, tmp_path / "straight" / model / "model", atol=1e-5 * 10**number)
