@@ -142,6 +142,7 @@ def _transformer_config(config: Any, layout: Layout, *, dtype: torch.dtype) -> T
         expert_model_parallel_size=layout.experts,
         pipeline_dtype=dtype,
         variable_seq_lengths=layout.stages > 1,  # packs differ in length
+        deallocate_pipeline_outputs=True,  # the next stage has a copy
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,  # gradients are summed over the ranks, not averaged
