@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -81,6 +82,29 @@ def _exchange(model: Any, others: Mapping[Any, Any]) -> None:
         for name, parameter in module._parameters.items():
             if parameter in others:
                 module._parameters[name] = others[parameter]
+
+
+def with_adapter(model: Any, lora: LoraSettings, *, seed: int, base_dtype: torch.dtype) -> Any:
+    """Put an adapter in float32 into ``model``, on the meta device; the frozen rest gets ``base_dtype``."""
+    adapted = add_adapter(model, lora, seed=seed)
+    for parameter in adapted.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(base_dtype)
+    return adapted
+
+
+@functools.lru_cache(maxsize=4)
+def described_model(directory: Path, *, dtype: torch.dtype, lora: LoraSettings | None) -> Any:
+    """Return the model that a train engine of ``dtype`` would have, on the meta device: only to look at.
+
+    Its trained parameters are float32. The result is shared; do not change it.
+    """
+    import torch
+
+    from hwrl.models import build_meta_model
+
+    model = build_meta_model(directory, dtype=torch.float32)
+    return model if lora is None else with_adapter(model, lora, seed=0, base_dtype=dtype)
 
 
 def save_adapter(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Finding,
         Group,
         Kernels,
+        MemoryCause,
         ProbeContext,
         ProbeResult,
         RolloutEngine,
@@ -126,6 +127,19 @@ def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], b
 
     hwrl calls it once per process, in a process of its own for generation. Raise ConfigError for an unknown option or
     model, EngineError if the framework is not installed.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_engine_memory(
+    settings: EngineSettings | RolloutSettings, options: Mapping[str, Any], ranks: int, device_nbytes: int
+) -> Iterable[MemoryCause]:
+    """Return the memory of one process of the plugin's engine, for ``hwrl plan``. Optional.
+
+    ``settings`` and ``options`` are those of the plugin's train engine, on ``ranks`` ranks, or of its rollout engine,
+    for one worker (``ranks`` is 1). Each process has a device of ``device_nbytes``. Reads the model's configuration
+    only: there may be no device and no framework. Needs seconds. Raise the errors of the engine's own hook.
     """
     raise NotImplementedError
 

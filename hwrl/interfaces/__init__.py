@@ -21,6 +21,7 @@ from hwrl.interfaces.handles import Handle
 from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
 from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
+from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, peak_phase, phase_nbytes
 from hwrl.interfaces.probing import (
     PROBE_ROOT,
     Finding,
@@ -40,6 +41,8 @@ from hwrl.interfaces.rollout import (
 from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
 
 __all__ = [
+    "ACTIVE",
+    "ALWAYS",
     "API_VERSION",
     "MEMORY_TAGS",
     "PROBE_ROOT",
@@ -61,11 +64,13 @@ __all__ = [
     "LentState",
     "LentTensor",
     "LoraSettings",
+    "MemoryCause",
     "MemoryInfo",
     "Moved",
     "OffloadedState",
     "PciDevice",
     "Pending",
+    "Phase",
     "ProbeContext",
     "ProbeResult",
     "PromptGroup",
@@ -79,5 +84,7 @@ __all__ = [
     "TokenLoss",
     "TrainEngine",
     "Transfer",
+    "peak_phase",
+    "phase_nbytes",
     "without_device_files",
 ]

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
+    from hwrl.rollout.memory import embedded_memory as embedded_memory
+    from hwrl.rollout.memory import model_nbytes as model_nbytes
     from hwrl.rollout.reward import Reward as Reward
     from hwrl.rollout.reward import load_reward as load_reward
     from hwrl.rollout.reward_workers import RewardWorkers as RewardWorkers
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.reward_workers import Scores as Scores
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
+    from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
     from hwrl.rollout.weight_updater import INCARNATION as INCARNATION
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
@@ -64,10 +67,13 @@ _MODULE_OF = {
     "Scorer": "reward_workers",
     "Scores": "reward_workers",
     "WeightUpdater": "weight_updater",
+    "cache_token_nbytes": "slots",
     "check_prompts": "data",
     "check_vocabulary": "data",
+    "embedded_memory": "memory",
     "load_prompts": "data",
     "load_reward": "reward",
+    "model_nbytes": "memory",
     "require_adapter": "checks",
     "require_awake": "checks",
     "require_base": "checks",
@@ -99,10 +105,13 @@ __all__ = [
     "Scorer",
     "Scores",
     "WeightUpdater",
+    "cache_token_nbytes",
     "check_prompts",
     "check_vocabulary",
+    "embedded_memory",
     "load_prompts",
     "load_reward",
+    "model_nbytes",
     "require_adapter",
     "require_awake",
     "require_base",

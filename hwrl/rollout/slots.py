@@ -77,3 +77,11 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not f
 
     def get_max_length(self) -> int:
         return self._cache.length
+
+
+def cache_token_nbytes(config: Any, *, itemsize: int) -> int:
+    """Return the bytes of keys and values of one token, in all layers of a model with transformers' ``config``."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * text.num_hidden_layers * heads * size * itemsize)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
+    from hwrl.train.memory import certain_fsdp_memory as certain_fsdp_memory
+    from hwrl.train.memory import fsdp_memory as fsdp_memory
     from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
@@ -47,7 +49,9 @@ _MODULE_OF = {
     "TrainedStep": "trainer",
     "VocabularyShard": "scoring",
     "apply_kernels": "kernels",
+    "certain_fsdp_memory": "memory",
     "collate": "padding",
+    "fsdp_memory": "memory",
     "group_advantages": "losses",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
@@ -71,7 +75,9 @@ __all__ = [
     "TrainedStep",
     "VocabularyShard",
     "apply_kernels",
+    "certain_fsdp_memory",
     "collate",
+    "fsdp_memory",
     "group_advantages",
     "mismatch_kl",
     "move_metrics",

@@ -54,7 +54,13 @@ def usable_nbytes(info: MemoryInfo, *, ranks: int = 1, scores_nbytes: int = 0) -
     500
     """
     cached = info.reserved_nbytes - info.allocated_nbytes
-    return info.free_nbytes // ranks + cached - max(info.total_nbytes // (_RESERVE * ranks), scores_nbytes)
+    reserve = reserve_nbytes(info.total_nbytes, ranks=ranks, scores_nbytes=scores_nbytes)
+    return info.free_nbytes // ranks + cached - reserve
+
+
+def reserve_nbytes(total_nbytes: int, *, ranks: int = 1, scores_nbytes: int = 0) -> int:
+    """Return the bytes that stay free on a device of ``total_nbytes``; see :func:`usable_nbytes`."""
+    return max(total_nbytes // (_RESERVE * ranks), scores_nbytes)
 
 
 def ranks_on_device(group: Group | None, backend: Backend) -> int:

@@ -104,7 +104,7 @@ class CausalModel:
     def __call__(self, model: Any, part: MicroBatch) -> torch.Tensor:
         """Return log-probability and entropy of ``part.targets`` (2 × targets, float32)."""
         if self.scores:
-            return self._with_scores(model, part)[0].t()
+            return score_pass(model, part, self.scorer)[0].t()
         return self._from_logits(model, part)
 
     @torch.no_grad()
@@ -128,24 +128,6 @@ class CausalModel:
 
     # -- one call -----------------------------------------------------------------------------------------------
 
-    def _with_scores(self, model: Any, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result of the model, and that of its output layer: the scores (targets × 2).
-
-        They pass through the model, because FSDP2 prepares the backward pass at its results.
-        """
-        output = model.get_output_embeddings()
-        made: list[torch.Tensor] = []
-
-        def score(hidden: torch.Tensor) -> torch.Tensor:
-            chosen = hidden.flatten(0, 1).index_select(0, part.places)
-            scores = self.scorer(chosen, output.weight, output.bias, part.targets)
-            made.append(scores.t()[None].clone())  # no view: FSDP2 hooks the result
-            return made[0]
-
-        with _forward_of(output, score):
-            result = model(**_inputs(part)).logits
-        return result[0], made[0][0]
-
     def _from_logits(self, model: Any, part: MicroBatch) -> torch.Tensor:
         logits = logits_at(model, part.places, **_inputs(part))
         return self.scorer.of_logits(logits, part.targets)
@@ -156,7 +138,7 @@ class CausalModel:
         """Return whether nothing but a plain matrix product lies between the last hidden states and the result."""
         if type(model.get_output_embeddings()) is not torch.nn.Linear:
             return False
-        return torch.equal(*self._with_scores(model, self._rows(batch, torch.arange(batch.rows))))
+        return torch.equal(*score_pass(model, self._rows(batch, torch.arange(batch.rows)), self.scorer))
 
     def _rows(self, batch: Batch, rows: torch.Tensor) -> MicroBatch:
         return make_rows(batch, rows, device=self._backend.device())
@@ -182,6 +164,25 @@ class CausalModel:
         return why
 
 
+def score_pass(model: Any, part: MicroBatch, scorer: OutputScorer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``model`` with ``scorer`` in place of its output layer; return the result of the model, and the scores.
+
+    The scores (targets × 2) pass through the model, because FSDP2 prepares the backward pass at its results.
+    """
+    output = model.get_output_embeddings()
+    made: list[torch.Tensor] = []
+
+    def score(hidden: torch.Tensor) -> torch.Tensor:
+        chosen = hidden.flatten(0, 1).index_select(0, part.places)
+        scores = scorer(chosen, output.weight, output.bias, part.targets)
+        made.append(scores.t()[None].clone())  # no view: FSDP2 hooks the result
+        return made[0]
+
+    with replaced_forward(output, score):
+        result = model(**_inputs(part)).logits
+    return result[0], made[0][0]
+
+
 def _why_wrong(model: Any, trial: _TrialAttention, off: float, dtype: torch.dtype) -> str:
     """Return why packs are wrong, or an empty text. ``off`` is the mean difference from the rows' results."""
     layers = model.config.get_text_config().num_hidden_layers
@@ -205,7 +206,7 @@ def _inputs(part: MicroBatch) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
+def replaced_forward(module: torch.nn.Module, forward: Any) -> Iterator[None]:
     """Replace the forward method of ``module`` inside the block; its hooks stay."""
     module.forward = forward
     try:

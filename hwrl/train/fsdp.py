@@ -17,7 +17,7 @@ from hwrl.comm import Comm, Group, HashStore
 from hwrl.discovery import kernels
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
-from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
+from hwrl.lora import adapter_name, base_name, save_adapter, with_adapter
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
 from hwrl.models import build_meta_model, load_tokenizer, model_identity
@@ -65,7 +65,7 @@ class FsdpEngine(PolicyEngine):
         self._saved = SavedNames.of(model)
         if settings.lora is not None:
             self.base = _agreed_identity(directory, group, backend)
-            model = _with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
+            model = with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._compiler = self._make_compiler()
         self._memory = state_memory(
@@ -353,15 +353,6 @@ def _agreed_identity(directory: Path, group: Group | None, backend: Backend) -> 
     word = torch.tensor([identity], dtype=torch.int64, device=backend.device())
     group.broadcast(word, src=0)
     return int(word.item())
-
-
-def _with_adapter(model: Any, lora: LoraSettings, *, seed: int, base_dtype: torch.dtype) -> Any:
-    """Put an adapter in float32 into ``model``, on the meta device; the frozen rest gets ``base_dtype``."""
-    adapted = add_adapter(model, lora, seed=seed)
-    for parameter in adapted.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(base_dtype)
-    return adapted
 
 
 def _require_not_offloaded(settings: EngineSettings) -> None:

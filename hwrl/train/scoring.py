@@ -106,9 +106,10 @@ class OutputScorer:
         (positions, int64). Under autocast the product is computed in its dtype.
         """
         kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        casts = torch.amp.is_autocast_available(kind)  # not on the meta device
+        dtype = torch.get_autocast_dtype(kind) if casts and torch.is_autocast_enabled(kind) else weight.dtype
         bias = bias if bias is None else bias.to(dtype)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
             inputs = (hidden.to(dtype), weight.to(dtype), bias, targets)
             scores: torch.Tensor = _Score.apply(*inputs, self)  # type: ignore[no-untyped-call] # torch's
         return scores

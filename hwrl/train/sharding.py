@@ -54,6 +54,15 @@ def outermost(layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     return [layer for layer in layers if id(layer) not in inner]
 
 
+def whole_fits(memory: StateMemory, usable_nbytes: int) -> tuple[bool, bool]:
+    """Return whether whole weights can stay between the passes of a step, and whether whole gradients can, too.
+
+    A rank can still allocate ``usable_nbytes`` beside its parameters; its gradients and moments come later.
+    """
+    room = (usable_nbytes - (0 if memory.on_host else memory.gradients + memory.moments)) / _SHARE
+    return memory.whole_weights <= room, memory.whole_weights + memory.whole_gradients <= room
+
+
 class ShardedModel:
     """Shards ``model`` over the ranks of ``group``, layer by layer, and allocates its shards with arbitrary values.
 
@@ -113,15 +122,13 @@ class ShardedModel:
 
     def _keep(self, group: Group, backend: Backend) -> None:
         """Decide what stays whole, the same on all ranks. Gradients and moments come later; they need room, too."""
-        memory, room = self._memory, 0.0
+        fits = (False, False)
         if backend.supports(Capability.MEMORY_STATS).usable:
-            state_nbytes = 0 if memory.on_host else memory.gradients + memory.moments
-            room = (self._usable_nbytes() - state_nbytes) / _SHARE
-        wanted = [memory.whole_weights, memory.whole_weights + memory.whole_gradients]
-        missing = torch.tensor([nbytes - room for nbytes in wanted], dtype=torch.float32, device=backend.device())
+            fits = whole_fits(self._memory, self._usable_nbytes())
+        missing = torch.tensor([not each for each in fits], dtype=torch.float32, device=backend.device())
         group.all_reduce(missing, op="max")
-        weights_fit, both_fit = (missing <= 0).tolist()
-        self.keep_whole(weights=weights_fit, gradients=both_fit)
+        weights_miss, both_miss = missing.tolist()
+        self.keep_whole(weights=not weights_miss, gradients=not both_miss)
 
     def keep_whole(self, *, weights: bool, gradients: bool) -> None:
         """Keep whole weights, and whole gradients, between the passes of a step. All ranks must choose the same."""

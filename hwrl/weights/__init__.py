@@ -2,10 +2,11 @@
 
 from hwrl.weights.co_sender import CoSender
 from hwrl.weights.layout import NamedTensor, WeightLayout
+from hwrl.weights.memory import receiver_nbytes, sender_nbytes
 from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
 from hwrl.weights.receiver import Received, WeightReceiver
 from hwrl.weights.report import TransferReport
-from hwrl.weights.sender import WeightSender
+from hwrl.weights.sender import WeightSender, slab_sizes
 from hwrl.weights.shared_reads import SharedReads, SharedWeights
 from hwrl.weights.slabs import SlabRing
 from hwrl.weights.source import WeightShard, WeightSource, gather_weights
@@ -35,4 +36,7 @@ __all__ = [
     "WeightShard",
     "WeightSource",
     "gather_weights",
+    "receiver_nbytes",
+    "sender_nbytes",
+    "slab_sizes",
 ]

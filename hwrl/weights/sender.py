@@ -211,7 +211,12 @@ def _best_sizes(backend: Backend, *, senders: int) -> tuple[int, int]:
     Elsewhere the host does the work, and a slab should fit into its caches (docs/benchmarks.md). Several senders have
     slower wires, and a receiver has a slab of each under way: theirs are smaller, so its ring needs no more memory.
     """
-    if backend.supports(Capability.STREAMS).usable:
+    return slab_sizes(streams=backend.supports(Capability.STREAMS).usable, senders=senders)
+
+
+def slab_sizes(*, streams: bool, senders: int = 1) -> tuple[int, int]:
+    """Return the bytes of a slab, and of the smallest tensor that is sent as it lies."""
+    if streams:
         return max((256 << 20) // senders, 32 << 20), 16 << 20
     return 16 << 20, 4 << 20
 

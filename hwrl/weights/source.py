@@ -19,7 +19,7 @@ from hwrl.weights.layout import NamedTensor
 if TYPE_CHECKING:
     from hwrl.weights.shared_reads import SharedRead
 
-_AHEAD_NBYTES = 512 << 20
+AHEAD_NBYTES = 512 << 20
 _DENSE = torch.contiguous_format
 _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
 """Collections that keep their items alive; others may make them as they are read."""
@@ -242,7 +242,7 @@ def gather_weights(
     that send a slab with a part of it, and yielded there. A tensor of an unknown name is gathered to all of them.
     """
     ahead: collections.deque[_Gathering] = collections.deque()
-    limit = 0 if group is None else _AHEAD_NBYTES  # one rank has no traffic to hide
+    limit = 0 if group is None else AHEAD_NBYTES  # one rank has no traffic to hide
     under_way = 0
     for name, tensor in named:
         ahead.append(_gather(name, tensor, group, dtype, to=_ranks_for(name, tensor.shape, parts)))

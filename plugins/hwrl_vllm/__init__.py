@@ -6,7 +6,7 @@ Importing this module imports neither torch nor vLLM.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import hwrl
 from hwrl.errors import EngineError
 
 if TYPE_CHECKING:
-    from hwrl.interfaces import Backend, RolloutEngine, RolloutSettings
+    from hwrl.interfaces import Backend, EngineSettings, MemoryCause, RolloutEngine, RolloutSettings
 
 
 @hwrl.hookimpl
@@ -30,6 +30,15 @@ def hwrl_rollout_engine(settings: RolloutSettings, options: Mapping[str, Any], b
     from hwrl_vllm.engine import VllmEngine
 
     return VllmEngine(settings, options=options, backend=backend)
+
+
+@hwrl.hookimpl
+def hwrl_engine_memory(
+    settings: EngineSettings | RolloutSettings, options: Mapping[str, Any], device_nbytes: int
+) -> Iterable[MemoryCause]:
+    from hwrl_vllm.memory import worker_memory
+
+    return worker_memory(settings, options, device_nbytes=device_nbytes)
 
 
 def _vllm_folder() -> Path:

@@ -33,9 +33,9 @@ RESERVE_TIMEOUT_S = 60.0
 class RunDevices:
     """Reserves the devices of a run, and knows which process uses which.
 
-    :attr:`ranks` and :attr:`replicas` map the names of the processes to their reservations; :attr:`senders` of the
-    ranks send the weights, because of :attr:`why_senders`. The constructor may reserve devices in Ray; :meth:`close` returns them. It raises ConfigError if there are too few devices, or if weights
-    cannot reach every process.
+    :attr:`ranks` and :attr:`replicas` map the names of the processes to their reservations. :attr:`senders` of the
+    ranks send the weights, because of :attr:`why_senders`. The constructor may reserve devices in Ray; :meth:`close`
+    returns them. It raises ConfigError if there are too few devices, or if weights cannot reach every process.
     """
 
     def __init__(self, config: Config, backend: Backend) -> None:

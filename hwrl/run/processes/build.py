@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,12 @@ def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt
     return prompts
 
 
-def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
-    settings = RolloutSettings(
+def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int = 0) -> RolloutSettings:
+    """Return the settings of a replica's rollout engine."""
+    return RolloutSettings(
         model_directory=config.model.path,
         dtype=compute_dtype(config),
-        eos_ids=_eos_ids(config.model.path, tokenizer),
+        eos_ids=eos_ids,
         max_running=config.rollout.max_running,
         max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         seed=seed,
@@ -143,6 +145,10 @@ def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> Rollo
         may_sleep=config.rollout.free_cache_engine,
         tensor_parallel=config.rollout.tensor_parallel,
     )
+
+
+def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
+    settings = rollout_settings(config, eos_ids=_eos_ids(config.model.path, tokenizer), seed=seed)
     if config.rollout.engine == EMBEDDED:
         return EmbeddedEngine.from_settings(settings, backend=get_backend())
     engine: RolloutEngine = load_rollout_engine(config)(
@@ -175,9 +181,9 @@ def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Gr
     return Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=config.train.ranks)
 
 
-def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
-    """Return the train engine with the model's weights."""
-    settings = EngineSettings(
+def engine_settings(config: Config) -> EngineSettings:
+    """Return the settings of the train engine."""
+    return EngineSettings(
         model_directory=config.model.path,
         total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
         micro_batch_tokens=config.train.micro_batch_tokens,
@@ -194,6 +200,11 @@ def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
         seed=config.seed,
         **config.optimizer.model_dump(),
     )
+
+
+def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
+    """Return the train engine with the model's weights."""
+    settings = engine_settings(config)
     if config.train.engine == FSDP:
         return FsdpEngine(settings, backend=get_backend(), group=group)
     engine: TrainEngine = load_train_engine(config)(

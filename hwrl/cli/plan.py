@@ -1,0 +1,69 @@
+"""``hwrl plan``: the memory and the traffic of a run, from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from pathlib import Path
+
+from hwrl.errors import manual
+from hwrl.lazy import large_imports
+
+HELP = "tell the memory and the traffic of a run by cause, and settings that fit, without a device"
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate(["K", "M", "G", "T"], 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate(["K", "M", "G", "T"], 1)},
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("config", type=Path, help=f"a YAML file of hwrl train; {manual('plan.md')} explains the result")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example train.ranks=8")
+    parser.add_argument("--devices", type=_count, required=True, help="devices of all nodes")
+    parser.add_argument("--memory", type=size, required=True, help="memory of a device, for example 80GiB")
+    parser.add_argument("--nodes", type=_count, default=1, help="equal nodes that have the devices")
+    parser.add_argument("--host-memory", type=size, help="host memory of a node, for example 1TiB")
+    parser.add_argument("--bandwidth", type=_rate, default=50e9, help="of each link, for example 50GB/s")
+    parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 0 if the run fits, 1 if not."""
+    from hwrl.run import load_config
+
+    config = load_config(args.config, args.overrides)
+    with large_imports():
+        from hwrl.run.plan import Hardware, make_plan, plan_as_json, plan_as_text, suggest
+
+    hardware = Hardware(args.devices, args.memory, args.nodes, args.host_memory, args.bandwidth)
+    plan = make_plan(config, hardware)
+    suggestions = [] if plan.fits else suggest(config, hardware)
+    print(plan_as_json(plan, suggestions) if args.json else plan_as_text(plan, suggestions))
+    return 0 if plan.fits else 1
+
+
+def size(text: str) -> int:
+    """Return the bytes of a size like ``80GiB``, ``80GB`` or ``1024``. Raises argparse's error.
+
+    >>> size("80GiB"), size("1.5 GB")
+    (85899345920, 1500000000)
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2] not in _UNITS or not math.isfinite(float(found[1])) or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 80GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _rate(text: str) -> float:
+    return float(size(text.strip().removesuffix("/s")))
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)

@@ -1,0 +1,192 @@
+"""A run's plan: its processes and devices with their memory, its links, and what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hwrl.errors import ConfigError
+from hwrl.interfaces import ALWAYS, Capability, MemoryCause, Phase, Support, peak_phase, phase_nbytes
+from hwrl.run.cluster.nodes import Node, place_on_nodes
+from hwrl.run.cluster.placement import DeviceAssignment, assign_devices, choose_transport
+from hwrl.run.config import Config
+from hwrl.run.plan.links import Link, links_of
+from hwrl.run.plan.processes import rank_memory, worker_memory
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """``devices`` devices of ``device_nbytes``, on ``nodes`` equal nodes, each with ``host_nbytes`` if known.
+
+    ``bandwidth`` is that of each link, in bytes a second.
+    """
+
+    devices: int
+    device_nbytes: int
+    nodes: int = 1
+    host_nbytes: int | None = None
+    bandwidth: float = 50e9
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """A kind of process, ``count`` of them, each with these causes of memory."""
+
+    name: str
+    count: int
+    causes: tuple[MemoryCause, ...]
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """A kind of device, ``count`` of them, with the processes on it, at their peak in ``phases``."""
+
+    name: str
+    count: int
+    processes: tuple[PlannedProcess, ...]
+    phases: tuple[Phase, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run of ``config`` needs. ``host_nbytes`` is the most of a node. ``misfits`` say what does not fit."""
+
+    config: Config
+    hardware: Hardware
+    processes: tuple[PlannedProcess, ...]
+    devices: tuple[PlannedDevice, ...]
+    links: tuple[Link, ...]
+    host_nbytes: int
+    placed: str
+    unknown: tuple[str, ...]
+    misfits: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything fits."""
+        return not self.misfits
+
+
+def make_plan(config: Config, hardware: Hardware) -> RunPlan:
+    """Return the plan of ``config`` on ``hardware``. Needs no device. Raises DataError if the model cannot be read."""
+    try:
+        assignment = _assign(config, hardware)
+        transport, why = choose_transport(
+            bypass_cpu=config.weights.bypass_cpu,
+            shared=assignment.shared,
+            one_machine=hardware.nodes == 1,
+            supports=_capable,
+        )
+    except ConfigError as error:
+        return RunPlan(config, hardware, (), (), (), 0, "", (), (f"{error}",))
+    ranks, workers = config.train.ranks, config.rollout.replicas * config.rollout.tensor_parallel
+    rank = PlannedProcess(
+        "trainer rank", ranks, rank_memory(config, device_nbytes=hardware.device_nbytes, transport=transport)
+    )
+    worker = PlannedProcess("replica worker", workers, worker_memory(config, device_nbytes=hardware.device_nbytes))
+    devices = tuple(_devices(assignment, rank, worker, in_turns=_in_turns(config)))
+    host = _host_nbytes(hardware, assignment, rank, worker)
+    unknown = tuple(
+        f"the memory of a {one.name}: its engine's plugin does not tell it"
+        for one in (rank, worker)
+        if not any(cause.place == "device" and cause.certain for cause in one.causes)
+        and not (config.train.host_step and one is rank)
+    )
+    return RunPlan(
+        config=config,
+        hardware=hardware,
+        processes=(rank, worker),
+        devices=devices,
+        links=tuple(links_of(config, nodes=hardware.nodes, transport=transport)),
+        host_nbytes=host,
+        placed=f"{assignment}; weights travel by {transport}: {why}",
+        unknown=unknown,
+        misfits=tuple(_misfits(hardware, devices, host)),
+    )
+
+
+def _assign(config: Config, hardware: Hardware) -> DeviceAssignment:
+    """Divide the devices, and raise ConfigError if a replica would straddle nodes."""
+    assignment = assign_devices(
+        devices=hardware.devices,
+        ranks=config.train.ranks,
+        replicas=config.rollout.replicas,
+        width=config.rollout.tensor_parallel,
+        may_share=True,
+    )
+    nodes = [Node(f"node {number}", hardware.devices // hardware.nodes) for number in range(hardware.nodes)]
+    place_on_nodes(assignment, nodes, shard_ranks=config.train.shard_ranks)
+    return assignment
+
+
+def _capable(capability: Capability) -> Support:
+    """Answer as most accelerators do: all of it, but no group of two processes on one device."""
+    shared = capability is Capability.SHARED_DEVICE_GROUPS
+    return Support("unsupported" if shared else "supported", "a group has one process of each device")
+
+
+def _in_turns(config: Config) -> bool:
+    return config.async_training.staleness_threshold == 0 and config.rollout.free_cache_engine
+
+
+def _devices(
+    assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess, *, in_turns: bool
+) -> list[PlannedDevice]:
+    ranks = {device for one in assignment.ranks for device in one.devices}
+    workers = Counter(device for one in assignment.replicas for device in one.devices)
+    kinds = Counter((device in ranks, workers[device]) for device in range(assignment.devices))
+    found = []
+    for (has_rank, has_workers), count in sorted(kinds.items(), reverse=True):
+        on_it = (rank,) * has_rank + (worker,) * has_workers
+        if on_it:
+            phases, nbytes = _peak(on_it, in_turns=in_turns)
+            names = ["a trainer rank"] * has_rank + [f"{has_workers} replica worker(s)"] * bool(has_workers)
+            found.append(PlannedDevice(f"device of {' and '.join(names)}", count, on_it, phases, nbytes))
+    return found
+
+
+def _peak(on_it: Sequence[PlannedProcess], *, in_turns: bool) -> tuple[tuple[Phase, ...], int]:
+    """Return the phase of each process at the device's peak, and its bytes. In turns only one of them steps."""
+    if in_turns and len(on_it) > 1:
+        choices: list[tuple[Phase, ...]] = [
+            tuple("step" if index == active else "idle" for index in range(len(on_it))) for active in range(len(on_it))
+        ]
+        choices.append(("transfer",) * len(on_it))
+    else:
+        choices = [tuple(peak_phase(one.causes) for one in on_it)]
+
+    def nbytes(phases: tuple[Phase, ...]) -> int:
+        return sum(phase_nbytes(one.causes, phase) for one, phase in zip(on_it, phases, strict=True))
+
+    best = max(choices, key=nbytes)
+    return best, nbytes(best)
+
+
+def _host_nbytes(hardware: Hardware, assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess) -> int:
+    """Return the most host memory of a node; each device's processes are on its node."""
+    per_node = max(1, hardware.devices // hardware.nodes)
+    each = {kind: max(phase_nbytes(kind.causes, phase, place="host") for phase in ALWAYS) for kind in (rank, worker)}
+    total: Counter[int] = Counter()
+    for kind, reservations in ((rank, assignment.ranks), (worker, assignment.replicas)):
+        for one in reservations:
+            for device in one.devices:
+                total[device // per_node] += each[kind]
+    return max(total.values(), default=0)
+
+
+def _misfits(hardware: Hardware, devices: Sequence[PlannedDevice], host: int) -> list[str]:
+    found = [
+        f"a {one.name} needs {gib(one.nbytes)}, and has {gib(hardware.device_nbytes)}"
+        for one in devices
+        if one.nbytes > hardware.device_nbytes
+    ]
+    if hardware.host_nbytes is not None and host > hardware.host_nbytes:
+        found.append(f"the processes of a node need {gib(host)} of host memory, and it has {gib(hardware.host_nbytes)}")
+    return found
+
+
+def gib(nbytes: float) -> str:
+    """Return ``nbytes`` in GiB, with one digit after the point."""
+    return f"{nbytes / (1 << 30):.1f} GiB"

@@ -1,0 +1,168 @@
+"""The memory of one trainer rank and of one worker of a replica, by cause."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hwrl.discovery import load_hook
+from hwrl.interfaces import ALWAYS, EngineSettings, LoraSettings, MemoryCause, RolloutSettings
+from hwrl.lora import described_model
+from hwrl.rollout import embedded_memory
+from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.run.inputs import load_rollout_engine, load_train_engine
+from hwrl.run.processes.build import compute_dtype, engine_settings, rollout_settings
+from hwrl.saved_names import saved_weights
+from hwrl.train import certain_fsdp_memory, fsdp_memory
+from hwrl.weights import TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
+
+CONTEXT_NBYTES = 1 << 30
+"""The device's context of a process, and the buffers of its libraries: an estimate."""
+IMPORTS_NBYTES = 3 << 29
+"""A process with torch and transformers, in host memory: an estimate."""
+RESERVE = 16
+"""One part in so many of a device stays free, for fragments of the allocator."""
+_VERSIONS = 3
+"""The versions that the host transport keeps."""
+
+
+def longest_pass(config: Config) -> int:
+    """Return the most tokens of a micro-batch: the setting, one longer row, or all rows of a rank."""
+    row = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    rows = config.train.batch_groups * config.rollout.n
+    share = -(-rows // (config.train.ranks * config.algorithm.mini_batches))
+    return min(max(config.train.micro_batch_tokens, row), share * row)
+
+
+def train_settings(config: Config) -> EngineSettings:
+    """Return the settings of the train engine, with the tokens of the longest pass."""
+    return replace(engine_settings(config), micro_batch_tokens=longest_pass(config))
+
+
+def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName) -> tuple[MemoryCause, ...]:
+    """Return the memory of the first trainer rank, which has the most."""
+    settings, ranks = train_settings(config), config.train.ranks
+    causes: list[MemoryCause] = []
+    if config.train.engine == FSDP:
+        engine = fsdp_memory(settings, ranks=ranks, device_nbytes=device_nbytes, context_nbytes=CONTEXT_NBYTES)
+        causes += [*engine, *_overhead(device_nbytes)]
+    else:
+        load_train_engine(config)
+        causes += plugin_memory(
+            config.train.engine, "train.engine", config.train.engine_options, settings, ranks, device_nbytes
+        )
+    layout = sent_layout(config)
+    sending = sender_nbytes(layout, gathers=ranks > 1)
+    causes.append(MemoryCause("sender: ring of slabs, gathered tensors", sending, phases=("transfer",), certain=False))
+    if transport == "host":
+        stored = _VERSIONS * layout.nbytes
+        causes.append(MemoryCause(f"{_VERSIONS} stored versions of the weights", stored, "host", certain=False))
+    if config.checkpoint.async_save:
+        place = "device" if config.checkpoint.staging == "device" else "host"
+        copied = sum(one.nbytes for one in certain_state(causes) if one.place == "device")
+        causes.append(MemoryCause("copy for a checkpoint in the background", copied, place, certain=False))
+    return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
+
+
+def certain_state(causes: Iterable[MemoryCause]) -> list[MemoryCause]:
+    """Return the causes that a checkpoint copies: parameters and the optimizer's state."""
+    return [one for one in causes if one.cause in ("parameters", "optimizer state")]
+
+
+def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, ...]:
+    """Return the memory of one worker of a replica."""
+    settings = rollout_settings(config)
+    causes: list[MemoryCause] = []
+    if config.rollout.engine == EMBEDDED:
+        causes += [*embedded_memory(settings), *_overhead(device_nbytes)]
+    else:
+        load_rollout_engine(config)
+        options = config.rollout.engine_options
+        causes += plugin_memory(config.rollout.engine, "rollout.engine", options, settings, 1, device_nbytes)
+    if config.rollout.free_cache_engine:
+        causes = [replace(one, phases=_awake(one)) for one in causes]
+        if config.rollout.sleep_level == 1:
+            slept = sum(one.nbytes for one in causes if one.cause == "weights")
+            causes.append(MemoryCause("weights of a sleeping replica", slept, "host"))
+    receiving = receiver_nbytes(sent_layout(config), keeps_old=keeps_old(config))
+    name = "receiver: two versions" if keeps_old(config) else "receiver: ring of slabs"
+    phases = ALWAYS if keeps_old(config) else ("transfer",)
+    causes.append(MemoryCause(name, receiving, phases=phases, certain=False))
+    return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
+
+
+def keeps_old(config: Config) -> bool:
+    """Return whether a replica has room for two versions beside its engine."""
+    return getattr(config.weights, "keep_old_version", False)
+
+
+def plugin_memory(
+    name: str,
+    asked_by: str,
+    options: object,
+    settings: EngineSettings | RolloutSettings,
+    ranks: int,
+    device_nbytes: int,
+) -> list[MemoryCause]:
+    """Return what a plugin says about its engine; nothing if it has no ``hwrl_engine_memory``."""
+    hook = load_hook(name, "hwrl_engine_memory", asked_by=asked_by, optional=True)
+    return list(hook(settings=settings, options=options, ranks=ranks, device_nbytes=device_nbytes) or ())
+
+
+def certain_rank_memory(config: Config) -> tuple[MemoryCause, ...]:
+    """Return the certain memory of a trainer rank; empty for a plugin's engine."""
+    if config.train.engine != FSDP:
+        return ()
+    return certain_fsdp_memory(engine_settings(config), ranks=config.train.ranks)
+
+
+def certain_worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, ...]:
+    """Return the certain memory of a worker of a replica."""
+    settings = rollout_settings(config)
+    causes: Iterable[MemoryCause]
+    if config.rollout.engine == EMBEDDED:
+        causes = embedded_memory(settings)
+    else:
+        options = config.rollout.engine_options
+        causes = plugin_memory(config.rollout.engine, "rollout.engine", options, settings, 1, device_nbytes)
+    return tuple(one for one in causes if one.certain)
+
+
+def _overhead(device_nbytes: int) -> list[MemoryCause]:
+    return [
+        MemoryCause("context and libraries", CONTEXT_NBYTES, certain=False),
+        MemoryCause("kept free for fragments", device_nbytes // RESERVE, certain=False),
+    ]
+
+
+def _awake(cause: MemoryCause) -> tuple[str, ...]:
+    if cause.place == "host" or cause.cause == "context and libraries":
+        return cause.phases
+    return tuple(phase for phase in cause.phases if phase != "idle")
+
+
+def sent_layout(config: Config) -> WeightLayout:
+    """Return the layout of what an update sends: the model, or its adapter."""
+    return _layout(config.model.path, compute_dtype(config), config.model.lora)
+
+
+def base_nbytes(config: Config) -> int:
+    """Return the bytes of a whole version of the model in the dtype of the computation."""
+    return _layout(config.model.path, compute_dtype(config), None).payload_nbytes
+
+
+@functools.lru_cache(maxsize=16)
+def _layout(directory: Path, dtype: torch.dtype, lora: LoraSettings | None) -> WeightLayout:
+    base, adapter = saved_weights(described_model(directory, dtype=dtype, lora=lora))
+    slab_nbytes, own_nbytes = slab_sizes(streams=True)
+    sent: dict[int, torch.Tensor] = {}  # by the parameter, so that tied tensors stay tied
+    named = []
+    for name, tensor in (base if lora is None else adapter).items():
+        key = tensor.untyped_storage()._cdata if tensor.untyped_storage().nbytes() == tensor.nbytes else -len(sent)
+        sent.setdefault(key, torch.empty(tensor.shape, dtype=dtype, device="meta"))
+        named.append((name, sent[key]))
+    return WeightLayout.plan(named, slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)

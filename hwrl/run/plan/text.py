@@ -1,0 +1,129 @@
+"""A plan in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hwrl.interfaces import MemoryCause
+from hwrl.run.plan.levers import Suggestion
+from hwrl.run.plan.links import Link
+from hwrl.run.plan.plan import PlannedDevice, PlannedProcess, RunPlan, gib
+
+_HOST_NOTE = "host memory"
+
+
+def plan_as_text(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
+    """Return ``plan`` as lines of Markdown: tables of memory and links, what does not fit, and what would."""
+    return "\n".join(_lines(plan, suggestions))
+
+
+def _lines(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Iterator[str]:
+    config, hardware = plan.config, plan.hardware
+    yield (
+        f"{config.model.path.name}: {config.train.ranks} trainer rank(s), {config.rollout.replicas} replica(s) of "
+        f"{config.rollout.tensor_parallel} device(s), on {hardware.devices} devices of {gib(hardware.device_nbytes)}, "
+        f"{hardware.nodes} node(s)"
+    )
+    if plan.placed:
+        yield f"placement: {plan.placed}"
+    for device in plan.devices:
+        yield ""
+        yield from _device_lines(device, hardware.device_nbytes)
+    if plan.processes:
+        yield ""
+        yield from _host_lines(plan)
+        yield ""
+        yield from _link_lines(plan.links, hardware.bandwidth)
+    yield ""
+    for sentence in plan.unknown:
+        yield f"unknown: {sentence}"
+    yield from verdict(plan, suggestions)
+
+
+def verdict(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Iterator[str]:
+    """Yield whether ``plan`` fits and, if not, the settings that would."""
+    if plan.fits:
+        yield "It fits."
+        return
+    for sentence in plan.misfits:
+        yield f"It does not fit: {sentence}."
+    for suggestion in suggestions:
+        costs = "; ".join(dict.fromkeys(lever.cost for lever in suggestion.levers))
+        yield f"It would fit with: {' '.join(suggestion.words)} ({costs})"
+    if not suggestions:
+        yield "No settings of hwrl make it fit: it needs more devices, or larger ones."
+
+
+def _device_lines(device: PlannedDevice, limit: int) -> Iterator[str]:
+    yield f"{device.count} x {device.name}: {gib(device.nbytes)} of {gib(limit)} at the peak"
+    yield ""
+    yield "| process | phase | cause | GiB |"
+    yield "|---|---|---|---:|"
+    for process, phase in zip(device.processes, device.phases, strict=True):
+        for cause in process.causes:
+            if cause.place == "device" and phase in cause.phases:
+                yield f"| {process.name} | {phase} | {_named(cause)} | {cause.nbytes / (1 << 30):.2f} |"
+
+
+def _named(cause: MemoryCause) -> str:
+    return cause.cause if cause.certain else f"{cause.cause} (estimate)"
+
+
+def _host_lines(plan: RunPlan) -> Iterator[str]:
+    limit = "" if plan.hardware.host_nbytes is None else f" of {gib(plan.hardware.host_nbytes)}"
+    yield f"host memory: {gib(plan.host_nbytes)}{limit} on the node with the most"
+    yield ""
+    yield "| process | cause | GiB |"
+    yield "|---|---|---:|"
+    for process in plan.processes:
+        for cause in process.causes:
+            if cause.place == "host":
+                yield f"| {process.name} | {_named(cause)} | {cause.nbytes / (1 << 30):.2f} |"
+
+
+def _link_lines(links: Sequence[Link], bandwidth: float) -> Iterator[str]:
+    yield f"one update of the weights, at {bandwidth / 1e9:g} GB/s on each link:"
+    yield ""
+    yield "| link | GB | seconds |"
+    yield "|---|---:|---:|"
+    for link in links:
+        name = f"{link.name}, once" if link.start else link.name
+        yield f"| {name} | {link.nbytes / 1e9:.2f} | {link.seconds(bandwidth):.3f} |"
+
+
+def plan_as_json(plan: RunPlan, suggestions: Sequence[Suggestion]) -> str:
+    """Return ``plan`` as JSON, with sizes in bytes and times in seconds."""
+    return json.dumps(
+        {
+            "fits": plan.fits,
+            "misfits": list(plan.misfits),
+            "unknown": list(plan.unknown),
+            "placement": plan.placed,
+            "devices": [_device_tree(device) for device in plan.devices],
+            "processes": [_process_tree(process) for process in plan.processes],
+            "host_nbytes": plan.host_nbytes,
+            "links": [
+                {"link": one.name, "nbytes": one.nbytes, "once": one.start, "s": one.seconds(plan.hardware.bandwidth)}
+                for one in plan.links
+            ],
+            "suggestions": [suggestion.words for suggestion in suggestions],
+        },
+        indent=1,
+    )
+
+
+def _device_tree(device: PlannedDevice) -> dict[str, Any]:
+    names = [process.name for process in device.processes]
+    return {"device": device.name, "count": device.count, "processes": names, "phases": device.phases} | {
+        "nbytes": device.nbytes
+    }
+
+
+def _process_tree(process: PlannedProcess) -> dict[str, Any]:
+    causes = [
+        {"cause": one.cause, "nbytes": one.nbytes, "place": one.place, "phases": one.phases, "certain": one.certain}
+        for one in process.causes
+    ]
+    return {"process": process.name, "count": process.count, "causes": causes}

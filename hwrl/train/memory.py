@@ -1,0 +1,110 @@
+"""The memory of a rank of the FSDP2 engine, by cause, before there is one: :func:`fsdp_memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hwrl.interfaces import ACTIVE, ALWAYS, EngineSettings, MemoryCause, phase_nbytes
+from hwrl.lora import described_model
+from hwrl.train.activations import layers_to_recompute, reserve_nbytes
+from hwrl.train.pass_memory import PassMemory, measure_pass
+from hwrl.train.scoring import OutputScorer
+from hwrl.train.sharding import layers_of, whole_fits
+from hwrl.train.state_memory import StateMemory, state_memory
+
+
+def fsdp_memory(
+    settings: EngineSettings, *, ranks: int, device_nbytes: int, context_nbytes: int = 0
+) -> tuple[MemoryCause, ...]:
+    """Return the memory of the rank with the most, of ``ranks``, each on a device of ``device_nbytes``.
+
+    A pass has ``settings.micro_batch_tokens`` tokens, all of them targets. Others need ``context_nbytes`` of the
+    device. Reads the model's configuration only.
+    """
+    memory, vocabulary = _state_of(settings, ranks)
+    tokens = settings.micro_batch_tokens
+    scores = OutputScorer().needed_nbytes(tokens, vocabulary)
+    usable = device_nbytes - context_nbytes - reserve_nbytes(device_nbytes, scores_nbytes=scores)
+    causes = [*_state(memory, settings), *_gathered(memory, settings, ranks, usable)]
+    measured = measure_pass(
+        settings.model_directory, dtype=settings.dtype, tokens=tokens, targets=tokens, lora=settings.lora
+    )
+    return (*causes, *_pass(measured, settings, room=usable - phase_nbytes(causes, "step")))
+
+
+def certain_fsdp_memory(settings: EngineSettings, *, ranks: int) -> tuple[MemoryCause, ...]:
+    """Return the certain part of :func:`fsdp_memory`: parameters, gradients and the optimizer's state. Cheap."""
+    return _state(_state_of(settings, ranks)[0], settings)
+
+
+def _state_of(settings: EngineSettings, ranks: int) -> tuple[StateMemory, int]:
+    """Return the memory of parameters, gradients and moments, and the size of the vocabulary."""
+    model = described_model(settings.model_directory, dtype=settings.dtype, lora=settings.lora)
+    memory = state_memory(
+        model,
+        layers_of(model),
+        dtype=settings.dtype,
+        ranks=ranks,
+        shard_ranks=settings.shard_ranks,
+        host_step=settings.host_step,
+    )
+    return memory, model.get_output_embeddings().weight.shape[0]
+
+
+def _state(memory: StateMemory, settings: EngineSettings) -> tuple[MemoryCause, ...]:
+    if memory.on_host:
+        named = {"parameters": memory.parameters, "gradients": memory.gradients, "optimizer state": memory.moments}
+        return tuple(MemoryCause(cause, nbytes, "host") for cause, nbytes in named.items())
+    kept = ACTIVE if settings.param_offload else ALWAYS
+    causes = [
+        MemoryCause("parameters", memory.parameters, phases=kept),
+        MemoryCause("gradients", memory.gradients, phases=("step",)),
+        MemoryCause("optimizer state", memory.moments, phases=("step",) if settings.optimizer_offload else ALWAYS),
+    ]
+    if memory.compute_copy:
+        causes.append(MemoryCause("compute copy", memory.compute_copy, phases=kept))
+    if settings.param_offload:
+        causes.append(MemoryCause("offloaded parameters", memory.parameters, "host"))
+    if settings.optimizer_offload:
+        causes.append(MemoryCause("offloaded optimizer state", memory.moments, "host"))
+    return tuple(causes)
+
+
+def _gathered(memory: StateMemory, settings: EngineSettings, ranks: int, usable: int) -> Sequence[MemoryCause]:
+    """Return the whole weights and gradients of a sharded model's step: of some layers, or all if they fit easily."""
+    if ranks == 1 and not memory.on_host:
+        return ()
+    parameters = 0 if memory.on_host else memory.parameters
+    weights, gradients = whole_fits(memory, usable - parameters)
+    gathered = memory.whole_weights if weights else memory.gathered
+    reducing = memory.whole_gradients if gradients else memory.reducing
+    return (
+        MemoryCause(f"gathered weights, {_of(weights)}", gathered, phases=("step",), certain=False),
+        MemoryCause(f"whole gradients, {_of(gradients)}", reducing, phases=("step",), certain=False),
+    )
+
+
+def _of(whole: bool) -> str:  # noqa: FBT001 - private
+    return "of all layers" if whole else "layer by layer"
+
+
+def _pass(measured: PassMemory, settings: EngineSettings, *, room: int) -> Sequence[MemoryCause]:
+    """Return the memory of a pass; ``auto`` recomputes as many layers as it must to fit ``room``."""
+    layers, tokens = len(measured.kept), settings.micro_batch_tokens
+    recomputed = layers if settings.activation_checkpointing is True else 0
+    if settings.activation_checkpointing == "auto":
+        recomputed = layers_to_recompute(
+            layers,
+            tokens,
+            kept_nbytes=sum(measured.kept) / layers / tokens,
+            input_nbytes=sum(measured.inputs) / layers / tokens,
+            room_nbytes=room,
+        )
+    kept = measured.kept_nbytes(recomputed)
+    beyond = measured.peak_nbytes(recomputed) - kept
+    largest = "logits, a chunk at a time" if beyond == measured.scoring else "backward pass of a layer"
+    activations = f"activations of {tokens:,} tokens, {recomputed} of {layers} layers recomputed"
+    return (
+        MemoryCause(activations, kept, phases=("step",), certain=False),
+        MemoryCause(largest, beyond, phases=("step",), certain=False),
+    )
