@@ -28,6 +28,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.errors import ConfigError, DataError, MemoryStateError, UnsupportedError
 from hwrl.interfaces import Batch, EngineSettings, LoraSettings, TrainEngine
 from hwrl.train import FsdpEngine, PolicyLoss
+from hwrl_megatron.memory import engine_memory
 from hwrl_megatron.options import MegatronOptions
 from hwrl_megatron.supported import make_layout
 from tests.support.megatron_models import CONFIGS, EXPERTS, SIZES, with_saved_names, write_model
@@ -243,6 +244,36 @@ def device_nbytes(engine: Any) -> int:
         tensors += [state["exp_avg"], state["exp_avg_sq"]]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_planned_bytes_are_those_of_the_engine(tmp_path: Path, megatron: Make, dtype: torch.dtype) -> None:
+    config = Qwen3MoeConfig(**{**SIZES, "vocab_size": 2048}, **EXPERTS)  # so that little of a buffer is padding
+    directory = write_model(tmp_path / "demo", config, dtype=dtype)
+    options = MegatronOptions()
+    causes = engine_memory(settings_for(directory, dtype=dtype), options, ranks=1, device_nbytes=1 << 30)
+    planned = {one.cause: one.nbytes for one in causes}
+    engine: Any = megatron(directory, dtype=dtype)
+    engine.train_batch(batch_of(6, seed=0), loss=PolicyLoss())
+    parameters = sum(buffer.param_data.nbytes for buffer in engine.model.buffers)
+    gradients = sum(4 * buffer.grad_data.numel() for buffer in engine.model.buffers)
+    assert planned["parameters"] == pytest.approx(parameters, rel=0.02)
+    assert planned["gradients"] == pytest.approx(gradients, rel=0.02)
+    assert planned["optimizer state"] == pytest.approx(device_nbytes(engine) - parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(("setting", "recomputed"), [(True, 2), (False, 0), ("auto", 1)])
+def test_a_stage_plans_the_passes_that_it_has_under_way(model_directory: Path, setting: Any, recomputed: int) -> None:
+    settings = settings_for(model_directory, activation_checkpointing=setting, micro_batch_tokens=1000)
+    kept, scores = 17 * 4 * 32 * 1000, 16 * 32 * 1000
+    state = 16 * sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(model_directory).parameters())
+    room = state + scores + 7 * kept // 2  # a backward pass of a layer needs twice what a layer keeps
+    plain = engine_memory(settings, MegatronOptions(), ranks=1, device_nbytes=room)
+    assert any(f"{recomputed} of 2 layers" in one.cause for one in plain), plain
+    settings = replace(settings, activation_checkpointing=False)  # so the first stage, not the last one, needs most
+    staged = engine_memory(settings, MegatronOptions(pipeline_parallel=2), ranks=2, device_nbytes=room)
+    assert any("activations of 2 × 1,000 tokens" in one.cause for one in staged), staged
+    assert sum(one.nbytes for one in staged if one.cause == "parameters") < state // 4
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
