@@ -66,10 +66,10 @@ def _activations(config: Any, settings: EngineSettings, layout: Layout, *, room:
     al. 2022, https://arxiv.org/abs/2205.05198, in a two-byte dtype: 10 + 24 / t bytes). A mixture's layer keeps that of
     each expert of a token.
     """
-    tokens, layers = settings.micro_batch_tokens, config.num_hidden_layers // layout.stages
+    tokens, layers = settings.micro_batch_tokens, int(config.num_hidden_layers) // layout.stages
     under_way = layout.stages - layout.stage
-    inputs = tokens * config.hidden_size * settings.dtype.itemsize
-    kept = inputs * (5 + 12 // layout.tensor) * getattr(config, "num_experts_per_tok", 1)
+    inputs = tokens * int(config.hidden_size) * settings.dtype.itemsize
+    kept = inputs * (5 + 12 // layout.tensor) * int(getattr(config, "num_experts_per_tok", 1))
 
     def needed(recomputed: int) -> int:
         return under_way * (recomputed * inputs + (layers - recomputed) * kept)
