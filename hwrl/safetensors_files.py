@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 FILE_NBYTES = 4 << 30
 """The size from which a model is written into several files."""
 
-_MAPPED_NBYTES = 64 << 20
+_MAPPED_NBYTES = 8 << 20
 """Bytes that are read before a file is opened again: pages of a mapped file count as the process's memory."""
 
 _CODES = {

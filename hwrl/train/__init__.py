@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
     from hwrl.train.kernels import apply_kernels as apply_kernels
+    from hwrl.train.loading import open_model as open_model
+    from hwrl.train.loading import read_weights as read_weights
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from hwrl.train.rng import set_rng_state as set_rng_state
     from hwrl.train.scoring import OutputScorer as OutputScorer
     from hwrl.train.scoring import VocabularyShard as VocabularyShard
+    from hwrl.train.sharding import ShardedModel as ShardedModel
+    from hwrl.train.sharding import layers_of as layers_of
+    from hwrl.train.state_memory import StateMemory as StateMemory
     from hwrl.train.trainer import Algorithm as Algorithm
     from hwrl.train.trainer import AsyncTrainer as AsyncTrainer
     from hwrl.train.trainer import TrainedStep as TrainedStep
@@ -46,6 +51,8 @@ _MODULE_OF = {
     "OutputScorer": "scoring",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
+    "ShardedModel": "sharding",
+    "StateMemory": "state_memory",
     "TrainedStep": "trainer",
     "VocabularyShard": "scoring",
     "apply_kernels": "kernels",
@@ -53,9 +60,12 @@ _MODULE_OF = {
     "collate": "padding",
     "fsdp_memory": "memory",
     "group_advantages": "losses",
+    "layers_of": "sharding",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
+    "open_model": "loading",
     "read_model_flops": "flops",
+    "read_weights": "loading",
     "rng_state": "rng",
     "set_rng_state": "rng",
 }
@@ -72,6 +82,8 @@ __all__ = [
     "OutputScorer",
     "PolicyEngine",
     "PolicyLoss",
+    "ShardedModel",
+    "StateMemory",
     "TrainedStep",
     "VocabularyShard",
     "apply_kernels",
@@ -79,9 +91,12 @@ __all__ = [
     "collate",
     "fsdp_memory",
     "group_advantages",
+    "layers_of",
     "mismatch_kl",
     "move_metrics",
+    "open_model",
     "read_model_flops",
+    "read_weights",
     "rng_state",
     "set_rng_state",
 ]

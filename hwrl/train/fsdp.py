@@ -20,7 +20,7 @@ from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved,
 from hwrl.lora import adapter_name, base_name, save_adapter, with_adapter
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
-from hwrl.models import build_meta_model, load_tokenizer, model_identity
+from hwrl.models import load_tokenizer, model_identity
 from hwrl.saved_names import SavedNames
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
@@ -28,12 +28,12 @@ from hwrl.train.causal import CausalModel
 from hwrl.train.compiling import Compiler, explained_compilation, wants_compilation
 from hwrl.train.compute_copy import ComputeCopy
 from hwrl.train.kernels import apply_kernels
-from hwrl.train.loading import WeightReader, allocate, open_weights, own_slice, persistent_buffers, read_weights
+from hwrl.train.loading import WeightReader, allocate, open_model, own_slice, persistent_buffers, read_weights
 from hwrl.train.packing import MicroBatch
 from hwrl.train.policy import PolicyEngine
 from hwrl.train.sharding import ShardedModel, layers_of, outermost
-from hwrl.train.state_memory import state_memory
-from hwrl.weights import gather_weights
+from hwrl.train.state_memory import StateMemory
+from hwrl.weights import WeightShard, gather_weights
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -60,15 +60,14 @@ class FsdpEngine(PolicyEngine):
         self._dtype = settings.dtype
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
         directory = settings.model_directory
-        model = build_meta_model(directory, dtype=torch.float32).eval()
-        reader = open_weights(directory, model, group=group, backend=backend, level=self._level)
+        model, reader = open_model(directory, group=group, backend=backend, level=self._level)
         self._saved = SavedNames.of(model)
         if settings.lora is not None:
             self.base = _agreed_identity(directory, group, backend)
             model = with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._compiler = self._make_compiler()
-        self._memory = state_memory(
+        self._memory = StateMemory.of(
             model,
             layers_of(model),
             dtype=settings.dtype,
@@ -250,10 +249,10 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = self._gathered(self._base_parameters(self.compute_model))
-        yield from self._saved.all_parts(whole)
-        if self._group is None or self._group.rank == 0:
-            yield from self._saved.all_parts(persistent_buffers(self.model))
+        parts = self._saved.parts
+        base = self._shards(self._base_parameters(self.compute_model))
+        yield from gather_weights(base, self._group, dtype=self._dtype, parts=parts)
+        yield from gather_weights(persistent_buffers(self.model), self._group, dtype=None, parts=parts)
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._saved.all_parts(self._described(self._base_parameters(self.model)))
@@ -261,7 +260,8 @@ class FsdpEngine(PolicyEngine):
 
     @torch.no_grad()
     def named_adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._gathered(self._adapter_parameters(self.compute_model))
+        adapter = self._shards(self._adapter_parameters(self.compute_model))
+        yield from gather_weights(adapter, self._group, dtype=self._dtype)
 
     def adapter_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._described(self._adapter_parameters(self.model))
@@ -280,10 +280,8 @@ class FsdpEngine(PolicyEngine):
         for name, tensor in named:
             yield name, torch.empty(tensor.shape, dtype=self._dtype, device="meta")
 
-    def _gathered(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors whole on the first rank; the ranks of the first copy of the model send it their shards."""
-        parts = named if self._sharded is None else self._sharded.shards(named)
-        yield from gather_weights(parts, self._group, dtype=self._dtype)
+    def _shards(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+        return named if self._sharded is None else self._sharded.shards(named)
 
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = self._model_and_optimizer()

@@ -15,7 +15,7 @@ from hwrl.errors import DataError
 from hwrl.interfaces import Backend
 from hwrl.lora import adapter_name, base_name
 from hwrl.model_files import ModelFiles
-from hwrl.models import load_model
+from hwrl.models import build_meta_model, load_model
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -30,28 +30,29 @@ class WeightReader(Protocol):
         """Fill ``out`` with the values of ``name`` from ``start`` on along ``dim``, in its shape, dtype and device."""
 
 
-def open_weights(
-    directory: Path, model: Any, *, group: Group | None, backend: Backend, level: int = logging.WARNING
-) -> WeightReader:
-    """Return the reader of the weights in ``directory`` for ``model``, from :func:`~hwrl.models.build_meta_model`.
+def open_model(
+    directory: Path, *, group: Group | None, backend: Backend, level: int = logging.WARNING
+) -> tuple[Any, WeightReader]:
+    """Return the model in ``directory`` on the meta device, in float32, and the reader of its weights.
 
-    Each rank of ``group`` reads for itself from safetensors files. If transformers must convert them, or a rank has
-    none, the first rank loads the whole model and broadcasts what is read; then all ranks must read the same names in
-    the same order. A log line at ``level`` says so. Collective; raises DataError on all ranks if the files do not fit
-    the model.
+    The model is in evaluation mode. Each rank of ``group`` reads for itself from safetensors files. If transformers
+    must convert them, or a rank has none, the first rank loads the whole model and broadcasts what is read; then all
+    ranks must read the same names in the same order. A log line at ``level`` says so. Collective; raises DataError on
+    all ranks if the files do not fit the model.
     """
-    files, error = None, None
+    model, files, error = None, None, None
     try:
+        model = build_meta_model(directory, dtype=torch.float32).eval()
         files = ModelFiles(directory, model)
     except DataError as exc:
         error = exc
     raise_on_all_ranks(error, group, backend, directory=directory)
     assert files is not None, "there was no error"
     if not _on_any_rank(group, backend, mine=files.why_whole is not None):
-        return files
+        return model, files
     why = files.why_whole or "another rank cannot read it by parts"
     _log.log(level, "one rank reads all of %s and sends the others their parts: %s", directory, why)
-    return _FirstRanksModel(directory, model, group, backend)
+    return model, _FirstRanksModel(directory, model, group, backend)
 
 
 class _FirstRanksModel:

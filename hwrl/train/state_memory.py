@@ -1,4 +1,4 @@
-"""The bytes that the FSDP2 engine's model and optimizer need on one rank, by cause: :func:`state_memory`."""
+"""The bytes that the FSDP2 engine's model and optimizer need on one rank, by cause: :class:`StateMemory`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,46 @@ class StateMemory:
     whole_gradients: int
     on_host: bool
 
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module,
+        layers: Sequence[torch.nn.Module],
+        *,
+        dtype: torch.dtype,
+        ranks: int = 1,
+        shard_ranks: int | None = None,
+        host_step: bool = False,
+        keeps_weights: bool = False,
+        keeps_gradients: bool = False,
+    ) -> StateMemory:
+        """Return the memory of ``model``, which may be on the meta device, on one of ``ranks``.
+
+        ``model`` is whole. Its parameters have the dtypes that are stored, and those of an adapter's base are frozen.
+        ``layers`` are gathered one by one (:func:`~hwrl.train.sharding.layers_of`). ``keeps_weights`` and
+        ``keeps_gradients`` are the decisions of :class:`~hwrl.train.sharding.ShardedModel`.
+        """
+        everything = list(model.parameters())
+        trained = [one for one in everything if one.requires_grad]
+        sharded = ranks > 1 or host_step
+        shards = (shard_ranks or ranks) if sharded else 1
+        own_trained = sum(_shard_numel(one, shards) for one in trained)
+        whole_weights, whole_gradients = _numel(everything) * dtype.itemsize, _numel(trained) * _GRADIENT
+        gathered, reducing = _of_one_rank(trained, dtype)
+        if sharded:
+            gathered, reducing = _of_layers(everything, layers, dtype)
+        return cls(
+            parameters=sum(_shard_numel(one, shards) * one.dtype.itemsize for one in everything),
+            gradients=own_trained * _GRADIENT,
+            moments=own_trained * _MOMENTS,
+            compute_copy=0 if sharded else sum(one.numel() for one in trained if one.dtype != dtype) * dtype.itemsize,
+            gathered=whole_weights if keeps_weights and sharded else gathered,
+            reducing=whole_gradients if keeps_gradients and sharded else reducing,
+            whole_weights=whole_weights,
+            whole_gradients=whole_gradients,
+            on_host=host_step,
+        )
+
     @property
     def own(self) -> int:
         """The bytes of parameters, gradients and moments."""
@@ -48,45 +88,6 @@ class StateMemory:
     def host(self) -> int:
         """All bytes in host memory; offloads between the steps come on top."""
         return self.own if self.on_host else 0
-
-
-def state_memory(
-    model: torch.nn.Module,
-    layers: Sequence[torch.nn.Module],
-    *,
-    dtype: torch.dtype,
-    ranks: int = 1,
-    shard_ranks: int | None = None,
-    host_step: bool = False,
-    keeps_weights: bool = False,
-    keeps_gradients: bool = False,
-) -> StateMemory:
-    """Return the memory of ``model``, which may be on the meta device, on one of ``ranks``.
-
-    ``model`` is whole. Its parameters have the dtypes that are stored, and those of an adapter's base are frozen.
-    ``layers`` are gathered one by one (:func:`~hwrl.train.sharding.layers_of`). ``keeps_weights`` and
-    ``keeps_gradients`` are the decisions of :class:`~hwrl.train.sharding.ShardedModel`.
-    """
-    everything = list(model.parameters())
-    trained = [one for one in everything if one.requires_grad]
-    sharded = ranks > 1 or host_step
-    shards = (shard_ranks or ranks) if sharded else 1
-    own_trained = sum(_shard_numel(one, shards) for one in trained)
-    whole_weights, whole_gradients = _numel(everything) * dtype.itemsize, _numel(trained) * _GRADIENT
-    gathered, reducing = _of_one_rank(trained, dtype)
-    if sharded:
-        gathered, reducing = _of_layers(everything, layers, dtype)
-    return StateMemory(
-        parameters=sum(_shard_numel(one, shards) * one.dtype.itemsize for one in everything),
-        gradients=own_trained * _GRADIENT,
-        moments=own_trained * _MOMENTS,
-        compute_copy=0 if sharded else sum(one.numel() for one in trained if one.dtype != dtype) * dtype.itemsize,
-        gathered=whole_weights if keeps_weights and sharded else gathered,
-        reducing=whole_gradients if keeps_gradients and sharded else reducing,
-        whole_weights=whole_weights,
-        whole_gradients=whole_gradients,
-        on_host=host_step,
-    )
 
 
 def _of_one_rank(trained: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> tuple[int, int]:
@@ -121,3 +122,6 @@ def _shard_numel(parameter: torch.nn.Parameter, shards: int) -> int:
     if not parameter.dim():
         return 1
     return -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
+
+
+state_memory = StateMemory.of

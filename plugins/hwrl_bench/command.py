@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure training, generation, weight transfer, offload, checkpoints, asynchronous training, LoRA, calls"
+HELP = "measure training, generation, weight transfer, offload, checkpoints, asynchronous training, LoRA, calls, loads"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "lora": "hwrl_bench.lora",
     "overhead": "hwrl_bench.overhead",
     "train": "hwrl_bench.train",
+    "load": "hwrl_bench.load",
     "rollout": "hwrl_bench.rollout",
 }
 """The modules of the benchmarks. Each has HELP, configure(parser) and run(args), and imports torch in ``run`` only."""
