@@ -108,7 +108,7 @@ class MegatronEngine(PolicyEngine):
         )
 
     def _load(self, directory: Path) -> None:
-        load_weights(self._weights, directory)
+        load_weights(self._weights, self._saved, directory, group=self._group, backend=self._backend)
         for weight in self._weights:  # Megatron sets it only for random weights
             if weight.saved.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight.parameter, True, weight.saved.dim, 1)

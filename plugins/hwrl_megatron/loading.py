@@ -5,32 +5,50 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from hwrl.interfaces import Backend
 from hwrl.model_files import ModelFiles
-from hwrl.models import build_meta_model, load_model
 from hwrl.safetensors_files import TensorFiles
+from hwrl.train import open_model
+from hwrl_megatron.layout import SavedTensor
 from hwrl_megatron.weights import MappedWeight
 
-_log = logging.getLogger("hwrl.train")
+if TYPE_CHECKING:
+    from hwrl.comm import Group
 
 
 @torch.no_grad()
-def load_weights(weights: Sequence[MappedWeight], directory: Path) -> None:
+def load_weights(
+    weights: Sequence[MappedWeight],
+    saved: Sequence[SavedTensor],
+    directory: Path,
+    *,
+    group: Group | None,
+    backend: Backend,
+) -> None:
     """Fill the parameters of ``weights`` from ``directory``; only their parts are read, one after the other.
 
-    Raises DataError if the files do not fit the model in its config.json. Files that cannot be read by parts, such as
-    those of other formats, are loaded whole, with a warning.
+    ``saved`` has all tensors of the model. Collective; raises DataError on all ranks if the files do not fit the model
+    in its config.json. Files that cannot be read by parts, such as those of other formats, are loaded by the first rank
+    and broadcast, a tensor at a time; a log line says so.
     """
-    model = build_meta_model(directory, dtype=torch.float32)
-    files = ModelFiles(directory, model)
-    if files.why_whole is not None:
-        _log.warning("each rank loads all weights of %s: %s", directory, files.why_whole)
-        whole = load_model(directory, dtype=torch.float32).state_dict()
-        for weight in weights:
-            weight.load(whole[weight.saved.own_name][weight.own_slices()])
+    level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
+    _, reader = open_model(directory, group=group, backend=backend, level=level)
+    if isinstance(reader, ModelFiles):
+        _read_parts(weights, reader, directory)
         return
+    for name, shape in {one.own_name: one.own_shape for one in saved}.items():
+        whole = torch.empty(shape)
+        reader.read(name, whole)
+        for weight in weights:
+            if weight.saved.own_name == name:
+                weight.load(whole[weight.own_slices()])
+
+
+def _read_parts(weights: Sequence[MappedWeight], files: ModelFiles, directory: Path) -> None:
     experts = TensorFiles.of(directory)
     assert experts is not None, "the files can be read by parts"
     for weight in weights:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from hwrl.models import build_meta_model
@@ -52,6 +53,15 @@ def write_model(directory: Path, config: Any, *, dtype: torch.dtype = torch.floa
         (directory / "model" / "model.safetensors").unlink()
         model.to(dtype).save_pretrained(directory / "model", **saving)
     return directory / "model"
+
+
+def to_another_format(directory: Path) -> None:
+    """Replace the safetensors files of a model by a file that cannot be read by parts."""
+    files = list(directory.glob("*.safetensors"))
+    whole = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    torch.save(whole, directory / "pytorch_model.bin")
+    for path in [*files, *directory.glob("*.index.json")]:
+        path.unlink()
 
 
 def with_saved_names(directory: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+import hwrl
 from hwrl.models import load_model_config
 from hwrl.safetensors_files import TensorFiles
 from hwrl.saved_names import SavedNames
@@ -160,5 +161,5 @@ def test_each_rank_reads_its_own_parts_only(sizes: tuple[int, ...], tmp_path: Pa
         read_nbytes.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TensorFiles, "read", counting)
-            load_weights(weights, directory)
+            load_weights(weights, [], directory, group=None, backend=hwrl.get_backend())
         assert sum(read_nbytes) == sum(4 * weight.view.numel() for weight in weights)
