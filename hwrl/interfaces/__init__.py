@@ -21,7 +21,7 @@ from hwrl.interfaces.handles import Handle
 from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
 from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
-from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, peak_phase, phase_nbytes
+from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, Place, peak_phase, phase_nbytes
 from hwrl.interfaces.probing import (
     PROBE_ROOT,
     Finding,
@@ -71,6 +71,7 @@ __all__ = [
     "PciDevice",
     "Pending",
     "Phase",
+    "Place",
     "ProbeContext",
     "ProbeResult",
     "PromptGroup",

@@ -15,7 +15,8 @@ _PREFILL_TOKENS = 1 << 14
 def model_nbytes(settings: RolloutSettings) -> int:
     """Return the bytes of the model's parameters in ``settings.dtype``. Reads its configuration only."""
     model = described_model(settings.model_directory, dtype=settings.dtype, lora=settings.lora)
-    return settings.dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+    numel: int = sum(parameter.numel() for parameter in model.parameters())
+    return numel * settings.dtype.itemsize
 
 
 def embedded_memory(settings: RolloutSettings) -> tuple[MemoryCause, ...]:

@@ -114,7 +114,7 @@ class _Allocations(TorchDispatchMode):
     """Counts the bytes of all storages that are made inside, and are alive: ``now`` and ``peak``."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # torch's
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self.now = self.peak = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-HELP = "measure training, generation, weight transfer, offload, checkpoints, asynchronous training, LoRA, calls, loads"
+HELP = "measure training, generation, weight transfer, offload, checkpoints, asynchronous training, LoRA, loads, plans"
 
 BENCHMARKS = {
     "weights": "hwrl_bench.weights",
@@ -18,6 +18,7 @@ BENCHMARKS = {
     "train": "hwrl_bench.train",
     "load": "hwrl_bench.load",
     "rollout": "hwrl_bench.rollout",
+    "plan": "hwrl_bench.plan",
 }
 """The modules of the benchmarks. Each has HELP, configure(parser) and run(args), and imports torch in ``run`` only."""
 

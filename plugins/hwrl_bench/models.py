@@ -53,6 +53,7 @@ class ModelShape:
 
 MODELS = {
     "tiny": ModelShape(512, 64, 128, 2, 4, 2, head_dim=32),
+    "0.6b": ModelShape(151936, 1024, 3072, 28, 16, 8),
     "1.7b": ModelShape(151936, 2048, 6144, 28, 16, 8),
     "4b": ModelShape(151936, 2560, 9728, 36, 32, 8),
 }

@@ -18,7 +18,12 @@ from hwrl_bench.ways import one_line
 
 HELP = "an optimizer step over rows of different lengths, against plain torch over rows of one length"
 
-_ROWS = {"tiny": RaggedRows(8, mean=48, longest=256, prompt=16), "1.7b": RaggedRows(128), "4b": RaggedRows(96)}
+_ROWS = {
+    "tiny": RaggedRows(8, mean=48, longest=256, prompt=16),
+    "0.6b": RaggedRows(128),
+    "1.7b": RaggedRows(128),
+    "4b": RaggedRows(96),
+}
 _DEFAULT_WAYS = ("hwrl", "reference compiled")
 
 

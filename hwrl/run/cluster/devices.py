@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node  # Ray has no public function for it
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hwrl.discovery import process_env
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend
+from hwrl.run.cluster.nodes import Node, place_on_nodes
 from hwrl.run.cluster.placement import (
     DeviceReports,
     HeldDevices,
@@ -28,6 +31,8 @@ from hwrl.run.config import Config
 from hwrl.run.inputs import is_local
 
 RESERVE_TIMEOUT_S = 60.0
+_NODE_LABEL = "ray.io/node-id"
+"""Ray's label of each node, with its number."""
 
 
 class RunDevices:
@@ -43,11 +48,12 @@ class RunDevices:
         resource, divided = devices.ray_resource or "CPU", has_devices(backend)
         if divided and devices.ray_resource is None and not is_local():
             raise _not_countable(backend.info.name)
-        one_machine = is_local() or sum(node["Alive"] for node in ray.nodes()) == 1
+        nodes = [] if is_local() else free_nodes(resource)
+        one_machine = is_local() or len(nodes) == 1
         self.plan = plan_placement(
             config,
             backend,
-            devices=local_devices(config) if is_local() else int(ray.available_resources().get(resource, 0)),
+            devices=local_devices(config) if is_local() else sum(node.devices for node in nodes),
             one_machine=one_machine,
         )
         assignment = self.plan.assignment
@@ -60,6 +66,9 @@ class RunDevices:
             self._opens = machine_devices(os.environ, devices, count=backend.device_count())
         # On several machines a group says where each process will be.
         together = config.rollout.tensor_parallel > 1 or (divided and not one_machine)
+        self._nodes: dict[int, Node] = {}
+        if nodes and (divided or together):
+            self._nodes = place_on_nodes(assignment, nodes, shard_ranks=config.train.shard_ranks)
         self._reserve(resource, divided=divided, together=together)
         self.senders, self.why_senders = choose_senders(
             config.weights.senders,
@@ -146,7 +155,7 @@ class RunDevices:
         ray_numbers = not local and resource in ray.get(ray.remote(num_cpus=0)(_numbered_resources).remote())
         self._group: Any = None
         if assignment.shared or together or (divided and not local and not ray_numbers):
-            self._group = reserve_together(assignment.bundles, resource)
+            self._group = reserve_together(assignment.bundles, resource, nodes=self._nodes)
         self._numbers: dict[int, int] = {}
         if divided and local:
             self._numbers = {device: device for device in range(assignment.devices)}
@@ -154,9 +163,27 @@ class RunDevices:
             self._numbers = number_by_machine(assignment.bundles, _machines(self._group))
 
 
-def reserve_together(bundles: list[tuple[int, ...]], resource: str, *, timeout_s: float = RESERVE_TIMEOUT_S) -> Any:
-    """Return a placement group of ``bundles``. Raises ConfigError if Ray cannot reserve it within ``timeout_s``."""
-    group = ray.util.placement_group([{resource: len(devices)} for devices in bundles])
+def free_nodes(resource: str) -> list[Node]:
+    """Return the nodes of the cluster that have ``resource``, each with its free part."""
+    free = available_resources_per_node()
+    alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    nodes = [Node(address, int(free.get(key, {}).get(resource, 0)), key) for key, address in alive.items()]
+    return [node for node in nodes if node.devices]
+
+
+def reserve_together(
+    bundles: list[tuple[int, ...]],
+    resource: str,
+    *,
+    nodes: Mapping[int, Node] | None = None,
+    timeout_s: float = RESERVE_TIMEOUT_S,
+) -> Any:
+    """Return a placement group of ``bundles``, each on the node of its first device in ``nodes``; without: anywhere.
+
+    Raises ConfigError if Ray cannot reserve it within ``timeout_s``.
+    """
+    on_nodes = [{_NODE_LABEL: nodes[devices[0]].number} for devices in bundles] if nodes else None
+    group = ray.util.placement_group([{resource: len(devices)} for devices in bundles], bundle_label_selector=on_nodes)
     if not group.wait(timeout_s):
         ray.util.remove_placement_group(group)
         widest = max(len(devices) for devices in bundles)

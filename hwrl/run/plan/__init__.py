@@ -1,6 +1,6 @@
 """Plan a run from its configuration alone: memory by cause, bytes on each link, and settings that fit."""
 
-from hwrl.run.plan.fit import check_host, check_rank, check_replica
+from hwrl.run.plan.fit import check_rank, check_replica
 from hwrl.run.plan.levers import suggest
 from hwrl.run.plan.plan import Hardware, RunPlan, make_plan
 from hwrl.run.plan.text import plan_as_json, plan_as_text
@@ -8,7 +8,6 @@ from hwrl.run.plan.text import plan_as_json, plan_as_text
 __all__ = [
     "Hardware",
     "RunPlan",
-    "check_host",
     "check_rank",
     "check_replica",
     "make_plan",

@@ -5,56 +5,66 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hwrl.errors import DeviceMemoryError
-from hwrl.interfaces import MemoryCause, peak_phase, phase_nbytes
+from hwrl.interfaces import Backend, Capability, MemoryCause, peak_phase, phase_nbytes
+from hwrl.run.cluster.placement import has_devices
 from hwrl.run.config import Config
-from hwrl.run.plan.plan import gib
+from hwrl.run.plan.plan import gib, needs
 from hwrl.run.plan.processes import certain_rank_memory, certain_worker_memory
 
 
-def check_rank(config: Config, *, device_nbytes: int) -> None:
-    """Raise DeviceMemoryError if a trainer rank surely needs more than ``device_nbytes``, all of its device."""
-    _check("trainer rank", certain_rank_memory(config), device_nbytes, config)
+def check_rank(config: Config, backend: Backend, *, rank: int, alone: bool) -> None:
+    """Raise DeviceMemoryError if this trainer rank surely needs more than its device has.
 
-
-def check_replica(config: Config, *, device_nbytes: int) -> None:
-    """Raise DeviceMemoryError if a worker of a replica surely needs more than ``device_nbytes``."""
-    _check("replica worker", certain_worker_memory(config, device_nbytes=device_nbytes), device_nbytes, config)
-
-
-def check_host(config: Config, *, device_nbytes: int) -> None:
-    """Raise DeviceMemoryError if the processes of a run surely need more than their one host has.
-
-    It is for a backend whose device is the host: all processes share ``device_nbytes``.
+    ``alone``: all processes of the run are on this machine. If the device is the host itself, the first rank then
+    counts all of them. Does nothing on a backend without memory statistics.
     """
-    rank, worker = certain_rank_memory(config), certain_worker_memory(config, device_nbytes=device_nbytes)
-    needed = config.train.ranks * _nbytes(rank) + config.rollout.replicas * _nbytes(worker)
-    if needed > device_nbytes:
-        whose = f"{config.train.ranks} trainer rank(s) and {config.rollout.replicas} replica(s)"
-        raise _too_small(whose, needed, device_nbytes, [*rank, *worker], config)
+    if not backend.supports(Capability.MEMORY_STATS).usable:
+        return
+    total = backend.memory_info().total_nbytes
+    if has_devices(backend):
+        _check("a trainer rank", certain_rank_memory(config), total, config)
+    elif rank == 0:
+        _check_host(config, total, alone=alone)
 
 
-def _check(whose: str, causes: Iterable[MemoryCause], device_nbytes: int, config: Config) -> None:
+def check_replica(config: Config, backend: Backend) -> None:
+    """Raise DeviceMemoryError if a worker of this replica surely needs more than its device has."""
+    if backend.supports(Capability.MEMORY_STATS).usable and has_devices(backend):
+        total = backend.memory_info().total_nbytes
+        _check("a replica worker", certain_worker_memory(config, device_nbytes=total), total, config)
+
+
+def _check_host(config: Config, total: int, *, alone: bool) -> None:
+    rank = certain_rank_memory(config)
+    needed, whose, causes = _nbytes(rank), "a trainer rank", list(rank)
+    if alone:
+        worker = certain_worker_memory(config, device_nbytes=total)
+        needed = config.train.ranks * _nbytes(rank) + config.rollout.replicas * _nbytes(worker)
+        whose = f"{config.train.ranks} trainer rank(s) with {config.rollout.replicas} replica(s)"
+        causes += worker
+    if needed > total:
+        raise _too_small(whose, needed, total, causes, config)
+
+
+def _check(whose: str, causes: Iterable[MemoryCause], total: int, config: Config) -> None:
     known = [one for one in causes if one.place == "device"]
     phase = peak_phase(known)
     needed = phase_nbytes(known, phase)
-    if needed > device_nbytes:
-        raise _too_small(f"a {whose}", needed, device_nbytes, [one for one in known if phase in one.phases], config)
+    if needed > total:
+        raise _too_small(whose, needed, total, [one for one in known if phase in one.phases], config)
 
 
 def _nbytes(causes: Iterable[MemoryCause]) -> int:
     known = list(causes)
-    places = (phase_nbytes(known, peak_phase(known, place=place), place=place) for place in ("device", "host"))
-    return sum(places)
+    on_device, on_host = peak_phase(known), peak_phase(known, place="host")
+    return phase_nbytes(known, on_device) + phase_nbytes(known, on_host, place="host")
 
 
-def _too_small(
-    whose: str, needed: int, device_nbytes: int, causes: Iterable[MemoryCause], config: Config
-) -> DeviceMemoryError:
+def _too_small(whose: str, needed: int, total: int, causes: Iterable[MemoryCause], config: Config) -> DeviceMemoryError:
     parts = ", ".join(f"{one.cause} {gib(one.nbytes)}" for one in causes if one.nbytes)
     devices = config.train.ranks + config.rollout.replicas * config.rollout.tensor_parallel
     return DeviceMemoryError(
-        f"the run does not fit: {whose} need{'s' if whose.startswith('a ') else ''} {gib(needed)}, and has "
-        f"{gib(device_nbytes)}",
-        why=f"at least {parts}; activations and buffers come on top",
-        fix=f"`hwrl plan CONFIG --devices {devices} --memory {device_nbytes >> 30}GiB` names settings that fit",
+        "the run does not fit",
+        why=f"{needs(whose, needed, total)}: at least {parts}; activations and buffers come on top",
+        fix=f"`hwrl plan CONFIG --devices {devices} --memory {total >> 20}MiB` names settings that fit",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,9 +46,13 @@ def suggest(config: Config, hardware: Hardware) -> list[Suggestion]:
     Single levers come first. Without one, levers are added until the run fits, and those not needed are taken away.
     """
     levers = list(_levers(config, hardware))
-    enough = (Suggestion((lever,)) for lever in levers if _fits(config, hardware, [lever]))
-    if single := list(itertools.islice(enough, _MOST)):
-        return single
+    single: dict[tuple[str, ...], Lever] = {}  # the cheapest value of each key
+    for lever in levers:
+        keys = tuple(key for key, _ in lever.changes)
+        if len(single) < _MOST and keys not in single and _fits(config, hardware, [lever]):
+            single[keys] = lever
+    if single:
+        return [Suggestion((lever,)) for lever in single.values()]
     found: list[Suggestion] = []
     while len(found) < _MOST:
         needed = _smallest(config, hardware, levers)

@@ -143,25 +143,26 @@ def _devices(
         if on_it:
             phases, nbytes = _peak(on_it, in_turns=in_turns)
             names = ["a trainer rank"] * has_rank + [f"{has_workers} replica worker(s)"] * bool(has_workers)
-            found.append(PlannedDevice(f"device of {' and '.join(names)}", count, on_it, phases, nbytes))
+            found.append(PlannedDevice(f"device with {' and '.join(names)}", count, on_it, phases, nbytes))
     return found
 
 
 def _peak(on_it: Sequence[PlannedProcess], *, in_turns: bool) -> tuple[tuple[Phase, ...], int]:
     """Return the phase of each process at the device's peak, and its bytes. In turns only one of them steps."""
+    choices = [tuple(peak_phase(one.causes) for one in on_it)]
     if in_turns and len(on_it) > 1:
-        choices: list[tuple[Phase, ...]] = [
-            tuple("step" if index == active else "idle" for index in range(len(on_it))) for active in range(len(on_it))
-        ]
+        choices = [tuple(_turn(index == active) for index in range(len(on_it))) for active in range(len(on_it))]
         choices.append(("transfer",) * len(on_it))
-    else:
-        choices = [tuple(peak_phase(one.causes) for one in on_it)]
 
     def nbytes(phases: tuple[Phase, ...]) -> int:
         return sum(phase_nbytes(one.causes, phase) for one, phase in zip(on_it, phases, strict=True))
 
     best = max(choices, key=nbytes)
     return best, nbytes(best)
+
+
+def _turn(active: bool) -> Phase:  # noqa: FBT001 - private
+    return "step" if active else "idle"
 
 
 def _host_nbytes(hardware: Hardware, assignment: DeviceAssignment, rank: PlannedProcess, worker: PlannedProcess) -> int:
@@ -178,13 +179,18 @@ def _host_nbytes(hardware: Hardware, assignment: DeviceAssignment, rank: Planned
 
 def _misfits(hardware: Hardware, devices: Sequence[PlannedDevice], host: int) -> list[str]:
     found = [
-        f"a {one.name} needs {gib(one.nbytes)}, and has {gib(hardware.device_nbytes)}"
+        needs(f"a {one.name}", one.nbytes, hardware.device_nbytes)
         for one in devices
         if one.nbytes > hardware.device_nbytes
     ]
     if hardware.host_nbytes is not None and host > hardware.host_nbytes:
-        found.append(f"the processes of a node need {gib(host)} of host memory, and it has {gib(hardware.host_nbytes)}")
+        found.append(needs("the host memory of a node", host, hardware.host_nbytes))
     return found
+
+
+def needs(whose: str, nbytes: int, limit: int) -> str:
+    """Return the sentence about something too small, for a plan and for a refused run."""
+    return f"{whose} needs {gib(nbytes)}, and has {gib(limit)}"
 
 
 def gib(nbytes: float) -> str:

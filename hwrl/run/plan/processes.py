@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from hwrl.discovery import load_hook
-from hwrl.interfaces import ALWAYS, EngineSettings, LoraSettings, MemoryCause, RolloutSettings
+from hwrl.interfaces import ALWAYS, EngineSettings, LoraSettings, MemoryCause, Phase, Place, RolloutSettings
 from hwrl.lora import described_model
 from hwrl.rollout import embedded_memory
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.processes.build import compute_dtype, engine_settings, rollout_settings
+from hwrl.run.processes.settings import compute_dtype, engine_settings, rollout_settings
 from hwrl.saved_names import saved_weights
 from hwrl.train import certain_fsdp_memory, fsdp_memory
 from hwrl.weights import TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
@@ -62,7 +62,7 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
         stored = _VERSIONS * layout.nbytes
         causes.append(MemoryCause(f"{_VERSIONS} stored versions of the weights", stored, "host", certain=False))
     if config.checkpoint.async_save:
-        place = "device" if config.checkpoint.staging == "device" else "host"
+        place: Place = "device" if config.checkpoint.staging == "device" else "host"
         copied = sum(one.nbytes for one in certain_state(causes) if one.place == "device")
         causes.append(MemoryCause("copy for a checkpoint in the background", copied, place, certain=False))
     return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
@@ -139,7 +139,7 @@ def _overhead(device_nbytes: int) -> list[MemoryCause]:
     ]
 
 
-def _awake(cause: MemoryCause) -> tuple[str, ...]:
+def _awake(cause: MemoryCause) -> tuple[Phase, ...]:
     if cause.place == "host" or cause.cause == "context and libraries":
         return cause.phases
     return tuple(phase for phase in cause.phases if phase != "idle")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.interfaces import EngineSettings, RolloutEngine, RolloutSettings, Sampling, TrainEngine
+from hwrl.interfaces import RolloutEngine, Sampling, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
@@ -40,6 +39,8 @@ from hwrl.rollout import (
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
+from hwrl.run.plan import check_replica
+from hwrl.run.processes.settings import engine_settings, rollout_settings
 from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
@@ -131,24 +132,9 @@ def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt
     return prompts
 
 
-def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int = 0) -> RolloutSettings:
-    """Return the settings of a replica's rollout engine."""
-    return RolloutSettings(
-        model_directory=config.model.path,
-        dtype=compute_dtype(config),
-        eos_ids=eos_ids,
-        max_running=config.rollout.max_running,
-        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        seed=seed,
-        temperature=config.rollout.temperature,
-        lora=config.model.lora,
-        may_sleep=config.rollout.free_cache_engine,
-        tensor_parallel=config.rollout.tensor_parallel,
-    )
-
-
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
     settings = rollout_settings(config, eos_ids=_eos_ids(config.model.path, tokenizer), seed=seed)
+    check_replica(config, get_backend())
     if config.rollout.engine == EMBEDDED:
         return EmbeddedEngine.from_settings(settings, backend=get_backend())
     engine: RolloutEngine = load_rollout_engine(config)(
@@ -179,27 +165,6 @@ def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Gr
         return None
     ranks_store = PrefixStore(f"train/{incarnation}", store)
     return Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=config.train.ranks)
-
-
-def engine_settings(config: Config) -> EngineSettings:
-    """Return the settings of the train engine."""
-    return EngineSettings(
-        model_directory=config.model.path,
-        total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        temperature=config.rollout.temperature,
-        dtype=compute_dtype(config),
-        param_offload=config.train.param_offload,
-        optimizer_offload=config.train.optimizer_offload,
-        activation_checkpointing=config.train.activation_checkpointing,
-        compile=config.train.compile,
-        fused_kernels=config.train.fused_kernels,
-        shard_ranks=config.train.shard_ranks,
-        host_step=config.train.host_step,
-        lora=config.model.lora,
-        seed=config.seed,
-        **config.optimizer.model_dump(),
-    )
 
 
 def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
@@ -267,8 +232,3 @@ def build_checkpoints(config: Config, *, group: Group | None) -> CheckpointManag
         staging=config.checkpoint.staging,
         group=group,
     )
-
-
-def compute_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of forward and backward passes, rollout and export."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]

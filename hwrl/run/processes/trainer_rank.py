@@ -14,6 +14,7 @@ from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.interfaces import PromptGroup
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
+from hwrl.run.plan import check_rank
 from hwrl.run.processes.actors import RestoredRun
 from hwrl.run.processes.build import (
     build_checkpoints,
@@ -21,9 +22,9 @@ from hwrl.run.processes.build import (
     build_sender,
     build_train_engine,
     build_trainer,
-    compute_dtype,
     join_ranks,
 )
+from hwrl.run.processes.settings import compute_dtype
 from hwrl.run.processes.step_profile import PROFILES, StepProfile
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.summary import SENT
@@ -52,6 +53,8 @@ class TrainerRank:
         self._config, self._inputs, self._rank = config, inputs, rank
         store = connect_store(store_address)
         self._group = join_ranks(config, store, rank=rank, incarnation=incarnation)
+        alone = store_address.startswith("127.0.0.1")  # a run on one machine serves its store there
+        check_rank(config, get_backend(), rank=rank, alone=alone)
         self._engine = build_train_engine(config, group=self._group)
         self._sender = (
             build_sender(config, store, transport, senders=senders, base=self._engine.base, incarnation=incarnation)

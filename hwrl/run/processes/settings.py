@@ -1,0 +1,52 @@
+"""The settings of a run's engines, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hwrl.interfaces import EngineSettings, RolloutSettings
+from hwrl.run.config import Config
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """Return the settings of the train engine."""
+    return EngineSettings(
+        model_directory=config.model.path,
+        total_steps=config.train.steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        temperature=config.rollout.temperature,
+        dtype=compute_dtype(config),
+        param_offload=config.train.param_offload,
+        optimizer_offload=config.train.optimizer_offload,
+        activation_checkpointing=config.train.activation_checkpointing,
+        compile=config.train.compile,
+        fused_kernels=config.train.fused_kernels,
+        shard_ranks=config.train.shard_ranks,
+        host_step=config.train.host_step,
+        lora=config.model.lora,
+        seed=config.seed,
+        **config.optimizer.model_dump(),
+    )
+
+
+def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int = 0) -> RolloutSettings:
+    """Return the settings of a replica's rollout engine."""
+    return RolloutSettings(
+        model_directory=config.model.path,
+        dtype=compute_dtype(config),
+        eos_ids=eos_ids,
+        max_running=config.rollout.max_running,
+        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        seed=seed,
+        temperature=config.rollout.temperature,
+        lora=config.model.lora,
+        may_sleep=config.rollout.free_cache_engine,
+        tensor_parallel=config.rollout.tensor_parallel,
+    )
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of forward and backward passes, rollout and export."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
