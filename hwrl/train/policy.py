@@ -6,7 +6,8 @@ import contextlib
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -80,9 +81,9 @@ class PolicyEngine(TrainEngine):
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
         try:
-            with contextlib.closing(self._passes(plan)) as parts:
-                for part in parts:
-                    for name, value in self._backward(part, loss=loss, tokens=tokens).items():
+            with contextlib.closing(self._training_passes(plan, loss=loss, tokens=tokens)) as passes:
+                for part, sums in passes:
+                    for name, value in sums.items():
                         totals[name] = totals.get(name, torch.zeros_like(value)) + value
                     inputs = [inputs[0] + part.real_tokens, inputs[1] + part.input_ids.numel()]
             norm = self._clip_gradients()
@@ -101,29 +102,58 @@ class PolicyEngine(TrainEngine):
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
         result = torch.zeros(batch.tokens.shape)
-        with contextlib.closing(self._passes(self._plan(batch))) as parts:
-            for part in parts:
-                logprobs, _ = self.forward(part)
+        with contextlib.closing(self._scoring_passes(self._plan(batch))) as passes:
+            for part, logprobs in passes:
                 result[part.rows, part.columns] = logprobs.cpu()
         return result if self._context is None else self._context.add(result)
+
+    def _training_passes(
+        self, plan: Sequence[MicroBatch], *, loss: TokenLoss, tokens: float
+    ) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]]]:
+        """Add the gradients of all micro-batches; yield each with sums over its tokens."""
+        with contextlib.closing(self._passes(plan)) as parts:
+            for part in parts:
+                yield part, self._backward(part, loss=loss, tokens=tokens)
+
+    def _scoring_passes(self, plan: Sequence[MicroBatch]) -> Generator[tuple[MicroBatch, torch.Tensor]]:
+        """Yield each micro-batch with the log-probabilities of its response tokens (one dimension, float32)."""
+        with contextlib.closing(self._passes(plan)) as parts:
+            for part in parts:
+                yield part, self.forward(part)[0]
 
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
         scale = self._gradient_scale / tokens
-        early = functools.partial(_loss_gradient, part, loss, scale)
-        with self._backend.range("hwrl.forward"), self.scorer.knowing(early):
+        with self._backend.range("hwrl.forward"), self._knowing(part, loss, scale):
             logprobs, entropy = self.forward(part)
-        per_token, metrics = _loss_of(part, loss, logprobs, slice(None))
-        total = per_token.sum()
+        total, sums = self._loss(part, logprobs, entropy, loss=loss)
         with self._backend.range("hwrl.backward"):
             (total * scale).backward()
+        return sums
+
+    def _knowing(self, part: MicroBatch, loss: TokenLoss, scale: float) -> AbstractContextManager[None]:
+        """Let the scorer take the gradients of ``part``'s loss, times ``scale``, with its scores inside the block."""
+        return self.scorer.knowing(functools.partial(_loss_gradient, part, loss, scale))
+
+    def _loss(
+        self, part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, *, loss: TokenLoss
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the sum of ``loss`` over ``part``'s tokens, and detached sums of it and of the metrics (float64)."""
+        per_token, metrics = _loss_of(part, loss, logprobs, slice(None))
+        total = per_token.sum()
         kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
         metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
-        return {"loss": total.detach().double(), **{name: value.sum().double() for name, value in metrics.items()}}
+        sums = {name: value.sum().double() for name, value in metrics.items()}
+        return total, {"loss": total.detach().double(), **sums}
 
     def forward(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy (detached) of ``part``'s response tokens (one dimension, float32)."""
-        logprobs, entropy = self._scores(part)[:, : part.trained_tokens]
+        return self._without_padding(part, self._scores(part))
+
+    @staticmethod
+    def _without_padding(part: MicroBatch, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of ``part``'s response tokens, without those of the padding."""
+        logprobs, entropy = scores[:, : part.trained_tokens]
         return logprobs, entropy.detach()
 
     def _plan(self, batch: Batch) -> list[MicroBatch]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import hwrl
@@ -16,7 +16,7 @@ from hwrl_megatron.options import parse_options
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
-    from hwrl.interfaces import Backend, EngineSettings, TrainEngine
+    from hwrl.interfaces import Backend, EngineSettings, MemoryCause, RolloutSettings, TrainEngine
 
 
 @hwrl.hookimpl
@@ -48,6 +48,17 @@ def hwrl_train_engine(
         from hwrl_megatron.engine import MegatronEngine
 
         return MegatronEngine(settings, backend=backend, group=group, options=chosen)
+
+
+@hwrl.hookimpl
+def hwrl_engine_memory(
+    settings: EngineSettings | RolloutSettings, options: Mapping[str, Any], ranks: int, device_nbytes: int
+) -> Iterable[MemoryCause]:
+    from hwrl.interfaces import EngineSettings
+    from hwrl_megatron.memory import engine_memory
+
+    assert isinstance(settings, EngineSettings), "the plugin has no rollout engine"
+    return engine_memory(settings, parse_options(options), ranks=ranks, device_nbytes=device_nbytes)
 
 
 def prepare_process() -> None:

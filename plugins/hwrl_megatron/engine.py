@@ -1,9 +1,9 @@
-"""The Megatron-core train engine: tensor and data parallelism, the distributed optimizer."""
+"""The Megatron-core train engine: tensor, data, pipeline and expert parallelism, the distributed optimizer."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -24,12 +25,17 @@ from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
-from hwrl.models import build_model, load_model, load_tokenizer
+from hwrl.model_files import write_model
+from hwrl.models import build_meta_model, load_model_config, load_tokenizer
 from hwrl.train import ActivationCheckpointing, MicroBatch, PolicyEngine, VocabularyShard
-from hwrl.weights import gather_weights
+from hwrl.weights import WeightShard, gather_weights
+from hwrl_megatron.layout import saved_tensors
+from hwrl_megatron.loading import load_weights
 from hwrl_megatron.model import build_gpt, output_layer, rotary_positions
 from hwrl_megatron.options import MegatronOptions
-from hwrl_megatron.weights import MappedWeight, load_weights, map_weights
+from hwrl_megatron.pipeline import run_stages
+from hwrl_megatron.supported import make_layout
+from hwrl_megatron.weights import MappedWeight, map_weights
 
 if TYPE_CHECKING:
     from hwrl.comm import Group
@@ -40,9 +46,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class MegatronEngine(PolicyEngine):
     """Trains a GPTModel, equal to the model in ``settings.model_directory``, with AdamW.
 
-    ``options.tensor_parallel`` neighbouring ranks share each layer. Each such set of ranks has a share of the batch.
-    All ranks share the optimizer's float32 parameters and moments (Megatron's distributed optimizer). Gradients are
-    float32. The model is always in evaluation mode.
+    ``options.tensor_parallel`` neighbouring ranks share each layer; ``options.pipeline_parallel`` such sets of ranks
+    have the layers one after the other, and the same share of the batch. ``options.expert_parallel`` copies of the
+    model share its experts. All ranks with the same parameters share the optimizer's float32 parameters and moments
+    (Megatron's distributed optimizer). Gradients are float32. The model is always in evaluation mode.
 
     One engine at a time in a process: Megatron's parallel state is global. ``close`` ends it.
     """
@@ -52,62 +59,75 @@ class MegatronEngine(PolicyEngine):
     ) -> None:
         super().__init__(settings, backend=backend, group=group)
         _require_uncompiled(settings)
-        _require_divisible(self._ranks, options.tensor_parallel)
+        _require_device_step(settings)
+        config = load_model_config(settings.model_directory)
+        rank = 0 if group is None else group.rank
+        self._layout = make_layout(config, options, rank=rank, ranks=self._ranks)
         with contextlib.ExitStack() as started:
             if group is None:  # Megatron needs one
                 started.callback(Comm(backend).init_default(store=HashStore(), rank=0, size=1).close)
             started.callback(parallel_state.destroy_model_parallel)
-            parallel_state.initialize_model_parallel(options.tensor_parallel, create_gloo_process_groups=False)
-            self._build(options)
+            parallel_state.initialize_model_parallel(
+                options.tensor_parallel,
+                options.pipeline_parallel,
+                expert_model_parallel_size=options.expert_parallel,
+                create_gloo_process_groups=False,
+            )
+            self._build(config)
             self._started = started.pop_all()
 
-    def _build(self, options: MegatronOptions) -> None:
-        settings, backend = self.settings, self._backend
+    def _build(self, config: Any) -> None:
+        settings, backend, layout = self.settings, self._backend, self._layout
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        model = build_gpt(
-            settings.model_directory, backend=backend, tensor_parallel=options.tensor_parallel, dtype=settings.dtype
-        )
-        vocabulary = model.vocab_size // options.tensor_parallel
-        self._checkpointing = ActivationCheckpointing(
-            model.decoder.layers,
-            setting=settings.activation_checkpointing,
-            backend=backend,
-            room_nbytes=lambda: self._usable_nbytes(vocabulary=vocabulary) - self._owed_nbytes(),
-            agree=self._largest if options.tensor_parallel > 1 else None,  # a layer adds over these ranks
-        )
+        self._saved = list(saved_tensors(config, layout))
+        model = build_gpt(config, layout, backend=backend, dtype=settings.dtype)
+        self._checkpointing = self._activation_checkpointing(model)
         self.model = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            model.to(backend.device(), settings.dtype).eval(),
+            model,
         )
         self.scorer.shard = self._vocabulary_shard()
-        self._weights = self._load(settings.model_directory)
+        self._weights = map_weights(model, config, layout)
+        self._load(settings.model_directory)
         self.optimizer = self._build_optimizer()
         self._drop_gradients()
-        self._offloader = Offloader(model, self.optimizer.optimizer, backend=backend)
+        self._offloader = Offloader(model, self.optimizer, backend=backend)
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
 
-    def _load(self, directory: Path) -> list[MappedWeight]:
-        whole = load_model(directory, dtype=torch.float32)
-        place = {"rank": self._tensor_group.rank(), "ranks": self._tensor_group.size()}
-        weights = map_weights(self.model.module, whole.config, **place)
-        load_weights(weights, whole.state_dict())
-        for weight in weights:  # Megatron sets it only for random weights
-            if weight.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(weight.parameter, True, weight.dim, 1)
-        return weights
+    def _activation_checkpointing(self, model: GPTModel) -> ActivationCheckpointing:
+        layout = self._layout
+        vocabulary = model.vocab_size // layout.tensor
+        under_way = layout.stages - layout.stage  # passes whose activations this stage has at the same time
+        return ActivationCheckpointing(
+            model.decoder.layers,
+            setting=self.settings.activation_checkpointing,
+            backend=self._backend,
+            room_nbytes=lambda: (self._usable_nbytes(vocabulary=vocabulary) - self._owed_nbytes()) // under_way,
+            agree=self._largest if layout.tensor * layout.experts > 1 else None,  # a layer communicates with these
+        )
+
+    def _load(self, directory: Path) -> None:
+        load_weights(self._weights, self._saved, directory, group=self._group, backend=self._backend)
+        for weight in self._weights:  # Megatron sets it only for random weights
+            if weight.saved.dim is not None and not hasattr(weight.parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight.parameter, True, weight.saved.dim, 1)
 
     def _largest(self, number: int) -> int:
-        """Return the largest ``number`` of the ranks that share each layer."""
+        """Return the largest ``number`` of the ranks that share a layer and its experts."""
         largest = torch.tensor([number], device=self._backend.device())
-        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=self._tensor_group)
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX, group=group)
         return int(largest)
 
     def _owed_nbytes(self) -> int:
         """Return the bytes that this step will still allocate for the optimizer's moments; gradients have theirs."""
-        if self.optimizer.optimizer.state:
-            return 0
-        return sum(8 * parameter.numel() for parameter in self.optimizer.get_parameters())
+        return sum(
+            8 * parameter.numel()
+            for optimizer in self._optimizers
+            for parameter in optimizer.get_parameters()
+            if not optimizer.optimizer.state
+        )
 
     def _build_optimizer(self) -> Any:
         settings = self.settings
@@ -120,9 +140,18 @@ class MegatronEngine(PolicyEngine):
             params_dtype=settings.dtype,
             use_distributed_optimizer=True,
         )
-        chained = get_megatron_optimizer(config, [self.model], config_overrides={}, use_gloo_process_groups=False)
-        (optimizer,) = chained.chained_optimizers
-        return optimizer
+        return get_megatron_optimizer(config, [self.model], config_overrides={}, use_gloo_process_groups=False)
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        """Megatron's optimizers: of the experts, if several ranks share them, and of all else."""
+        optimizers: list[Any] = self.optimizer.chained_optimizers
+        return optimizers
+
+    @property
+    def _gradient_buffers(self) -> list[Any]:
+        """Megatron's flat gradient buffers."""
+        return [*self.model.buffers, *self.model.expert_parallel_buffers]
 
     @property
     def data_parallel_rank(self) -> int:
@@ -141,26 +170,57 @@ class MegatronEngine(PolicyEngine):
     # -- training -----------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
-        for buffer in self.model.buffers:  # Megatron's flat gradient buffers, not torch's buffers
+        for buffer in self._gradient_buffers:
             buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
         self.model.zero_grad_buffer()
         return super().train_batch(batch, loss=loss)
 
     def _scores(self, part: MicroBatch) -> torch.Tensor:
+        return self._run_stage(part)
+
+    def _run_stage(self, part: MicroBatch) -> torch.Tensor:
+        """Return this stage's result: hidden states, and on the last stage the scores (2 × targets)."""
+
         def score(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             chosen = hidden.transpose(0, 1).flatten(0, 1).index_select(0, part.places)
             return self.scorer(chosen, weight, None, part.targets).t()[:, None]
 
         model, bounds = self.model.module, part.boundaries
         with contextlib.ExitStack() as replaced:
-            replaced.enter_context(output_layer(model, score))
+            if model.post_process:
+                replaced.enter_context(output_layer(model, score))
             packed = None
             if bounds is not None:
                 replaced.enter_context(rotary_positions(model, part.position_ids))
                 ends, longest = bounds.cu_seqlens, bounds.max_length
                 packed = PackedSeqParams(None, ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-            scores: torch.Tensor = self.model(part.input_ids, part.position_ids, None, packed_seq_params=packed)[0]
-        return scores.t()
+            result: torch.Tensor = self.model(part.input_ids, part.position_ids, None, packed_seq_params=packed)
+        return result[0].t() if model.post_process else result
+
+    def _training_passes(
+        self, plan: Sequence[MicroBatch], *, loss: TokenLoss, tokens: float
+    ) -> Generator[tuple[MicroBatch, dict[str, torch.Tensor]]]:
+        if self._layout.stages == 1:
+            yield from super()._training_passes(plan, loss=loss, tokens=tokens)
+            return
+        scale = self._gradient_scale / tokens
+
+        def run(part: MicroBatch) -> torch.Tensor:
+            with self._knowing(part, loss, scale):
+                return self._run_stage(part)
+
+        def scaled(part: MicroBatch, scores: torch.Tensor) -> torch.Tensor:
+            return scale * self._loss(part, *self._without_padding(part, scores), loss=loss)[0]
+
+        for part, scores in zip(plan, run_stages(self.model, plan, run, loss=scaled), strict=True):
+            yield part, self._loss(part, *self._without_padding(part, scores), loss=loss)[1]
+
+    def _scoring_passes(self, plan: Sequence[MicroBatch]) -> Generator[tuple[MicroBatch, torch.Tensor]]:
+        if self._layout.stages == 1:
+            yield from super()._scoring_passes(plan)
+            return
+        for part, scores in zip(plan, run_stages(self.model, plan, self._run_stage), strict=True):
+            yield part, self._without_padding(part, scores)[0]
 
     @property
     def _gradient_scale(self) -> float:
@@ -185,80 +245,92 @@ class MegatronEngine(PolicyEngine):
 
     @torch.no_grad()
     def _clip_gradients(self) -> float:
+        for parameter in self._expert_parameters():  # each rank of a layer has sent its experts all tokens
+            parameter.main_grad.div_(self._layout.tensor)  # type: ignore[attr-defined] # Megatron adds it
         finalize_model_grads([self.model])
-        self.optimizer.prepare_grads()
-        # A gradient that several ranks have counts once, on the first of them.
-        squares = [grad.square().sum() for grad in self.optimizer.get_main_grads_for_grad_norm()]
+        squares = []
+        for optimizer in self._optimizers:
+            optimizer.prepare_grads()
+            # A gradient that several ranks have counts once, on the first of them.
+            squares += [grad.square().sum() for grad in optimizer.get_main_grads_for_grad_norm()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=self._backend.device())
         if self._group is not None:
             self._group.all_reduce(total)
         norm = total.sqrt()
         scale = (self.settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.optimizer.get_parameters():
-            parameter.grad.mul_(scale)
+        for optimizer in self._optimizers:
+            for parameter in optimizer.get_parameters():
+                parameter.grad.mul_(scale)
         return float(norm)
+
+    def _expert_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the experts' parameters if several ranks share each of them."""
+        if self._layout.tensor == 1:
+            return []
+        named = self.model.module.named_parameters()
+        return [parameter for name, parameter in named if ".experts." in name]
 
     def _update(self, *, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.step_with_ready_grads()
+        for optimizer in self._optimizers:
+            optimizer.step_with_ready_grads()
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        for buffer in self.model.buffers:
+        for buffer in self._gradient_buffers:
             buffer.grad_data.untyped_storage().resize_(0)
 
     # -- weights and state --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.data_parallel_rank == 0:
-            parts = ((weight.name, weight.part()) for weight in self._weights)
-            yield from gather_weights(parts, self._group, dtype=self.settings.dtype)
+        yield from gather_weights(self._parts(), self._group, dtype=self.settings.dtype)
+
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor | WeightShard]]:
+        """Yield every saved tensor, with this rank's part of it."""
+        mine = {weight.saved.name: weight for weight in self._weights if not weight.saved.copy}
+        nothing = torch.empty(0, dtype=self.settings.dtype, device=self._backend.device())
+        for saved in self._saved:
+            if saved.copy:
+                continue
+            owners = saved.owners(self._layout)
+            part = mine[saved.name].dense() if self._layout.rank in owners else nothing
+            if self._group is not None:
+                yield saved.name, WeightShard(part, saved.shape, saved.dim or 0, len(owners), owners)
+            else:
+                yield saved.name, part
 
     def weights_metadata(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for weight in self._weights:
-            yield weight.name, torch.empty(weight.shape, dtype=self.settings.dtype, device="meta")
+        for saved in self._saved:
+            if not saved.copy:
+                yield saved.name, torch.empty(saved.shape, dtype=self.settings.dtype, device="meta")
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = {}, {}
+        """Return rectangles of the tensors of the model's own state; experts are packed there."""
+        keys = ("param", *_MOMENTS)
+        found = {
+            saved.own_name: {key: LocalShards(saved.own_shape, torch.float32, {}) for key in keys}
+            for saved in self._saved
+        }
         for weight in self._weights:
-            tensors = self._optimizer_tensors(weight)
-            model[weight.name] = tensors.pop("param")
-            optimizer[weight.name] = tensors
+            self._add_rectangles(weight, found[weight.saved.own_name])
+        model = {name: tensors.pop("param") for name, tensors in found.items()}
         if self.model.module.share_embeddings_and_output_weights:
             model["lm_head.weight"] = model["model.embed_tokens.weight"]  # transformers' state has both
-        return {"model": model, "optimizer": optimizer, "updates": self.updates}
+        return {"model": model, "optimizer": found, "updates": self.updates}
 
-    def _optimizer_tensors(self, weight: MappedWeight) -> dict[str, LocalShards]:
-        """Return this rank's part of ``weight`` in float32, and of its moments."""
-        flat: dict[str, torch.Tensor] = {}
-        start = stop = 0
-        if weight.parameter in self.optimizer.model_param_group_index_map:
-            owned = self.optimizer._get_model_param_range_map(weight.parameter)["param"]
-            start, stop = owned.start, owned.end
-            self._require_moments(weight)
-            flat = self.optimizer._get_main_param_and_optimizer_states(weight.parameter)
-        return {
-            key: LocalShards(
-                weight.shape,
-                torch.float32,
-                {
-                    offset: flat[key].detach()[elements.start - start : elements.stop - start].view(size)
-                    for offset, elements, size in weight.rectangles(start, stop)
-                },
-            )
-            for key in ("param", *_MOMENTS)
-        }
-
-    def _require_moments(self, weight: MappedWeight) -> None:
-        """Create the optimizer's moments now; it would create them in its first step."""
-        main = self.optimizer._get_main_param_and_optimizer_states(weight.parameter)["param"]
-        state = self.optimizer.optimizer.state[main]
-        for key in _MOMENTS:
-            state.setdefault(key, torch.zeros_like(main, requires_grad=False))
-        if isinstance(self.optimizer.optimizer, torch.optim.AdamW):
-            state.setdefault("step", torch.tensor(0.0))
+    def _add_rectangles(self, weight: MappedWeight, whole: dict[str, LocalShards]) -> None:
+        """Add this rank's part of ``weight`` in float32, and of its moments, to ``whole``."""
+        for optimizer in self._optimizers:
+            if weight.parameter not in optimizer.model_param_group_index_map:
+                continue
+            owned = optimizer._get_model_param_range_map(weight.parameter)["param"]
+            flat = _main_tensors(optimizer, weight.parameter)
+            for offset, elements, size in weight.rectangles(owned.start, owned.end):
+                here = slice(elements.start - owned.start, elements.stop - owned.start)
+                for key, shards in whole.items():
+                    shards.pieces[offset] = flat[key].detach()[here].view(size)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -269,35 +341,61 @@ class MegatronEngine(PolicyEngine):
         for name, moments in mine["optimizer"].items():
             for key, shards in moments.items():
                 _copy(shards, state["optimizer"][name][key])
-        self._set_step(self.updates)
-        self.optimizer._copy_main_params_to_model_params()
+        for optimizer in self._optimizers:
+            _set_step(optimizer.optimizer, self.updates)
+            optimizer._copy_main_params_to_model_params()
         self.model.start_param_sync()
 
-    def _set_step(self, step: int) -> None:
-        """Set the optimizer's step count: torch keeps it for each parameter, fused optimizers for each group."""
-        inner = self.optimizer.optimizer
-        for state in inner.state.values():
-            if "step" in state:
-                state["step"].fill_(step)
-        if not isinstance(inner, torch.optim.AdamW):
-            for group in inner.param_groups:
-                group["step"] = step
-
     def export(self, directory: Path) -> None:
-        weights = {name: tensor.cpu() for name, tensor in self.named_weights()}
-        if self._group is not None and self._group.rank != 0:
-            return
-        model = build_model(self.settings.model_directory, dtype=self.settings.dtype)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-        model.save_pretrained(directory)
-        load_tokenizer(self.settings.model_directory).save_pretrained(directory)
+        weights = self.named_weights()
+        try:
+            if self._group is None or self._group.rank == 0:
+                model = build_meta_model(self.settings.model_directory, dtype=self.settings.dtype)
+                write_model(directory, model, self.weights_metadata(), weights, dtype=self.settings.dtype)
+                load_tokenizer(self.settings.model_directory).save_pretrained(directory)
+        finally:
+            for _ in weights:  # after an error, too: the other ranks send to the end
+                pass
+
+
+def _main_tensors(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return this rank's float32 elements of ``parameter`` and its moments, each flat.
+
+    Creates the optimizer's moments; it would create them in its first step.
+    """
+    main = optimizer._get_main_param_and_optimizer_states(parameter)["param"]
+    state = optimizer.optimizer.state[main]
+    for key in _MOMENTS:
+        state.setdefault(key, torch.zeros_like(main, requires_grad=False))
+    if isinstance(optimizer.optimizer, torch.optim.AdamW):
+        state.setdefault("step", torch.tensor(0.0))
+    tensors: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
+    return tensors
+
+
+def _set_step(inner: torch.optim.Optimizer, step: int) -> None:
+    """Set the optimizer's step count: torch keeps it for each parameter, fused optimizers for each group."""
+    for state in inner.state.values():
+        if "step" in state:
+            state["step"].fill_(step)
+    if not isinstance(inner, torch.optim.AdamW):
+        for group in inner.param_groups:
+            group["step"] = step
 
 
 def _copy(target: LocalShards, source: LocalShards) -> None:
     for offset, piece in target.pieces.items():
         piece.copy_(source.pieces[offset])
+
+
+def _require_device_step(settings: EngineSettings) -> None:
+    if settings.host_step:
+        raise ConfigError(
+            "train.host_step=true is not possible with train.engine=megatron",
+            why="its distributed optimizer steps on the device",
+            fix="set train.optimizer_offload=true: the optimizer's state is then on the host between two steps; or "
+            "use train.engine=fsdp",
+        )
 
 
 def _require_uncompiled(settings: EngineSettings) -> None:
@@ -306,13 +404,4 @@ def _require_uncompiled(settings: EngineSettings) -> None:
             "train.compile=true is not possible with train.engine=megatron",
             why="its layers have kernels of their own, and are not compiled",
             fix="set train.compile to auto or false",
-        )
-
-
-def _require_divisible(ranks: int, tensor_parallel: int) -> None:
-    if ranks % tensor_parallel:
-        raise ConfigError(
-            f"train.engine_options.tensor_parallel={tensor_parallel} is not possible on {ranks} ranks",
-            why="each copy of the model needs that number of ranks",
-            fix=f"set train.ranks to {tensor_parallel} or a multiple of it",
         )

@@ -6,17 +6,19 @@ torch itself stays as it is. Remove this module when megatron-core uses ``torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
 import types
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from hwrl.errors import BackendUnavailableError
 
-_MODULES = ("distributed", "models.gpt.gpt_layer_specs", "optimizer")
+_MODULES = ("distributed", "models.gpt.gpt_layer_specs", "optimizer", "pipeline_parallel.schedules")
 
 
 @functools.cache
@@ -38,6 +40,7 @@ def redirect(device: torch.device) -> None:
         if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
             module.torch = redirected  # type: ignore[attr-defined] # its functions look up this name
     _pretend_device_types()
+    _count_tokens_in_numpy()
 
 
 class _RedirectedTorch(types.ModuleType):
@@ -65,8 +68,35 @@ class _RedirectedCuda(types.ModuleType):
     def current_device(self) -> torch.device:
         return self._device
 
+    def synchronize(self) -> None:
+        """Do nothing: the host has done everything that it was asked for."""
+
+    def current_stream(self) -> _HostStream:
+        return _HostStream()
+
+    Stream = current_stream
+
+    def stream(self, _: _HostStream) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
+
+
+class _HostStream:
+    """A stream, or its event, on a device that works in the order of the calls."""
+
+    def wait_stream(self, _: _HostStream) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> _HostStream:
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def wait(self, _: _HostStream) -> None:
+        """Do nothing."""
 
 
 def _redirected(factory: Any, target: torch.device) -> Any:
@@ -91,6 +121,16 @@ def _pretend_device_types() -> None:
         return build(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
 
     DistributedOptimizer._build_model_and_main_param_groups = classmethod(build_with_types)
+
+
+def _count_tokens_in_numpy() -> None:
+    """Turn the token counts of experts to numpy arrays: Megatron does that with tensors of a CUDA device only."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def counts(tensor: Any, **options: bool) -> Any:
+        return tensor.numpy() if options.get("as_numpy") and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = counts
 
 
 def _device_type_name(parameter: torch.Tensor) -> str:

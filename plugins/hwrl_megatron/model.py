@@ -1,11 +1,10 @@
-"""A GPTModel for a Hugging Face directory."""
+"""A GPTModel that computes what a model of transformers does."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,39 +12,56 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from torch import nn
 
-from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend
-from hwrl.models import load_model_config
-from hwrl_megatron.weights import head_size
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""The supported values of ``model_type`` in Hugging Face configurations."""
+from hwrl_megatron.layout import Layout, head_size, is_mixture
 
 
-def build_gpt(directory: Path, *, backend: Backend, tensor_parallel: int, dtype: torch.dtype) -> GPTModel:
-    """Return this rank's part of the model in ``directory``, on the host, with arbitrary weights.
+class _Model(GPTModel):  # type: ignore[misc] # mypy does not see Megatron
+    """A GPTModel whose stages do not share random embeddings: the weights come from the model's files."""
 
-    ``backend`` attends over packs. Initialize Megatron's parallel state first. Raises ConfigError for an unsupported
-    model.
+    def _is_in_embd_group(self) -> bool:
+        return False
+
+
+def build_gpt(config: Any, layout: Layout, *, backend: Backend, dtype: torch.dtype) -> GPTModel:
+    """Return this rank's part of the model with this transformers ``config``, on the device, with arbitrary weights.
+
+    ``backend`` attends over packs. Initialize Megatron's parallel state first.
     """
-    config = load_model_config(directory)
-    _require_supported(config, tensor_parallel=tensor_parallel)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.model_type == "qwen3", normalization="RMSNorm")
+    experts = config.num_experts if is_mixture(config) else None
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=_has_qk_norms(config), normalization="RMSNorm")
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(TorchAttention, params={"backend": backend})
-    model = GPTModel(
-        _transformer_config(config, tensor_parallel=tensor_parallel, dtype=dtype),
-        layer,
-        vocab_size=config.vocab_size,
-        max_sequence_length=config.max_position_embeddings,
-        position_embedding_type="rope",
-        rotary_base=config.rope_parameters["rope_theta"],
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-    )
-    if config.pad_token_id is not None:
+    with torch.device(backend.device()):
+        model = _Model(
+            _transformer_config(config, layout, dtype=dtype),
+            layer,
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_position_embeddings,
+            pre_process=layout.stage == 0,
+            post_process=layout.stage == layout.stages - 1,
+            position_embedding_type="rope",
+            rotary_base=config.rope_parameters["rope_theta"],
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+        )
+    _scale_rotation(model, config.rope_parameters)
+    if config.pad_token_id is not None and model.pre_process:
         model.embedding.word_embeddings.register_forward_hook(functools.partial(_hold_padding, config.pad_token_id))
-    return model
+    return model.to(backend.device(), dtype).eval()
+
+
+def _has_qk_norms(config: Any) -> bool:
+    return config.model_type in ("qwen3", "qwen3_moe")
+
+
+def _scale_rotation(model: GPTModel, rope: dict[str, Any]) -> None:
+    """Scale the rotation's frequencies as Llama 3 does; Megatron's argument for it knows one of four numbers."""
+    if rope.get("rope_type", "default") == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        embedding = model.rotary_pos_emb
+        embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **{name: rope[name] for name in names})
 
 
 def _hold_padding(pad_id: int, _: nn.Module, ids: tuple[torch.Tensor], embedded: torch.Tensor) -> torch.Tensor:
@@ -104,7 +120,7 @@ def rotary_positions(model: GPTModel, position_ids: torch.Tensor) -> Iterator[No
         yield
 
 
-def _transformer_config(config: Any, *, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(config: Any, layout: Layout, *, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -114,51 +130,42 @@ def _transformer_config(config: Any, *, tensor_parallel: int, dtype: torch.dtype
         kv_channels=head_size(config),
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
-        qk_layernorm=config.model_type == "qwen3",
+        qk_layernorm=_has_qk_norms(config),
         add_bias_linear=False,
         add_qkv_bias=config.model_type == "qwen2",
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=tensor_parallel,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.stages,
+        expert_model_parallel_size=layout.experts,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=layout.stages > 1,  # packs differ in length
+        deallocate_pipeline_outputs=True,  # the next stage has a copy
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,  # gradients are summed over the ranks, not averaged
-        use_cpu_initialization=True,  # weights come from the checkpoint: no device is needed for random ones
+        use_cpu_initialization=True,  # weights come from the checkpoint: no random ones are needed
         perform_initialization=False,
         gradient_accumulation_fusion=False,  # needs Apex
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        moe_token_dispatcher_type="alltoall",  # ranks have different numbers of tokens
+        **_expert_config(config),
     )
 
 
-def _require_supported(config: Any, *, tensor_parallel: int) -> None:
-    refusals = {
-        f"its architecture is {config.model_type}": config.model_type not in ARCHITECTURES,
-        f"its activation is {config.hidden_act}": config.hidden_act != "silu",
-        "its attention has a sliding window": getattr(config, "use_sliding_window", False),
-        "its layers have biases": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
-        "its rotary embedding is scaled": (config.rope_parameters or {}).get("rope_type", "default") != "default",
+def _expert_config(config: Any) -> dict[str, Any]:
+    if not is_mixture(config):
+        return {}
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 forgets to define it without TransformerEngine
+        moe_utils.te_general_gemm = None
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",  # the loss is the policy's alone, as with train.engine=fsdp
     }
-    for why, refused in refusals.items():
-        if refused:
-            raise ConfigError(
-                "train.engine=megatron does not support this model",
-                why=why,
-                fix=f"train it with train.engine=fsdp; supported here are plain {', '.join(ARCHITECTURES)} models",
-            )
-    sizes = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "intermediate size": config.intermediate_size,
-        "vocabulary": config.vocab_size,
-    }
-    for name, size in sizes.items():
-        if size % tensor_parallel:
-            raise ConfigError(
-                f"train.engine_options.tensor_parallel={tensor_parallel} does not divide the model",
-                why=f"its {name}: {size}",
-                fix="choose a divisor of all of " + ", ".join(f"{size} ({name})" for name, size in sizes.items()),
-            )

@@ -12,9 +12,15 @@ from hwrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """``tensor_parallel`` ranks share each layer. The copies of the model are data-parallel."""
+    """The numbers of ranks that share a copy of the model; the copies are data-parallel.
+
+    ``tensor_parallel`` ranks share each layer. ``pipeline_parallel`` stages have the layers one after the other.
+    ``expert_parallel`` copies of the model share its experts.
+    """
 
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
 
 
 def parse_options(options: Mapping[str, Any]) -> MegatronOptions:

@@ -82,7 +82,10 @@ def _smallest(config: Config, hardware: Hardware, levers: Sequence[Lever]) -> li
 
 def _fits(config: Config, hardware: Hardware, levers: Sequence[Lever]) -> bool:
     changed = apply(config, levers)
-    return changed is not None and make_plan(changed, hardware).fits
+    try:
+        return changed is not None and make_plan(changed, hardware).fits
+    except ConfigError:  # a plugin's engine refuses it, for example the number of ranks
+        return False
 
 
 def apply(config: Config, levers: Sequence[Lever]) -> Config | None:

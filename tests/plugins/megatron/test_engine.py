@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,42 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import hwrl
 from hwrl.checkpoint import CheckpointManager
-from hwrl.errors import ConfigError, MemoryStateError, UnsupportedError
+from hwrl.errors import ConfigError, DataError, MemoryStateError, UnsupportedError
 from hwrl.interfaces import Batch, EngineSettings, LoraSettings, TrainEngine
-from hwrl.run.demo import write_demo
 from hwrl.train import FsdpEngine, PolicyLoss
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 5e4,
-}
-CONFIGS = {
-    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
-    "qwen2-tied-with-padding": Qwen2Config(**{**SIZES, "head_dim": 8}, tie_word_embeddings=True, pad_token_id=7),
-    "llama-without-groups": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=False),
-}
-
-
-def write_model(directory: Path, config: Any, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a model with random weights, norms and biases included, and the demo's tokenizer."""
-    write_demo(directory, seed=3, prompts=16)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        model.to(dtype).save_pretrained(directory / "model")
-    return directory / "model"
+from hwrl_megatron.memory import engine_memory
+from hwrl_megatron.options import MegatronOptions
+from hwrl_megatron.supported import make_layout
+from tests.support.megatron_models import CONFIGS, EXPERTS, SIZES, to_another_format, with_saved_names, write_model
 
 
 @pytest.fixture
@@ -129,17 +114,39 @@ def test_it_computes_steps_and_exports_what_transformers_does(tmp_path: Path, me
     engine, other, batch = megatron(directory), fsdp(directory), batch_of(7, seed=1)
     wanted = hf_logprobs(directory, batch, temperature=0.8)
     torch.testing.assert_close(engine.logprobs(batch)[batch.mask], wanted, atol=2e-5, rtol=1e-5)
-    assert_close(copies(engine), copies(other), atol=0.0)
+    assert_close(copies(engine), with_saved_names(directory, copies(other)), atol=0.0)
     for seed in range(4):
         metrics, expected = (one.train_batch(batch_of(7, seed=seed), loss=PolicyLoss("tis")) for one in (engine, other))
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     # The gradient of a key's bias is rounding alone, which AdamW makes into a step of a size between 0 and 1e-2.
-    assert_close(copies(engine), copies(other), atol=5e-4)
+    assert_close(copies(engine), with_saved_names(directory, copies(other)), atol=5e-4)
     described = {name: (tensor.shape, tensor.dtype) for name, tensor in engine.weights_metadata()}
     assert described == {name: (tensor.shape, tensor.dtype) for name, tensor in engine.named_weights()}
     engine.export(tmp_path / "exported")
     exported = hf_logprobs(tmp_path / "exported", batch, temperature=0.8)
     torch.testing.assert_close(engine.logprobs(batch)[batch.mask], exported, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["several files", "another format"])
+def test_it_loads_what_transformers_does(
+    tmp_path: Path, megatron: Make, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write_model(tmp_path / "demo", CONFIGS["qwen3-experts"], max_shard_size="20KB")
+    assert len(list(directory.glob("model-*.safetensors"))) > 2
+    if form == "another format":
+        to_another_format(directory)
+    batch = batch_of(7, seed=1)
+    wanted = hf_logprobs(directory, batch, temperature=0.8)
+    torch.testing.assert_close(megatron(directory).logprobs(batch)[batch.mask], wanted, atol=2e-5, rtol=1e-5)
+    assert ("one rank reads all" in caplog.text) == (form == "another format")
+
+
+def test_files_that_do_not_fit_the_model_are_an_error(model_directory: Path, megatron: Make) -> None:
+    tensors = load_file(model_directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model_directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"lacks .*up_proj"):
+        megatron(model_directory)
 
 
 def test_activation_checkpointing_changes_no_step(model_directory: Path, megatron: Make) -> None:
@@ -150,11 +157,6 @@ def test_activation_checkpointing_changes_no_step(model_directory: Path, megatro
         after.append(copies(engine))
     assert_close(after[0], after[1], atol=0.0)
     assert_close(after[0], after[2], atol=0.0)
-
-
-def test_compilation_is_refused_by_name(model_directory: Path, megatron: Make) -> None:
-    with pytest.raises(ConfigError, match=r"train\.compile=true"):
-        megatron(model_directory, compile=True)
 
 
 def test_bfloat16_computes_in_it_and_keeps_small_steps(tmp_path: Path, megatron: Make) -> None:
@@ -184,7 +186,7 @@ def master_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-tied-with-padding"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-tied-with-padding", "qwen3-experts"])
 def test_a_checkpoint_goes_on_in_either_engine(tmp_path: Path, megatron: Make, name: str) -> None:
     model_directory = write_model(tmp_path / "demo", CONFIGS[name])
     batches = [batch_of(6, seed=seed) for seed in range(4)]
@@ -204,7 +206,8 @@ def test_a_checkpoint_goes_on_in_either_engine(tmp_path: Path, megatron: Make, n
         after.load_state_dict(state)
         for batch in batches[2:]:
             after.train_batch(batch, loss=PolicyLoss())
-        assert_close(copies(after), wanted, atol=5e-4)
+        found, expected = (with_saved_names(model_directory, weights) for weights in (copies(after), wanted))
+        assert_close(found, expected, atol=5e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -239,30 +242,107 @@ def device_nbytes(engine: Any) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_planned_bytes_are_those_of_the_engine(tmp_path: Path, megatron: Make, dtype: torch.dtype) -> None:
+    config = Qwen3MoeConfig(**{**SIZES, "vocab_size": 2048}, **EXPERTS)  # so that little of a buffer is padding
+    directory = write_model(tmp_path / "demo", config, dtype=dtype)
+    options = MegatronOptions()
+    causes = engine_memory(settings_for(directory, dtype=dtype), options, ranks=1, device_nbytes=1 << 30)
+    planned = {one.cause: one.nbytes for one in causes}
+    engine: Any = megatron(directory, dtype=dtype)
+    engine.train_batch(batch_of(6, seed=0), loss=PolicyLoss())
+    parameters = sum(buffer.param_data.nbytes for buffer in engine.model.buffers)
+    gradients = sum(4 * buffer.grad_data.numel() for buffer in engine.model.buffers)
+    assert planned["parameters"] == pytest.approx(parameters, rel=0.02)
+    assert planned["gradients"] == pytest.approx(gradients, rel=0.02)
+    assert planned["optimizer state"] == pytest.approx(device_nbytes(engine) - parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(("setting", "recomputed"), [(True, 2), (False, 0), ("auto", 1)])
+def test_a_stage_plans_the_passes_that_it_has_under_way(model_directory: Path, setting: Any, recomputed: int) -> None:
+    settings = settings_for(model_directory, activation_checkpointing=setting, micro_batch_tokens=1000)
+    kept, scores = 17 * 4 * 32 * 1000, 16 * 32 * 1000
+    state = 16 * sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(model_directory).parameters())
+    room = state + scores + 7 * kept // 2  # a backward pass of a layer needs twice what a layer keeps
+    plain = engine_memory(settings, MegatronOptions(), ranks=1, device_nbytes=room)
+    assert any(f"{recomputed} of 2 layers" in one.cause for one in plain), plain
+    settings = replace(settings, activation_checkpointing=False)  # so the first stage, not the last one, needs most
+    staged = engine_memory(settings, MegatronOptions(pipeline_parallel=2), ranks=2, device_nbytes=room)
+    assert any("activations of 2 × 1,000 tokens" in one.cause for one in staged), staged
+    assert sum(one.nbytes for one in staged if one.cause == "parameters") < state // 4
+
+
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"hidden_act": "gelu"}, "its activation is gelu"),
-        ({"use_sliding_window": True, "max_window_layers": 0}, "its attention has a sliding window"),
-        ({"attention_bias": True}, "its layers have biases"),
-        (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "its rotary embedding is scaled",
-        ),
-    ],
-)
-def test_a_model_that_would_be_computed_wrongly_is_refused(
-    tmp_path: Path, megatron: Make, change: dict[str, Any], why: str
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, **more}}
+
+
+PLAIN = {key: value for key, value in SIZES.items() if key != "rope_theta"}
+REFUSED = {
+    "its architecture is gpt2": GPT2Config(vocab_size=32, n_embd=32, n_layer=1, n_head=2),
+    "its architecture is deepseek_v3": DeepseekV3Config(vocab_size=32, num_hidden_layers=1),
+    "its architecture is gemma3_text": Gemma3TextConfig(vocab_size=32, num_hidden_layers=1),
+    "its activation is gelu": Qwen3Config(**PLAIN, hidden_act="gelu"),
+    "its attention has a sliding window": Qwen3Config(
+        **PLAIN, use_sliding_window=True, sliding_window=8, max_window_layers=1
+    ),
+    "its layers have biases": Qwen3Config(**PLAIN, attention_bias=True),
+    "its rotary embedding is scaled by linear": Qwen3Config(**PLAIN, **rope("linear")),
+    "its rotary embedding is scaled by yarn": Qwen3Config(**PLAIN, **rope("yarn", original_max_position_embeddings=16)),
+    "its rotary embedding rotates a part of each head": LlamaConfig(
+        **PLAIN, **rope("default", partial_rotary_factor=0.5)
+    ),
+    "some of its layers have experts and some have none": Qwen3MoeConfig(**SIZES, **EXPERTS, mlp_only_layers=[1]),
+    "its tokens go to one expert each, with the weight 1": Qwen3MoeConfig(
+        **SIZES, **{**EXPERTS, "num_experts_per_tok": 1}, norm_topk_prob=True
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_model_that_would_be_computed_wrongly_is_refused_before_anything_starts(
+    tmp_path: Path, megatron: Make, why: str
 ) -> None:
-    config = {key: value for key, value in SIZES.items() if key != "rope_theta"}
-    directory = write_model(tmp_path / "demo", Qwen3Config(**config, **change))
+    REFUSED[why].save_pretrained(tmp_path)  # without weights: nothing reads them
     with pytest.raises(ConfigError) as caught:
-        megatron(directory)
+        megatron(tmp_path)
     assert caught.value.why == why
     assert "train.engine=fsdp" in caught.value.fix
+    assert not torch.distributed.is_initialized()
+
+
+def test_quantized_weights_are_refused(model_directory: Path, megatron: Make) -> None:
+    path = model_directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ConfigError, match="its weights are quantized"):
+        megatron(model_directory)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "text"),
+    [
+        ("qwen3", {"pipeline_parallel": 4}, "pipeline_parallel=4 does not divide the model"),
+        ("qwen3", {"tensor_parallel": 4}, "its key-value heads: 2"),
+        ("qwen3", {"expert_parallel": 2}, "its experts: 1"),
+        ("qwen3-experts", {"expert_parallel": 4}, "its experts: 6"),
+        ("qwen3", {"tensor_parallel": 2, "pipeline_parallel": 4}, "each copy of the model needs 8 ranks"),
+        ("qwen3-experts", {"pipeline_parallel": 2, "expert_parallel": 3}, "there are 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(config: str, options: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_layout(CONFIGS[config], MegatronOptions(**options), rank=0, ranks=4)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"compile": True}, {"host_step": True}])
+def test_settings_of_other_engines_are_refused_by_name(
+    model_directory: Path, megatron: Make, change: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.{next(iter(change))}=true"):
+        megatron(model_directory, **change)
 
 
 @pytest.mark.parametrize(

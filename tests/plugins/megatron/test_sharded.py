@@ -273,7 +273,8 @@ class Training:
         self.engine = cast(
             Any, hwrl_train_engine(settings=settings_in(demo), options=options, backend=hwrl.get_backend(), group=group)
         )
-        self.model, self.optimizer = self.engine.model.module, self.engine.optimizer
+        self.model = self.engine.model.module
+        (self.optimizer,) = self.engine.optimizer.chained_optimizers
         self.optimizer.data_parallel_group_gloo = self.optimizer.data_parallel_group  # it is one, on the host
         self._expect_steps_by_parameter()
         self.train(99)  # Megatron can say nothing of an optimizer without state; and a load replaces all of it

@@ -42,10 +42,10 @@ def run(demo: Path, *words: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_it_learns_and_goes_on_with_another_tensor_parallel_size(tmp_path: Path) -> None:
+def test_it_learns_and_goes_on_with_two_stages_that_both_send(tmp_path: Path) -> None:
     write_demo(tmp_path, seed=1, prompts=2048)
     run(tmp_path, "train.steps=30")
-    run(tmp_path, "resume=true", "train.ranks=2", "train.engine_options.tensor_parallel=2")
+    run(tmp_path, "resume=true", "train.ranks=2", "train.engine_options.pipeline_parallel=2", "weights.senders=2")
     metrics = read_metrics(tmp_path / "run")
     assert [line["step"] for line in metrics] == list(range(1, 61))
     assert [line["weights/version"] for line in metrics] == list(range(1, 61))

@@ -1,74 +1,165 @@
-"""Where runs of a flat buffer lie in Hugging Face tensors: no megatron needed."""
+"""The table of saved tensors, and where runs of flat buffers lie in the model's own state: no megatron needed."""
 
 from __future__ import annotations
 
 import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+import hwrl
+from hwrl.models import load_model_config
+from hwrl.safetensors_files import TensorFiles
+from hwrl.saved_names import SavedNames
+from hwrl_megatron.layout import Layout, rank_nbytes, saved_tensors
+from hwrl_megatron.loading import load_weights
 from hwrl_megatron.weights import MappedWeight, map_weights
+from tests.support.megatron_models import CONFIGS, write_model
 
-CONFIG = Qwen3Config(num_attention_heads=8, num_key_value_heads=4, head_dim=3, hidden_size=5)
-
-
-def layers(ranks: int) -> nn.ModuleDict:
-    """Return modules with the names and sizes of one rank's GPTModel, numbered through."""
-    own = nn.ModuleDict(
-        {
-            "linear_qkv": nn.Linear(5, 16 * 3 // ranks),
-            "linear_proj": nn.Linear(24 // ranks, 5, bias=False),
-            "q_layernorm": nn.RMSNorm(3),
-        }
-    )
-    mlp = nn.ModuleDict({"linear_fc1": nn.Linear(5, 28 // ranks, bias=False)})
-    layer = nn.ModuleDict({"self_attention": own, "mlp": mlp})
-    return nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList([layer])})})
+SMALL: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 6, "vocab_size": 8}
+MODELS = {
+    "experts": Qwen3MoeConfig(
+        **SMALL, num_hidden_layers=2, head_dim=3, num_experts=4, moe_intermediate_size=4, norm_topk_prob=True
+    ),
+    "biases": Qwen2Config(**SMALL, num_hidden_layers=2, intermediate_size=4, head_dim=3, tie_word_embeddings=True),
+}
+LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 2), (2, 2, 2, 1)]
+"""Sizes: tensor, data, stages, experts."""
 
 
-def of_ranks(ranks: int) -> list[list[MappedWeight]]:
-    """Return the weights on each rank, loaded from whole tensors whose elements are all different."""
-    mapped = [map_weights(layers(ranks), CONFIG, rank=rank, ranks=ranks) for rank in range(ranks)]
-    with torch.no_grad():
-        for weights in mapped:
+@dataclass
+class Parameters:
+    """The parameters of one rank's GPTModel: each as large as its saved tensors together."""
+
+    config: Any
+    layout: Layout
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        rows: dict[str, list[tuple[int, ...]]] = {}
+        for saved in saved_tensors(self.config, self.layout):
+            if saved.is_on(self.layout):
+                shape = list(saved.shape)
+                if saved.dim is not None:
+                    shape[saved.dim] //= self.layout.tensor
+                rows.setdefault(saved.parameter, []).append(tuple(shape))
+        for name, parts in rows.items():
+            yield name, nn.Parameter(torch.empty(sum(part[0] for part in parts), *parts[0][1:], dtype=torch.float64))
+
+
+def own_state(config: Any) -> dict[str, torch.Tensor]:
+    """Return the state of a transformers model on the meta device."""
+    with torch.device("meta"):
+        return dict(AutoModelForCausalLM.from_config(config).state_dict())
+
+
+def numbered(name: str, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the state ``name``, whose elements are all different from each other and any other's."""
+    shape = state[name].shape
+    return torch.arange(shape.numel(), dtype=torch.float64).view(shape) + 1e6 * list(state).index(name)
+
+
+def load_all(config: Any, sizes: tuple[int, ...]) -> list[list[MappedWeight]]:
+    """Return the weights on each rank, loaded with the files' tensors."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    state, names = dict(model.state_dict()), SavedNames.of(model)
+    files = {part: view for name in state for part, view in names.parts(name, numbered(name, state))}
+    tensor, data, stages, experts = sizes
+    mapped = []
+    for rank in range(tensor * data * stages):
+        layout = Layout(rank, tensor, data, stages, experts)
+        weights = map_weights(cast("nn.Module", Parameters(config, layout)), config, layout)
+        with torch.no_grad():
             for weight in weights:
-                weight.load(whole(weight))
+                weight.load(files[weight.saved.name][weight.slices()])
+        mapped.append(weights)
     return mapped
 
 
-def whole(weight: MappedWeight) -> torch.Tensor:
-    return torch.arange(torch.Size(weight.shape).numel(), dtype=torch.float32).view(weight.shape)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_rectangles_of_all_runs_cover_the_models_own_tensors_with_their_own_elements(
+    sizes: tuple[int, ...], model: str
+) -> None:
+    config = MODELS[model]
+    if model == "biases" and sizes[3] > 1:
+        return
+    state, draw = own_state(config), random.Random(str(sizes))
+    seen = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
+    for weight in itertools.chain(*load_all(config, sizes)):
+        flat, name = weight.parameter.detach().flatten(), weight.saved.own_name
+        whole = numbered(name, state)
+        assert torch.equal(weight.dense().flatten(), whole[weight.own_slices()].flatten())
+        cuts = sorted({draw.randint(0, len(flat)) for _ in range(3)} | {0, len(flat)})
+        for start, stop in itertools.pairwise(cuts):
+            for offset, elements, shape in weight.rectangles(start, stop):
+                assert start <= elements.start < elements.stop <= stop
+                place = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+                assert torch.equal(flat[elements].view(shape), whole[place])
+                seen[name][place] += 1
+    if config.tie_word_embeddings:
+        del seen["lm_head.weight"]
+    for name, times in seen.items():
+        assert (times >= 1).all(), name
+        if sizes == (1, 1, 1, 1):
+            assert (times == 1).all(), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@given(data=st.data())
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # draws lie between the work
-def test_rectangles_of_all_runs_cover_each_tensor_once_with_its_own_elements(ranks: int, data: st.DataObject) -> None:
-    mapped = of_ranks(ranks)
-    for number, weight in enumerate(mapped[0]):
-        seen = torch.zeros(weight.shape)
-        owners = mapped if weight.dim is not None else mapped[:1]
-        for weights in owners:
-            flat = weights[number].parameter.detach().flatten()
-            cuts = sorted(data.draw(st.sets(st.integers(0, flat.numel()), max_size=4)) | {0, flat.numel()})
-            for start, stop in itertools.pairwise(cuts):
-                for offset, elements, shape in weights[number].rectangles(start, stop):
-                    assert start <= elements.start < elements.stop <= stop
-                    place = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
-                    assert torch.equal(flat[elements].view(shape), whole(weight)[place])
-                    seen[place] += 1
-        assert (seen == 1).all(), weight.name
+@pytest.mark.parametrize("model", CONFIGS)
+def test_the_tables_names_and_shapes_are_those_of_transformers(model: str) -> None:
+    config = CONFIGS[model]
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    state, names = own_state(config), SavedNames.of(whole)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    files = {part: tuple(view.shape) for name in state for part, view in names.parts(name, state[name])}
+    for stages in (1, 2):
+        table = list(saved_tensors(config, Layout(stages=stages)))
+        assert {one.name: one.shape for one in table} == {n: s for n, s in files.items() if n not in tied}
+        own = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
+        assert {one.own_name: one.own_shape for one in table} == own
+        copies = [one.name for one in table if one.copy]
+        assert copies == (["model.embed_tokens.weight"] if tied and stages > 1 else [])
+        assert len(table) - len(copies) == len({one.name for one in table}), "each tensor is sent once"
 
 
-def test_names_and_shapes_are_those_of_transformers() -> None:
-    prefix = "model.layers.0.self_attn."
-    shapes = {weight.name: weight.shape for weight in of_ranks(2)[1]}
-    assert shapes[f"{prefix}q_proj.weight"] == (24, 5)
-    assert shapes[f"{prefix}v_proj.bias"] == (12,)
-    assert shapes[f"{prefix}o_proj.weight"] == (5, 24)
-    assert shapes[f"{prefix}q_norm.weight"] == (3,)
-    assert shapes["model.layers.0.mlp.up_proj.weight"] == (14, 5)
+def test_bytes_of_a_rank_are_those_of_its_parameters() -> None:
+    config = MODELS["experts"]
+    layout = Layout(rank=3, tensor=2, data=2, stages=1, experts=2)
+    numel = [parameter.numel() for _, parameter in Parameters(config, layout).named_parameters()]
+    named = dict(Parameters(config, layout).named_parameters())
+    experts = sum(parameter.numel() for name, parameter in named.items() if ".local_experts." in name)
+    assert experts > 0
+    found = rank_nbytes(config, layout, dtype=torch.bfloat16)
+    assert found["parameters"] == 2 * sum(numel)
+    assert found["gradients"] == 4 * sum(numel)
+    assert found["optimizer"] == 12 * (experts + (sum(numel) - experts) // 2)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_each_rank_reads_its_own_parts_only(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "demo", CONFIGS["qwen3-experts"], max_shard_size="20KB")
+    config, read_nbytes = load_model_config(directory), []
+    read = TensorFiles.read
+
+    def counting(self: TensorFiles, name: str, index: Sequence[slice] = ()) -> torch.Tensor:
+        found = read(self, name, index)
+        read_nbytes.append(found.nbytes)
+        return found
+
+    tensor, data, stages, experts = sizes
+    for rank in range(tensor * data * stages):
+        layout = Layout(rank, tensor, data, stages, experts)
+        weights = map_weights(cast("nn.Module", Parameters(config, layout)), config, layout)
+        read_nbytes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TensorFiles, "read", counting)
+            load_weights(weights, [], directory, group=None, backend=hwrl.get_backend())
+        assert sum(read_nbytes) == sum(4 * weight.view.numel() for weight in weights)

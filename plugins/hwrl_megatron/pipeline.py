@@ -1,0 +1,58 @@
+"""Micro-batches through the stages of a pipeline, with Megatron's own schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+
+from hwrl.train import MicroBatch
+
+Run = Callable[[MicroBatch], torch.Tensor]
+Loss = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+
+
+def run_stages(
+    model: DistributedDataParallel, plan: Sequence[MicroBatch], run: Run, *, loss: Loss | None = None
+) -> Iterator[torch.Tensor]:
+    """Run the micro-batches of ``plan`` through all stages; yield the scores of each (2 × targets, float32, detached).
+
+    Collective over the stages; each has the same plan. ``run`` returns this stage's result: hidden states, or on the
+    last stage the scores. With ``loss``, that stage takes the gradients of its result for them, one forward and one
+    backward pass at a time. Scores travel to all stages.
+    """
+
+    def step(parts: Iterator[MicroBatch], _: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        part = next(parts)
+
+        def finish(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            total = scores if loss is None else loss(part, scores)
+            return total, torch.zeros((), dtype=torch.int), scores.detach()
+
+        return run(part), finish
+
+    scores = forward_backward_pipelining_without_interleaving(
+        forward_step_func=step,
+        data_iterator=iter(plan),
+        model=model,
+        num_microbatches=len(plan),
+        seq_length=1,  # the stages tell each other the shapes
+        micro_batch_size=1,
+        forward_only=loss is None,
+    )
+    yield from _shared(scores, plan)
+
+
+def _shared(scores: list[torch.Tensor], plan: Sequence[MicroBatch]) -> Iterator[torch.Tensor]:
+    sizes = [len(part.targets) for part in plan]
+    group, last = (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_last_rank(),
+    )
+    every = torch.cat(scores, 1) if scores else torch.empty(2, sum(sizes), device=plan[0].targets.device)
+    torch.distributed.broadcast(every, src=last, group=group)
+    yield from every.split(sizes, 1)
