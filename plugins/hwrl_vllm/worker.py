@@ -13,6 +13,7 @@ import torch
 from hwrl.discovery import get_backend
 from hwrl.interfaces import Backend
 from hwrl_vllm.copies import CopyPlan, Recorder
+from hwrl_vllm.experts import experts_prepared
 from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter, with_loaders_names
 
 _log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
@@ -114,7 +115,7 @@ class WeightLoading:
         model = self.model_runner.get_model()
         if self.vllm_config.lora_config:
             weights = with_loaders_names(model, weights)
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config), experts_prepared(model):
             initialize_layerwise_reload(model)
             try:
                 model.load_weights(weights.items())
