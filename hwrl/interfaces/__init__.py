@@ -36,6 +36,7 @@ from hwrl.interfaces.rollout import (
     RolloutEngine,
     RolloutSettings,
     Sampling,
+    WeightOffer,
 )
 from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
 
@@ -79,5 +80,6 @@ __all__ = [
     "TokenLoss",
     "TrainEngine",
     "Transfer",
+    "WeightOffer",
     "without_device_files",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +65,26 @@ class Completion:
     response: Response
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightOffer:
+    """A proposed version of a weight link, for the receivers of an engine. Its transfer has begun.
+
+    The link is called ``link``, in the store at the address ``store`` (``host:port``). ``proposal`` is the number of
+    the proposal, and ``version`` its version. ``members`` are the receivers' numbers in the link; None for a receiver
+    that has no part in this proposal. ``timeout_s`` limits the wait for a stored version to be complete, and
+    ``limit_s`` all of the receiving. After ``once`` the receivers free what they hold for the link.
+    """
+
+    store: str
+    link: str
+    proposal: int
+    version: int
+    members: tuple[int | None, ...]
+    timeout_s: float
+    limit_s: float
+    once: bool = False
+
+
 MEMORY_TAGS = frozenset({"weights", "kv_cache"})
 """The parts of an engine's device memory, for :meth:`RolloutEngine.sleep` and :meth:`RolloutEngine.wake`."""
 
@@ -85,6 +105,9 @@ class RolloutEngine(ABC):
 
     base: int | None = None
     """The identity of the loaded base model; None before :meth:`load_base`, and always without ``settings.lora``."""
+
+    receivers: int = 0
+    """How many receivers of weights the engine has, one for each worker; 0: the caller receives versions for it."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -117,6 +140,22 @@ class RolloutEngine(ABC):
         Reads the tensors before it returns, and keeps none. Unknown or missing names raise EngineError, and the old
         version stays.
         """
+
+    def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise EngineError unless ``tensors``, on the meta device, are those of a whole model for this engine."""
+        raise _without_receivers()
+
+    def receive_weights(self, offer: WeightOffer) -> int | None:
+        """Receive ``offer`` straight into the model's weights, with all :attr:`receivers`. Blocks until it is decided.
+
+        The version before is lost at the call: :attr:`version` is -1, and with ``settings.lora`` :attr:`base` is None.
+        When all receivers hold one version, later tokens come from it; with ``settings.lora`` it is the new base.
+        Returns the number of the proposal then held: the offered one or, of stored versions, perhaps an earlier one.
+        Returns None, and the engine has no version, if the transfer did not commit, or if another offer must complete
+        the version. The caller has checked the tensors with :meth:`check_weights`. Raises EngineError if the engine
+        itself failed.
+        """
+        raise _without_receivers()
 
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
         """Copy the base model with identity ``base`` into the model; :attr:`version` is -1 until an adapter follows.
@@ -163,6 +202,14 @@ def adapter_unsupported() -> UnsupportedError:
         "this engine serves no adapter",
         why="it was made without settings.lora, or knows no LoRA",
         fix="load_weights with the whole model; in a run, model.lora_rank=0",
+    )
+
+
+def _without_receivers() -> UnsupportedError:
+    return UnsupportedError(
+        "this engine does not receive weights",
+        why="it has no receivers",
+        fix="receive whole versions, and load_weights; in a run, weights.keep_old_version=true",
     )
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.checks import require_awake as require_awake
     from hwrl.rollout.checks import require_base as require_base
     from hwrl.rollout.checks import require_fit as require_fit
+    from hwrl.rollout.checks import require_held as require_held
     from hwrl.rollout.checks import require_no_adapter as require_no_adapter
     from hwrl.rollout.checks import require_none_pending as require_none_pending
     from hwrl.rollout.checks import require_same_model as require_same_model
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
+    from hwrl.rollout.model_link import INCARNATION as INCARNATION
+    from hwrl.rollout.model_link import EngineModels as EngineModels
+    from hwrl.rollout.model_link import ModelLink as ModelLink
+    from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
+    from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
     from hwrl.rollout.reward import Reward as Reward
     from hwrl.rollout.reward import load_reward as load_reward
     from hwrl.rollout.reward_workers import RewardWorkers as RewardWorkers
@@ -37,27 +43,28 @@ if TYPE_CHECKING:
     from hwrl.rollout.reward_workers import Scores as Scores
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
-    from hwrl.rollout.weight_updater import INCARNATION as INCARNATION
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
-    from hwrl.rollout.weight_updater import RetryingReceiver as RetryingReceiver
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
 
 _MODULE_OF = {
     "AdapterUpdater": "weight_updater",
     "EmbeddedEngine": "embedded",
+    "EngineModels": "model_link",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
-    "INCARNATION": "weight_updater",
+    "INCARNATION": "model_link",
     "LedgerClient": "leases",
     "LedgerCounts": "ledger",
     "LoopSettings": "rollouter",
+    "ModelLink": "model_link",
     "ModelUpdater": "weight_updater",
     "Prompt": "data",
     "PromptLease": "ledger",
     "PromptLedger": "ledger",
     "PromptStream": "data",
-    "RetryingReceiver": "weight_updater",
+    "ReceivedModels": "model_link",
+    "RetryingReceiver": "model_link",
     "Reward": "reward",
     "RewardWorkers": "reward_workers",
     "Rollouter": "rollouter",
@@ -72,6 +79,7 @@ _MODULE_OF = {
     "require_awake": "checks",
     "require_base": "checks",
     "require_fit": "checks",
+    "require_held": "checks",
     "require_no_adapter": "checks",
     "require_none_pending": "checks",
     "require_same_model": "checks",
@@ -82,16 +90,19 @@ __all__ = [
     "INCARNATION",
     "AdapterUpdater",
     "EmbeddedEngine",
+    "EngineModels",
     "Evaluation",
     "Evaluator",
     "LedgerClient",
     "LedgerCounts",
     "LoopSettings",
+    "ModelLink",
     "ModelUpdater",
     "Prompt",
     "PromptLease",
     "PromptLedger",
     "PromptStream",
+    "ReceivedModels",
     "RetryingReceiver",
     "Reward",
     "RewardWorkers",
@@ -107,6 +118,7 @@ __all__ = [
     "require_awake",
     "require_base",
     "require_fit",
+    "require_held",
     "require_no_adapter",
     "require_none_pending",
     "require_same_model",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hwrl.errors import EngineError, UnsupportedError
-from hwrl.interfaces import GenerationRequest
+from hwrl.interfaces import GenerationRequest, WeightOffer
 from hwrl.interfaces.rollout import adapter_unsupported
 
 if TYPE_CHECKING:
     import torch
+
+    from hwrl.weights import Taken
+
+_log = logging.getLogger(__name__)
 
 
 def require_fit(request: GenerationRequest, *, max_length: int) -> None:
@@ -92,6 +97,28 @@ def require_same_model(own: Mapping[str, torch.Tensor], given: Mapping[str, torc
             why=f"missing: {missing[:3]}, unknown: {unknown[:3]}, of another shape: {reshaped[:3]}",
             fix="send the weights of the same model, under their Hugging Face names",
         )
+
+
+def require_held(results: Sequence[Taken], offer: WeightOffer) -> Taken | None:
+    """Return what all receivers hold after ``offer``; None if they hold different versions or one holds none.
+
+    Raises EngineError if a receiver itself failed.
+    """
+    faults = [f"receiver {number}: {taken.why}" for number, taken in enumerate(results) if taken.fault]
+    if faults:
+        raise EngineError(
+            f"version {offer.version} was not received, and the version before is gone",
+            why="; ".join(faults),
+            fix="correct the reason; the next whole version repairs the engine",
+        )
+    held = {(taken.epoch, taken.version) for taken in results}
+    if len(held) == 1 and results[0].proposal:
+        return max(results)
+    missing = [f"receiver {number}: {taken.why}" for number, taken in enumerate(results) if not taken.proposal]
+    _log.warning(
+        "version %d is not in the engine, which has none now: %s", offer.version, "; ".join(missing) or sorted(held)
+    )
+    return None
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from hwrl.interfaces import (
     Response,
     RolloutEngine,
     RolloutSettings,
+    WeightOffer,
 )
 from hwrl.lora import add_adapter
 from hwrl.memory import Offloader
@@ -29,6 +30,7 @@ from hwrl.rollout.checks import (
     require_awake,
     require_base,
     require_fit,
+    require_held,
     require_no_adapter,
     require_none_pending,
     require_same_model,
@@ -36,6 +38,7 @@ from hwrl.rollout.checks import (
 )
 from hwrl.rollout.slots import SlotCache
 from hwrl.saved_names import saved_weights
+from hwrl.weights import Destination, EngineReceiver, Scattered, WeightLayout, whole_rules
 
 _StateDict = Mapping[str, torch.Tensor]
 
@@ -51,6 +54,8 @@ class EmbeddedEngine(RolloutEngine):
     ``prefill_tokens`` padded tokens of new prompts; a longer prompt has a pass by itself.
 
     A sleep of level 2 keeps the buffers outside a checkpoint, because no trainer sends them.
+
+    It can receive weights straight into the model, as one receiver.
 
     Samples depend only on ``seed``, the request's number and the model, not on other running requests. Devices may
     differ by rounding.
@@ -68,9 +73,11 @@ class EmbeddedEngine(RolloutEngine):
         backend: Backend | None = None,
     ) -> None:
         _require_full_attention(model.config, max_length=max_length)
+        self.receivers = 1
         self.model = model.eval()
         self._backend = backend_or_default(backend)
         self._base, self._adapter = saved_weights(model)
+        self._receiver = EngineReceiver(0, backend=self._backend, place=self._place)
         self._asleep: frozenset[str] = frozenset()
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # each with its bytes while awake
         self._device = next(model.parameters()).device
@@ -140,6 +147,21 @@ class EmbeddedEngine(RolloutEngine):
         self._copy(given, self._base)
         self.version = version
 
+    def check_weights(self, tensors: _StateDict) -> None:
+        require_same_model(self._base, tensors)
+
+    def receive_weights(self, offer: WeightOffer) -> int | None:
+        require_awake(self._asleep, {"weights"}, needed_for="receive weights")
+        self.version, self.base = -1, None
+        taken = require_held([self._receiver.take(offer)], offer)
+        if taken is None:
+            return None
+        if self._adapter:
+            self.base = taken.version
+        else:
+            self.version = taken.version
+        return taken.proposal
+
     def load_base(self, weights: Iterable[tuple[str, torch.Tensor]], *, base: int) -> None:
         require_adapter(self._adapter)
         given = self._checked(weights, self._base)
@@ -153,6 +175,9 @@ class EmbeddedEngine(RolloutEngine):
         given = self._checked(weights, self._adapter)
         self._copy(given, self._adapter)
         self.version = version
+
+    def _place(self, layout: WeightLayout) -> Destination:
+        return Scattered(layout, whole_rules(layout, self._base), backend=self._backend)
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], own: _StateDict) -> _StateDict:
         require_awake(self._asleep, {"weights"}, needed_for="load weights")
@@ -175,6 +200,7 @@ class EmbeddedEngine(RolloutEngine):
         if self._asleep:
             return 0
         freed_nbytes = self._cache.drop()
+        self._receiver.release()
         if level == 1:
             storages = _storages([*self.model.parameters(), *self.model.buffers()])
             freed_nbytes += sum(storage.nbytes() for storage in storages)

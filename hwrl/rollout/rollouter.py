@@ -175,7 +175,7 @@ class Rollouter:
         if not self._had_weights:
             return
         self._leases.refill(room=self._generator.room())
-        if self._leases or self._evaluator.is_waiting:
+        if self._leases or self._evaluator.is_waiting or self.engine.pending():
             if self._sleeper.asleep:
                 with self._clock.during("sleep"):
                     self._sleeper.wake()
@@ -195,7 +195,7 @@ class Rollouter:
             self._generator.start(prompt, settings.sampling, size=settings.group_size, lease=lease)
 
     def _generate(self) -> bool:
-        if not self.engine.pending():
+        if self.engine.version < 0 or not self.engine.pending():
             return False
         with self._clock.during("generate"):
             groups = self._generator.step()

@@ -262,12 +262,17 @@ class ControlChannel:
 
     # -- the receivers write ------------------------------------------------------------------------------------
 
-    def join(self, replica: str) -> int:
-        """Request to be sent versions; return this receiver's join number."""
-        number = self._keys.add("numbers", 1)
-        self._keys.set(_key(Note.JOIN, number), replica)
-        self._keys.add("joins", 1)
-        return number
+    def join(self, *replicas: str) -> tuple[int, ...]:
+        """Request that receivers called ``replicas`` be sent versions; return their join numbers.
+
+        The sender mostly sees all of them at once: it looks at the requests when they are complete.
+        """
+        last = self._keys.add("numbers", len(replicas))
+        numbers = tuple(range(last - len(replicas) + 1, last + 1))
+        for number, replica in zip(numbers, replicas, strict=True):
+            self._keys.set(_key(Note.JOIN, number), replica)
+        self._keys.add("joins", len(replicas))
+        return numbers
 
     def leave(self, member: int) -> None:
         """Withdraw the join request; its number is not used again."""

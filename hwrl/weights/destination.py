@@ -1,33 +1,65 @@
-"""Where a receiver puts a version: a copy in the layout's order, or the receiver's own tensors."""
+"""Where a receiver puts a version: room for two versions, the receiver's own tensors, or a loader of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from hwrl.errors import LayoutMismatchError
+from hwrl.comm import raw_bytes
 from hwrl.interfaces import Backend
-from hwrl.memory.fingerprint import bytes_of
-from hwrl.weights.layout import Entry, WeightLayout
-from hwrl.weights.slabs import Checksums, SlabLease, SlabRing
+from hwrl.weights.layout import NamedTensor, WeightLayout, view_bytes
+from hwrl.weights.slabs import SlabLease, SlabRing
+
+RING_NBYTES = 1 << 30
+"""The most memory of a receiver's ring, by default."""
 
 
 class Destination(Protocol):
-    """Where a receiver puts one version, slab by slab."""
+    """Where a receiver puts its versions, slab by slab. Each version is ``begin``, its slabs, then ``finish``.
+
+    Methods but ``begin``, ``finish`` and ``cancel`` only queue work on the current stream.
+    """
+
+    keeps_old: bool
+    """Whether the version before stays whole while another arrives."""
+
+    slots: int | None
+    """How many slabs may be under way at once; None: any number."""
 
     tensors: Mapping[str, torch.Tensor]
-    """The version's tensors, in the sender's order; whole after the last slab was stored and ``finish`` returned."""
+    """The newest version's tensors, in the sender's order; empty if the destination gives them to a loader."""
+
+    def begin(self) -> None:
+        """Prepare for a version; from here on the version before is lost, unless ``keeps_old``."""
 
     def memory_for(self, index: int) -> SlabLease:
-        """Return the memory to receive slab ``index`` into."""
+        """Return the memory to receive slab ``index`` into. Call it in the order of the slabs."""
 
     def store(self, lease: SlabLease) -> None:
-        """Copy a received slab to its tensors if it is not there yet; queued on the current stream."""
+        """Bring a received slab to its tensors, if it is not there yet."""
 
     def finish(self) -> None:
-        """Complete the version after its last slab."""
+        """Complete the version. All of it has come, and is what was sent."""
+
+    def cancel(self) -> None:
+        """Drop the version that was begun and is not complete."""
+
+
+Place = Callable[[WeightLayout], Destination]
+"""Makes the destination of a layout's versions; LayoutMismatchError if it has no place for one of the tensors."""
+
+
+def ring_slots(slab_nbytes: int, *, slabs: int, ring_nbytes: int = RING_NBYTES) -> int:
+    """Return how many slots a receiver's ring has: at most ``slabs``, in ``ring_nbytes``, and at least one."""
+    return max(1, min(slabs, ring_nbytes // max(slab_nbytes, 1)))
+
+
+def ring_nbytes_of(layout: WeightLayout, *, slabs: int = 4, ring_nbytes: int = RING_NBYTES) -> int:
+    """Return the most bytes that a receiver allocates for ``layout`` beside the place of the tensors."""
+    largest = max((slab.nbytes for slab in layout.slabs), default=0)
+    return largest * min(len(layout.slabs), ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes))
 
 
 class FlatVersion:
@@ -45,121 +77,137 @@ class FlatVersion:
         """Allocate the memory on ``device``."""
         return cls(layout, flat=torch.empty(layout.nbytes, dtype=torch.uint8, device=device))
 
+
+class TwoVersions:
+    """Room for two versions in turn: one serves while the next arrives. Each is allocated when it is first needed."""
+
+    keeps_old = True
+    slots: int | None = None
+
+    def __init__(self, layout: WeightLayout, *, backend: Backend) -> None:
+        self._layout, self._device = layout, backend.device()
+        self._spare: FlatVersion | None = None
+        self._newest: FlatVersion | None = None
+        self.tensors: Mapping[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Take the spare version's memory."""
+        self._spare = self._spare or FlatVersion.on(self._device, self._layout)
+
     def memory_for(self, index: int) -> SlabLease:
-        """Return slab ``index``'s part of the memory."""
-        return SlabLease(index, self.slabs[index])
+        """Return the slab's part of the spare version."""
+        assert self._spare is not None, "begin comes first"
+        return SlabLease(index, self._spare.slabs[index])
 
     def store(self, lease: SlabLease) -> None:
         """Do nothing: slabs are received in place."""
 
     def finish(self) -> None:
-        """Do nothing: tied tensors are the same views."""
+        """Let the spare version be the newest."""
+        assert self._spare is not None, "begin comes first"
+        self.tensors = self._spare.tensors
+        self._spare, self._newest = self._newest, self._spare
+
+    def cancel(self) -> None:
+        """Do nothing: the next version overwrites it."""
 
 
-class InPlace:
-    """The receiver's own tensors, ``targets``: each version replaces their content. Needs at most a ring of slabs.
+class TensorLoader(Protocol):
+    """Takes a version tensor by tensor, as an engine's own loaders do."""
 
-    Raises LayoutMismatchError if a tensor of the layout is missing, or has another dtype, shape or device.
-    """
+    def begin(self) -> None:
+        """Prepare for a version. A version that was begun and cancelled may have left a mixture."""
 
-    def __init__(
-        self, layout: WeightLayout, targets: Mapping[str, torch.Tensor], *, backend: Backend, slabs: int
-    ) -> None:
-        for entry in layout.entries:
-            _check_target(entry, targets.get(entry.name), backend.device(), layout.slab_nbytes)
-        self.tensors: Mapping[str, torch.Tensor] = {e.name: targets[e.name].detach() for e in layout.entries}
-        self._layout, self._buffer = layout, SlabRing(layout, backend=backend, slabs=slabs)
-        aliases = [(self.tensors[e.name], self.tensors[e.alias_of]) for e in layout.entries if e.alias_of is not None]
-        self._untied = [(alias, first) for alias, first in aliases if alias.data_ptr() != first.data_ptr()]
-        self._integers: dict[int, list[list[torch.Tensor]]] = {}
-        self._direct: dict[int, SlabLease] = {}  # slabs known to be received straight into the tensors
-        flat = _flat_memory(layout, self.tensors)
-        if flat is not None:
-            version = FlatVersion(layout, flat=flat)
-            self._direct = {index: version.memory_for(index) for index in range(len(layout.slabs))}
-
-    def memory_for(self, index: int) -> SlabLease:
-        """Return the tensors' own memory if slab ``index`` can be received into it, else a slot of the ring."""
-        if index in self._direct:
-            return self._direct[index]
-        lease = self._buffer.memory_for(index, self._tensors_of(index))
-        if not lease.copied:
-            self._direct[index] = lease
-        return lease
-
-    def store(self, lease: SlabLease) -> None:
-        """Copy a slab from the ring to its tensors."""
-        if not lease.copied:
-            return
-        if lease.index not in self._integers:
-            self._integers[lease.index] = self._buffer.as_integers(lease.index, self._tensors_of(lease.index))
-        self._buffer.unpack(lease, self._integers[lease.index])
+    def load(self, tensors: Sequence[NamedTensor]) -> None:
+        """Take whole tensors, in the sender's order of slabs. They are the loader's to keep, and never overwritten."""
 
     def finish(self) -> None:
-        """Copy tied tensors to targets that are not tied here."""
-        for alias, first in self._untied:
-            alias.copy_(first)
+        """Complete the version: all tensors were given."""
 
-    def _tensors_of(self, index: int) -> list[torch.Tensor]:
-        return [self.tensors[self._layout.entries[number].name] for number in self._layout.slabs[index].entries]
+    def cancel(self) -> None:
+        """Drop the version that was begun. The next whole version must be able to repair what it leaves."""
 
 
-class DoubleBuffer:
-    """Two destinations in turn: one serves while the next version arrives in the other.
+class TensorStream:
+    """Gives tensors to ``loader`` as they arrive, each in memory of its own.
 
-    With ``into`` both are those tensors. ``sums`` are the receiver's checksums of the version that arrives.
+    Holds a ring of at most ``slots`` slabs, the tensors that have come in part, and what the loader keeps. A tensor
+    with slabs of its own is received straight into the tensor that the loader gets. The loader works on the stream
+    that is current when this is made.
     """
 
-    def __init__(
-        self, layout: WeightLayout, *, backend: Backend, into: Mapping[str, torch.Tensor] | None, slabs: int
-    ) -> None:
-        self.layout, self._device = layout, backend.device()
-        self.sums = Checksums(layout, device=self._device)
-        in_place = None if into is None else InPlace(layout, into, backend=backend, slabs=slabs)
-        self._pair: list[Destination | None] = [in_place, in_place]
+    keeps_old = False
+    tensors: Mapping[str, torch.Tensor] = {}
 
-    def spare(self) -> Destination:
-        """Return the destination for the next version; allocates it at the first need."""
-        destination = self._pair[0] or FlatVersion.on(self._device, self.layout)
-        self._pair[0] = destination
-        return destination
+    def __init__(self, layout: WeightLayout, loader: TensorLoader, *, backend: Backend, slots: int) -> None:
+        self._layout, self._loader, self._backend = layout, loader, backend
+        self.slots: int | None = slots
+        self._ring = SlabRing(layout, backend=backend, slabs=slots)
+        self._stream = backend.current_stream()
+        self._parts: dict[int, torch.Tensor] = {}  # by the entry's number: not whole yet
+        self._names = _names_of(layout)
 
-    def flip(self) -> Mapping[str, torch.Tensor]:
-        """Let the version that just arrived serve; return its tensors."""
-        destination = self.spare()
-        destination.finish()
-        self._pair.reverse()
-        return destination.tensors
+    def begin(self) -> None:
+        """Begin the loader's version, and give it the tensors without a byte."""
+        self._parts.clear()
+        self._loader.begin()
+        entries = enumerate(self._layout.entries)
+        empty = [(entry.name, self._new(number)) for number, entry in entries if not entry.nbytes]
+        if empty:
+            self._loader.load(empty)
+
+    def memory_for(self, index: int) -> SlabLease:
+        """Return memory of the only tensor in the slab, or a slot of the ring."""
+        pieces = self._layout.slabs[index].pieces
+        if len(pieces) > 1:
+            return self._ring.lease(index)
+        piece = pieces[0]
+        raw = raw_bytes(self._part(piece.entry))
+        return SlabLease(index, raw[piece.start : piece.start + piece.nbytes])
+
+    def store(self, lease: SlabLease) -> None:
+        """Give the loader the tensors that are whole with this slab."""
+        pieces = self._layout.slabs[lease.index].pieces
+        if lease.copied:
+            for piece in pieces:
+                to = raw_bytes(self._part(piece.entry))[piece.start : piece.start + piece.nbytes]
+                to.copy_(lease.memory[piece.at : piece.at + piece.nbytes])
+        whole = [
+            piece.entry for piece in pieces if piece.start + piece.nbytes == self._layout.entries[piece.entry].nbytes
+        ]
+        tensors = [(number, self._parts.pop(number)) for number in whole]
+        if tensors:
+            self._stream.wait_stream(self._backend.current_stream())
+            with self._stream:
+                self._loader.load([(name, tensor) for number, tensor in tensors for name in self._names[number]])
+
+    def finish(self) -> None:
+        """Complete the loader's version."""
+        self._loader.finish()
+
+    def cancel(self) -> None:
+        """Drop the loader's version."""
+        self._parts.clear()
+        self._loader.cancel()
+
+    def _part(self, number: int) -> torch.Tensor:
+        if number not in self._parts:
+            self._parts[number] = self._new(number)
+        return self._parts[number]
+
+    def _new(self, number: int) -> torch.Tensor:
+        """Return memory for tensor ``number``; writes on the current stream wait for what used the memory before."""
+        entry, current = self._layout.entries[number], self._backend.current_stream()
+        with self._stream:
+            raw = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._backend.device())
+        current.wait_stream(self._stream)
+        return view_bytes(raw, entry)
 
 
-def _check_target(entry: Entry, target: torch.Tensor | None, device: torch.device, slab_nbytes: int) -> None:
-    if target is None:
-        why = "the receiver has no tensor of this name"
-    elif target.dtype != entry.dtype or target.shape != entry.shape:
-        sent = f"{entry.dtype} {list(entry.shape)}"
-        why = f"the sender has it as {sent}, the receiver as {target.dtype} {list(target.shape)}"
-    elif target.device != device:
-        why = f"the receiver has it on {target.device}, and receives on {device}"
-    elif entry.nbytes > slab_nbytes and not target.is_contiguous():
-        why = f"it is larger than a slab of {slab_nbytes:,} bytes and not contiguous"
-    else:
-        return
-    raise LayoutMismatchError(
-        f"tensor {entry.name!r} cannot be received in place",
-        why=why,
-        fix="give WeightReceiver(into=…) tensors like the sender's, or receive without it and load what you get",
-    )
-
-
-def _flat_memory(layout: WeightLayout, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the storage of ``tensors`` if they are exactly ``layout.views`` of it, else None."""
-    stored = [(entry, tensors[entry.name]) for entry in layout.entries if entry.nbytes]
-    if not stored:
-        return None
-    storage = stored[0][1].untyped_storage()
-    base = storage.data_ptr()
-    if storage.nbytes() != layout.nbytes or base % 8:
-        return None
-    if not all(tensor.data_ptr() == base + entry.offset and tensor.is_contiguous() for entry, tensor in stored):
-        return None
-    return bytes_of(storage)
+def _names_of(layout: WeightLayout) -> dict[int, list[str]]:
+    """Return the names of each tensor, by the number of its first entry: its own, and those of tensors tied to it."""
+    numbers = {entry.name: number for number, entry in enumerate(layout.entries)}
+    names: dict[int, list[str]] = {}
+    for entry in layout.entries:
+        names.setdefault(numbers[entry.alias_of or entry.name], []).append(entry.name)
+    return names

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from hwrl.errors import CommError, TransferFailedError
-from hwrl.weights.control import DecisionKind, Proposal, Start, Vote, VoteKind
+from hwrl.weights.control import DecisionKind, Proposal, Vote, VoteKind
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
@@ -19,10 +18,10 @@ _log = logging.getLogger("hwrl.weights")
 
 
 class Participant:
-    """Receives proposals of one transport. ``begin`` returns the destination of the next version."""
+    """Receives proposals of one transport into ``destination``, after the sender's word to begin."""
 
-    def __init__(self, transport: Transport, end: TransportReceiver, *, begin: Callable[[], Destination]) -> None:
-        self._transport, self._end, self._begin = transport, end, begin
+    def __init__(self, transport: Transport, end: TransportReceiver, destination: Destination) -> None:
+        self._transport, self._end, self._destination = transport, end, destination
 
     def take(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock, *, after: int) -> Proposal | None:
         """Receive the round's proposal; return the proposal now whole here, None if none is.
@@ -43,11 +42,7 @@ class Participant:
             return self._fetch(replace(receiving, proposal=earlier), sums, clock)
 
     def _take_part(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Proposal | None:
-        """Take part in a two-phase commit: report ready, receive, vote, and wait for the decision."""
-        receiving.channel.report_ready(receiving.proposal, receiving.member)
-        with clock("rendezvous"):
-            if receiving.wait_for_start() is not Start.GO:
-                return None
+        """Take part in a two-phase commit: receive, vote, and wait for the decision."""
         with clock(self._transport.stage), torch.no_grad():
             vote = self._receive_and_compare(receiving, sums, clock)
         with clock("vote"):
@@ -58,7 +53,7 @@ class Participant:
 
     def _receive_and_compare(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Vote:
         try:
-            theirs = self._end.receive(receiving, self._begin(), sums, clock)
+            theirs = self._receive(receiving, sums, clock)
             return Vote(VoteKind.TORN, "it was replaced") if theirs is None else sums.compare(theirs)
         except CommError as exc:
             return Vote(VoteKind.TORN, exc.what)
@@ -69,7 +64,7 @@ class Participant:
     def _fetch(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Proposal | None:
         """Copy a stored version, also while it is being written; None if a newer one replaced it."""
         with clock(self._transport.stage), torch.no_grad():
-            theirs = self._end.receive(receiving, self._begin(), sums, clock)
+            theirs = self._receive(receiving, sums, clock)
             if theirs is None:
                 return None
             vote = sums.compare(theirs)
@@ -80,3 +75,7 @@ class Participant:
             why=f"other bytes came than were written ({vote})",
             fix="publish it again; this receiver continues with the version that it has",
         )
+
+    def _receive(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> torch.Tensor | None:
+        self._destination.begin()
+        return self._end.receive(receiving, self._destination, sums, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping
 
@@ -10,18 +9,19 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommTimeoutError, LayoutMismatchError, TransferFailedError
+from hwrl.errors import CommTimeoutError, LayoutMismatchError
 from hwrl.interfaces import Backend
-from hwrl.weights.control import ControlChannel, DecisionKind, Limits, Proposal
-from hwrl.weights.destination import Destination, DoubleBuffer
-from hwrl.weights.participant import Participant
+from hwrl.weights.control import Proposal
+from hwrl.weights.destination import RING_NBYTES, Destination, TwoVersions
+from hwrl.weights.intake import WeightIntake
+from hwrl.weights.layout import WeightLayout
+from hwrl.weights.members import LinkMembers
 from hwrl.weights.report import StageClock
-from hwrl.weights.transport import ReceiverContext, ReceiverRound, ReceiverTiming, Transport, TransportReceiver
+from hwrl.weights.scatter import Scattered
+from hwrl.weights.transport import ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS
 
 _TIMING = ReceiverTiming()
-_CHECK_S = 0.5
-"""How often a receiver that waits for news looks whether it was excluded."""
 
 
 class Received(Mapping[str, torch.Tensor]):
@@ -55,8 +55,9 @@ class WeightReceiver:
 
     Without ``into`` it holds memory for two versions: the old one serves until the new one is whole. With ``into``
     (names → tensors on this process's device, at least those that are sent) each version is received into these
-    tensors, and a ring of ``slabs`` slabs is held for small ones. The old version is then lost when a transfer begins:
-    :attr:`version` is None, and the tensors must not be used, until a transfer succeeds.
+    tensors, and a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes is held for tensors that lie otherwise than
+    the slabs. The old version is then lost when a transfer begins: :attr:`version` is None, and the tensors must not be
+    used, until a transfer succeeds.
 
     ``newest=False`` ignores the version that is already proposed and waits for later ones. Use it from one thread. A
     restarted replica replaces its namesake. A context manager.
@@ -71,23 +72,29 @@ class WeightReceiver:
         backend: Backend | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         slabs: int = 4,
+        ring_nbytes: int = RING_NBYTES,
         newest: bool = True,
         timing: ReceiverTiming = _TIMING,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
-        self._backend = backend_or_default(backend)
-        payloads = {key: transport.payload for key, transport in transports.items()}
-        self._channel = ControlChannel(store, name=name, payloads=payloads)
-        self.replica = replica
-        self.version: int | None = None
-        """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
-        self._done: int  # proposals up to this number were taken, aborted or ignored
-        self._checked_s = -math.inf  # when this receiver was last found not to be excluded
-        self._into, self._slabs, self._timing = into, slabs, timing
-        self._buffer: DoubleBuffer | None = None
-        self._transports = transports
-        self._ends: dict[str, TransportReceiver] = {}
-        self._join(newest=newest)
+        backend = backend_or_default(backend)
+
+        def place(layout: WeightLayout) -> Destination:
+            if into is None:
+                return TwoVersions(layout, backend=backend)
+            return Scattered.into(layout, into, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes)
+
+        self.replica, self.version = replica, None
+        self._keeps_old = into is None
+        self._intake = WeightIntake(
+            store, name=name, backend=backend, place=place, slabs=slabs, timing=timing, transports=transports
+        )
+        self._members = LinkMembers(
+            store, name=name, replicas=[replica], newest=newest, timing=timing, transports=transports
+        )
+
+    version: int | None
+    """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
 
     def __enter__(self) -> WeightReceiver:
         return self
@@ -97,19 +104,12 @@ class WeightReceiver:
 
     def join(self) -> None:
         """Request versions again, the newest included: after ReceiverExcludedError, or when the weights were lost."""
-        for end in self._ends.values():
-            end.abort()
-        self._channel.leave(self._member)
-        self._join(newest=True)
-
-    def _join(self, *, newest: bool) -> None:
-        self._done = 0 if newest else self._channel.newest()  # before joining: later proposals may be for this one
-        self._member = self._channel.join(self.replica)
+        self._intake.abort()
+        self._members.join()
 
     def release(self) -> None:
         """Free the memory of the received versions, which must not be used later; the next version allocates anew."""
-        self._buffer = None
-        self._backend.empty_cache()
+        self._intake.release()
 
     def poll(self) -> int | None:
         """Return the proposed version if this receiver lacks it, or None; never blocks.
@@ -117,12 +117,7 @@ class WeightReceiver:
         Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if this receiver was
         excluded; if nothing is new, half a second after that at most.
         """
-        newest, now_s = self._channel.newest(), time.monotonic()
-        if newest <= self._done and now_s - self._checked_s < _CHECK_S:
-            return None
-        self._channel.check_member(self._member, self.replica)
-        self._checked_s = now_s
-        proposal = self._proposal_for_me(newest)
+        proposal = self._members.poll()
         return None if proposal is None else proposal.version
 
     def receive(self, *, timeout_s: float = 60.0) -> Received:
@@ -138,103 +133,46 @@ class WeightReceiver:
         while True:
             clock = StageClock()
             with clock("wait"):
-                proposal = self._wait_for_proposal(deadline, timeout_s, aborted)
-            buffer = self._buffer_for(proposal)
-            after, self._done = self._done, proposal.number
-            try:
-                taken = self._take(proposal, buffer, after, deadline, clock)
-            except CommTimeoutError:
-                self._done = after  # it is still being written
-                raise
+                proposal = self._members.wait(
+                    deadline=deadline, timeout_s=timeout_s, aborted=aborted, have=self.version
+                )
+            layout, destination = self._prepare(proposal)
+            taken = self._take(proposal, deadline, clock)
             if taken is not None:
-                tensors = buffer.flip()
                 self.version = taken.version
-                return Received(taken, tensors, buffer.layout.payload_nbytes, clock)
-            if not self._transports[proposal.transport].keeps_versions:
-                aborted = proposal  # the sender may take its time for the next round, too
-                limits = Limits(proposal.timeout_s, self._timing.slack_s)
-                deadline = max(deadline, time.monotonic() + limits.start_s)
+                return Received(taken, destination.tensors, layout.payload_nbytes, clock)
+            if not self._members.keeps_versions(proposal):
+                aborted, deadline = proposal, self._members.next_deadline(proposal, deadline)
 
     def close(self) -> None:
         """Leave the link and free the memory; received tensors must not be used later."""
-        self._channel.leave(self._member)
-        for end in self._ends.values():
-            end.close()
-        self._ends = {}
-        self.release()
+        self._members.leave()
+        self._intake.close()
 
-    def _proposal_for_me(self, number: int) -> Proposal | None:
-        """Return proposal ``number`` if it is new and this receiver may take it."""
-        if number <= self._done:
+    def _prepare(self, proposal: Proposal) -> tuple[WeightLayout, Destination]:
+        try:
+            return self._intake.prepare(proposal)
+        except LayoutMismatchError:
+            self._members.leave()  # the sender need not wait for a receiver that cannot receive
+            raise
+
+    def _take(self, proposal: Proposal, deadline: float, clock: StageClock) -> Proposal | None:
+        after = self._members.begin(proposal)
+        (member,) = self._members.members_of(proposal)
+        assert member is not None, "the proposal is for this receiver"
+        if not self._members.rendezvous(proposal, clock):
             return None
-        proposal = self._channel.proposal(number)
-        if proposal is None or self._transports[proposal.transport].keeps_versions:
-            return proposal
-        is_mine = self._member in proposal.to and proposal.epoch == self._channel.epoch()
-        return proposal if is_mine else None
-
-    def _wait_for_proposal(self, deadline: float, timeout_s: float, aborted: Proposal | None) -> Proposal:
-        """Wait for a proposal. Raises at once if the sender gave up after ``aborted``."""
-        while True:
-            self._channel.check_member(self._member, self.replica)
-            newest = self._channel.newest()
-            proposal = self._proposal_for_me(newest)
-            if proposal is not None:
-                return proposal
-            if aborted is not None:
-                self._check_not_given_up(aborted)
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise CommTimeoutError(
-                    f"no new version of {self._channel.name!r} was offered to {self.replica!r} within {timeout_s:g} s",
-                    why=f"its newest version is {self.version}",
-                    fix="is the sender alive? poll() tells without waiting whether there is a version",
-                )
-            self._channel.wait_for_proposal(newest + 1, timeout_s=min(self._timing.look_s, left_s))
-
-    def _check_not_given_up(self, aborted: Proposal) -> None:
-        decision = self._channel.decision(aborted)
-        if decision is not None and decision.kind is DecisionKind.GIVEN_UP:
-            raise TransferFailedError(
-                f"the sender gave version {aborted.version} up",
-                why=decision.detail,
-                fix="look at the sender's log; this receiver continues with the version that it has",
+        if not self._keeps_old:
+            self.version = None  # from here on the tensors may hold a mixture
+        try:
+            return self._intake.take(
+                proposal,
+                member,
+                replica=self.replica,
+                after=after if self._keeps_old else 0,
+                deadline=deadline,
+                clock=clock,
             )
-
-    def _take(
-        self, proposal: Proposal, buffer: DoubleBuffer, after: int, deadline: float, clock: StageClock
-    ) -> Proposal | None:
-        def begin() -> Destination:
-            if self._into is not None:
-                self.version = None  # from here on the tensors may hold a mixture
-            return buffer.spare()
-
-        transport = self._transports[proposal.transport]
-        receiving = ReceiverRound(
-            proposal=proposal,
-            channel=self._channel,
-            member=self._member,
-            replica=self.replica,
-            layout=buffer.layout,
-            timing=self._timing,
-            deadline=deadline,
-        )
-        participant = Participant(transport, self._end_of(proposal.transport), begin=begin)
-        return participant.take(receiving, buffer.sums, clock, after=after)
-
-    def _end_of(self, transport: str) -> TransportReceiver:
-        if transport not in self._ends:
-            context = ReceiverContext(self._channel.store, self._backend, self._slabs)
-            self._ends[transport] = self._transports[transport].receiver(context)
-        return self._ends[transport]
-
-    def _buffer_for(self, proposal: Proposal) -> DoubleBuffer:
-        if self._buffer is None or self._buffer.layout.hash != proposal.layout:
-            self._buffer = None  # free the old memory first
-            try:
-                layout = self._channel.layout(proposal)
-                self._buffer = DoubleBuffer(layout, backend=self._backend, into=self._into, slabs=self._slabs)
-            except LayoutMismatchError:
-                self._channel.leave(self._member)  # the sender need not wait for a receiver that cannot receive
-                raise
-        return self._buffer
+        except CommTimeoutError:
+            self._members.undo(after)  # it is still being written
+            raise

@@ -1,11 +1,11 @@
-"""Slabs on the sender's side: read the tensors of each slab, pack them, and sum the bytes."""
+"""Slabs: read the tensors of each slab, pack them, and sum the bytes; a ring of them, for both sides."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from hwrl.weights.source import WeightSource
 _log = logging.getLogger("hwrl.weights")
 # Tensors are copied as integers of the same item size: a batched copy of small floats goes through a wider type, which
 # may change the bits of a NaN. torch has no integer of 16 bytes, but it copies complex128 without a conversion.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 # -- read -----------------------------------------------------------------------------------------------------------
@@ -155,6 +155,13 @@ class SlabLease:
         """Whether ``memory`` is a ring slot: tensors are copied into it or out of it."""
         return self._slot is not None
 
+    def views(self, make: Callable[[torch.Tensor], list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
+        """Return views of the ring slot for this slab. ``make`` makes them from the slot's memory, once."""
+        assert self._slot is not None, "tensors' own memory needs no views"
+        if self.index not in self._slot.views:
+            self._slot.views[self.index] = make(self._slot.memory)
+        return self._slot.views[self.index]
+
     def in_use_until(self, pending: Waitable) -> None:
         """Keep the memory unchanged until ``pending`` is done: the next lease of this slot waits for it.
 
@@ -175,9 +182,9 @@ class SlabLease:
 class SlabRing:
     """A ring of ``slabs`` preallocated slabs on the device: tensors are sent from it and received into it.
 
-    A slab is lent without a copy if its tensors already lie in memory as the layout says: one contiguous tensor, a
-    part of one, or several tensors of a flat storage. Other slabs are packed and unpacked, by one batched copy for
-    each item size. Memory is allocated at the first need and reused. After that nothing is allocated, except a
+    A slab is sent without a copy if its tensors already lie in memory as the layout says: one contiguous tensor, a
+    part of one, or several tensors of a flat storage. Other slabs are packed, by one batched copy for each item size.
+    Memory is allocated at the first need and reused. After that nothing is allocated, except a
     temporary for each tensor that is larger than a slab and not contiguous.
     """
 
@@ -190,28 +197,20 @@ class SlabRing:
 
     def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> SlabLease:
         """Return the bytes of slab ``index``, ready to be sent. ``tensors`` are those of the slab's pieces."""
-        lease = self._lease(index, tensors, allow_gaps=True)
-        if lease._slot is not None:
-            for targets, sources in zip(self._views(lease._slot, index), self.as_integers(index, tensors), strict=True):
-                torch._foreach_copy_(targets, sources)
+        in_place = self._in_place(self._layout.slabs[index], tensors)
+        if in_place is not None:
+            return SlabLease(index, in_place)
+        lease = self.lease(index)
+        targets = lease.views(lambda memory: self._views(memory, index))
+        for to, (dtype, numbers) in zip(targets, self._groups(index), strict=True):
+            pieces = self._layout.slabs[index].pieces
+            torch._foreach_copy_(to, [_piece_as(dtype, pieces[number], tensors[number]) for number in numbers])
         return lease
 
-    def memory_for(self, index: int, tensors: Sequence[torch.Tensor]) -> SlabLease:
-        """Return memory to receive slab ``index`` into: the memory of ``tensors`` where possible, else a ring slot."""
-        return self._lease(index, tensors, allow_gaps=False)
-
-    def unpack(self, lease: SlabLease, integers: Sequence[list[torch.Tensor]]) -> None:
-        """Copy a received slab to its tensors; ``integers`` are their :meth:`as_integers`."""
-        if lease._slot is not None:
-            for sources, targets in zip(self._views(lease._slot, lease.index), integers, strict=True):
-                torch._foreach_copy_(targets, sources)
-
-    def as_integers(self, index: int, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return the pieces of slab ``index`` as views of ``tensors``, in one list for each item size."""
-        return [
-            [_piece_as(dtype, self._layout.slabs[index].pieces[number], tensors[number]) for number in numbers]
-            for dtype, numbers in self._groups(index)
-        ]
+    def lease(self, index: int) -> SlabLease:
+        """Return a ring slot for slab ``index``."""
+        slot = self._next_slot(index)
+        return SlabLease(index, slot.memory[: self._layout.slabs[index].nbytes], slot, slot.generation)
 
     def release(self) -> None:
         """Free the ring's memory; no operation may use it. The next lease allocates it again."""
@@ -223,24 +222,16 @@ class SlabRing:
             if slot is not None:
                 slot.in_use = None
 
-    def _lease(self, index: int, tensors: Sequence[torch.Tensor], *, allow_gaps: bool) -> SlabLease:
-        slab = self._layout.slabs[index]
-        in_place = self._in_place(slab, tensors, allow_gaps=allow_gaps)
-        if in_place is not None:
-            return SlabLease(index, in_place)
-        slot = self._next_slot(index)
-        return SlabLease(index, slot.memory[: slab.nbytes], slot, slot.generation)
-
-    def _in_place(self, slab: Slab, tensors: Sequence[torch.Tensor], *, allow_gaps: bool) -> torch.Tensor | None:
+    def _in_place(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return the slab as memory of ``tensors``, None if they lie otherwise.
 
-        ``allow_gaps``: bytes between the tensors may belong to others.
+        Bytes between the tensors may belong to others.
         """
         first = slab.pieces[0]
         begin = tensors[0].storage_offset() * tensors[0].itemsize - first.at + first.start
         if begin % 8 or not tensors[0].is_contiguous() or tensors[0].device != self._device:
             return None  # the checksum reads 64-bit words
-        if len(tensors) > 1 and not self._are_adjacent(slab, tensors, allow_gaps=allow_gaps):
+        if len(tensors) > 1 and not self._are_adjacent(slab, tensors):
             return None
         storage = tensors[0].untyped_storage()
         if begin < 0 or begin + slab.nbytes > storage.nbytes():
@@ -248,14 +239,11 @@ class SlabRing:
         memory: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=self._device)
         return memory.set_(storage, begin, (slab.nbytes,), (1,))
 
-    def _are_adjacent(self, slab: Slab, tensors: Sequence[torch.Tensor], *, allow_gaps: bool) -> bool:
+    def _are_adjacent(self, slab: Slab, tensors: Sequence[torch.Tensor]) -> bool:
         base = tensors[0].data_ptr() - slab.pieces[0].at + slab.pieces[0].start
         for piece, tensor in zip(slab.pieces, tensors, strict=True):
             if tensor.data_ptr() + piece.start != base + piece.at or not tensor.is_contiguous():
                 return False
-        pairs = itertools.pairwise(slab.pieces)
-        if not allow_gaps and any(before.at + before.nbytes != after.at for before, after in pairs):
-            return False
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
     def _next_slot(self, index: int) -> _RingSlot:
@@ -264,7 +252,8 @@ class SlabRing:
         self._last_slab, number = index, self._last_slot
         slot = self._slots[number]
         if slot is None:
-            self._slot_nbytes = self._slot_nbytes or max(slab.nbytes for slab in self._layout.slabs)
+            largest = max(slab.nbytes for slab in self._layout.slabs)
+            self._slot_nbytes = self._slot_nbytes or largest + -largest % max(INTEGERS)  # for views as any dtype
             memory = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self._device)
             slot = self._slots[number] = _RingSlot(memory)
         if slot.in_use is not None:
@@ -279,23 +268,19 @@ class SlabRing:
             groups: dict[torch.dtype, list[int]] = {}
             for number, piece in enumerate(self._layout.slabs[index].pieces):
                 size = self._layout.entries[piece.entry].dtype.itemsize if piece.whole else 1
-                groups.setdefault(_INTEGERS[size], []).append(number)
+                groups.setdefault(INTEGERS[size], []).append(number)
             self._groups_of[index] = list(groups.items())
         return self._groups_of[index]
 
-    def _views(self, slot: _RingSlot, index: int) -> list[list[torch.Tensor]]:
-        """Return the pieces of slab ``index`` as views of ``slot``, grouped as in :meth:`as_integers`."""
-        if index not in slot.views:
-            pieces, entries = self._layout.slabs[index].pieces, self._layout.entries
-            raw = [slot.memory[piece.at : piece.at + piece.nbytes] for piece in pieces]
-            shaped = [
-                view_bytes(one, entries[piece.entry]) if piece.whole else one
-                for one, piece in zip(raw, pieces, strict=True)
-            ]
-            slot.views[index] = [
-                [shaped[number].view(dtype) for number in numbers] for dtype, numbers in self._groups(index)
-            ]
-        return slot.views[index]
+    def _views(self, memory: torch.Tensor, index: int) -> list[list[torch.Tensor]]:
+        """Return the pieces of slab ``index`` as views of a slot's ``memory``, in one list for each item size."""
+        pieces, entries = self._layout.slabs[index].pieces, self._layout.entries
+        raw = [memory[piece.at : piece.at + piece.nbytes] for piece in pieces]
+        shaped = [
+            view_bytes(one, entries[piece.entry]) if piece.whole else one
+            for one, piece in zip(raw, pieces, strict=True)
+        ]
+        return [[shaped[number].view(dtype) for number in numbers] for dtype, numbers in self._groups(index)]
 
 
 def _piece_as(dtype: torch.dtype, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ class SenderContext:
 
 @dataclass(frozen=True)
 class ReceiverContext:
-    """Made by a receiver for its transports. ``slabs`` are under way at once."""
+    """Made by a receiver for its transports. At most ``slabs`` are under way at once; a destination may allow less."""
 
     store: Store
     backend: Backend
@@ -222,16 +222,14 @@ class ReceiverTiming:
 
 
 @dataclass(frozen=True)
-class ReceiverRound:
-    """One attempt to receive a proposal, seen from one receiver. ``deadline`` is on the monotonic clock."""
+class MemberRound:
+    """One attempt to take a proposal, seen from one of its members."""
 
     proposal: Proposal
     channel: ControlChannel
     member: int
     replica: str
-    layout: WeightLayout
     timing: ReceiverTiming
-    deadline: float
 
     @property
     def limits(self) -> Limits:
@@ -299,3 +297,11 @@ class ReceiverRound:
 
     def _is_over(self) -> bool:
         return not self.is_newest() or self.channel.epoch() != self.proposal.epoch
+
+
+@dataclass(frozen=True)
+class ReceiverRound(MemberRound):
+    """One attempt to receive a proposal's tensors. ``deadline`` is on the monotonic clock."""
+
+    layout: WeightLayout
+    deadline: float

@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hwrl_vllm.bench", description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="4b", help="size of the model (default 4b)")
     parser.add_argument("--apart", action="store_true", help="trainer and rollout on a device each")
+    parser.add_argument(
+        "--keep-old-version", action="store_true", help="hwrl's way with room for two versions, as the setting of a run"
+    )
     parser.add_argument("--parts", nargs="+", choices=("updates", "sleep"), default=["updates"], help="what to measure")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, after one to warm up (default 7)")
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="vLLM's engine arguments")
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = serve_store()
     with tempfile.TemporaryDirectory() as directory:
         MODELS[args.model].write(Path(directory))
-        workload = EngineWorkload(Path(directory), args.apart, tuple(args.parts), args.options)
+        workload = EngineWorkload(Path(directory), args.apart, args.keep_old_version, tuple(args.parts), args.options)
         plan = BenchPlan((), args.rounds, warm_up=1)
         about = _about(args)
         run_processes(_run, 2, store_address(store), plan, workload, args.json, about, timeout_s=args.timeout)
@@ -65,17 +69,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class EngineWorkload:
-    """The model and the engine to measure, the same for both processes. ``apart``: on a device each."""
+    """The model and the engine to measure, the same for both processes. ``apart``: on a device each.
+
+    ``keep_old``: hwrl's way has room for two versions.
+    """
 
     directory: Path
     apart: bool
+    keep_old: bool
     parts: tuple[str, ...]
     options: dict[str, Any]
+
+    def ways(self) -> dict[str, Any]:
+        """Return the options of the ways."""
+        return {"apart": self.apart, "keep_old": self.keep_old, "directory": self.directory}
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     distribution = importlib.metadata.packages_distributions()["vllm"][0]
-    command = f"python -m hwrl_vllm.bench --model {args.model}{' --apart' if args.apart else ''}"
+    flags = (" --apart" if args.apart else "") + (" --keep-old-version" if args.keep_old_version else "")
+    command = f"python -m hwrl_vllm.bench --model {args.model}{flags}"
     options = f" --parts {' '.join(args.parts)} --rounds {args.rounds} --options '{json.dumps(args.options)}'"
     return {**provenance("torch", "transformers", distribution), "command": command + options}
 
@@ -211,7 +224,7 @@ class TrainerProcess(EngineProcess):
         with self.worker.backend.device():
             self.model = build_model(self.workload.directory, dtype=torch.bfloat16).eval()
         named = [(name, parameter.data) for name, parameter in self.model.named_parameters()]
-        return make_ways(self.worker, named, None, apart=self.workload.apart, directory=self.workload.directory)
+        return make_ways(self.worker, named, None, **self.workload.ways())
 
     def update(self, way: str) -> dict[str, Any]:
         self.version += 1
@@ -283,8 +296,8 @@ class RolloutProcess(EngineProcess):
         }
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's own transfers give their process objects
         self.engine = VllmEngine(settings, options=options | self.workload.options, backend=self.worker.backend)
-        directory = self.workload.directory
-        return make_ways(self.worker, [], self.engine, apart=self.workload.apart, directory=directory)
+        self._before = self._held(reset=True)
+        return make_ways(self.worker, [], self.engine, **self.workload.ways())
 
     def update(self, way: str) -> dict[str, Any]:
         self.version += 1
@@ -292,8 +305,22 @@ class RolloutProcess(EngineProcess):
         received: TransferResult = self.ways[way].receive(self.version)
         end = time.monotonic()
         row = {"pause_s": received.pause_s, "receiver": dict(received.stages), "end": end}
+        row["extra_nbytes"] = self._extra_nbytes()
         self.worker.put(f"updated/{self.version}", row)
         return {}
+
+    def _held(self, *, reset: bool) -> list[tuple[int, int]]:
+        """Return the bytes that this process and vLLM's workers hold, and the most of each."""
+        from hwrl_vllm.bench_ways import held_by_workers, held_nbytes
+
+        workers = self.engine._core.call_workers(partial(held_by_workers, reset=reset))
+        return [held_nbytes(reset=reset), *map(tuple, workers)]
+
+    def _extra_nbytes(self) -> dict[str, int]:
+        """Return the most bytes beside vLLM's in an update: of this process, and of the worker with most."""
+        most = self._held(reset=True)
+        here, *workers = [now[1] - before[0] for now, before in zip(most, self._before, strict=True)]
+        return {"rollout process": here, "worker": max(workers)}
 
     def check(self) -> dict[str, Any]:
         import numpy as np

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwrl import Backend, Capability
-from hwrl.comm import Comm
-from hwrl.weights import WeightReceiver, WeightSender
+from hwrl import Backend, Capability, get_backend
+from hwrl.comm import Comm, store_address
+from hwrl.interfaces import WeightOffer
+from hwrl.rollout import INCARNATION, EngineModels, ModelLink
+from hwrl.weights import POLICY, WeightReceiver, WeightSender
 from hwrl_bench.ways import TransferResult, TransferWay
 from hwrl_bench.worker import BenchWorker
 
@@ -25,31 +27,64 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class EngineLink(TransferWay):
-    """hwrl's weight link into hwrl's engine."""
+    """hwrl's weight link into hwrl's engine: straight into the weights of its workers.
+
+    The engine cannot step while it receives; ``pause_s`` is that time.
+    """
 
     def __init__(self, worker: BenchWorker, named: Named, engine: VllmEngine | None, *, apart: bool) -> None:
         self._named, self._engine = named, engine
         if engine is not None:
-            self._receiver = WeightReceiver(worker.store, replica="r0")
+            self._join(worker, engine)
             return
         ipc = worker.backend.supports(Capability.DEVICE_IPC).usable and not apart
         self._sender = WeightSender(worker.store, transport="ipc" if ipc else "device", timeout_s=120.0)
         self._sender.wait_for_receivers(1, timeout_s=300.0)
 
     def send(self, version: int) -> TransferResult:
-        report = self._sender.publish(version, self._named)
+        report = self._sender.publish(version, self._named, {INCARNATION: 0})
         return TransferResult(stages={**report.seconds, "transfer": report.transfer_s})
+
+    def receive(self, version: int) -> TransferResult:
+        while not self._link.poll():  # the engine could step here
+            pass
+        begin, self._pause_s = time.perf_counter(), 0.0
+        if self._link.load(incarnation=0) is None:
+            raise RuntimeError(f"version {version} was not received; the log says why")
+        return TransferResult(stages={"receive": time.perf_counter() - begin}, pause_s=self._pause_s)
+
+    def _join(self, worker: BenchWorker, engine: VllmEngine) -> None:
+        address = store_address(worker.store)  # type: ignore[arg-type]  # connect_store made it
+        self._link: ModelLink = EngineModels(
+            engine, worker.store, address=address, name=POLICY, replica="r0", timeout_s=120.0, poll_s=0.0
+        )
+        receive = engine.receive_weights
+
+        def timed(offer: WeightOffer) -> int | None:
+            begin = time.perf_counter()
+            try:
+                return receive(offer)
+            finally:
+                self._pause_s = time.perf_counter() - begin
+
+        engine.receive_weights = timed  # type: ignore[method-assign]  # for its time
+
+
+class TwoVersionsLink(EngineLink):
+    """The same with room for two versions: the engine steps until the new version is whole, and then loads it."""
 
     def receive(self, version: int) -> TransferResult:
         assert self._engine is not None, "the trainer sends"
         while self._receiver.poll() is None:  # the engine could step here
             pass
-        begin = time.perf_counter()
         received = self._receiver.receive()
         load = time.perf_counter()
         self._engine.load_weights(received.items(), version=received.version)
-        end = time.perf_counter()
-        return TransferResult(stages={**received.seconds, "load": end - load}, pause_s=end - begin)
+        load_s = time.perf_counter() - load
+        return TransferResult(stages={**received.seconds, "load": load_s}, pause_s=load_s)
+
+    def _join(self, worker: BenchWorker, engine: VllmEngine) -> None:
+        self._receiver = WeightReceiver(worker.store, replica="r0")
 
 
 class VllmTransfer(TransferWay):
@@ -173,13 +208,21 @@ def vllm_transfer_options(backend: Backend, *, apart: bool) -> dict[str, Any]:
 
 
 def make_ways(
-    worker: BenchWorker, named: Named, engine: VllmEngine | None, *, apart: bool, directory: Path
+    worker: BenchWorker,
+    named: Named,
+    engine: VllmEngine | None,
+    *,
+    apart: bool,
+    keep_old: bool,
+    directory: Path,
 ) -> dict[str, TransferWay]:
     """Return the ways for this machine; block until the other process calls this, too.
 
-    The trainer gives the tensors to send, the rollout its ``engine``. ``directory`` is private to the benchmark.
+    The trainer gives the tensors to send, the rollout its ``engine``. ``directory`` is private to the benchmark. With
+    ``keep_old`` hwrl's way has room for two versions.
     """
-    ways: dict[str, TransferWay] = {"hwrl": EngineLink(worker, named, engine, apart=apart)}
+    link = TwoVersionsLink if keep_old else EngineLink
+    ways: dict[str, TransferWay] = {"hwrl": link(worker, named, engine, apart=apart)}
     if not vllm_transfer_options(worker.backend, apart=apart):
         return ways
     if apart:
@@ -222,3 +265,22 @@ def _device_seconds(worker: BenchWorker, move: Callable[[], object]) -> float:
     move()
     worker.backend.synchronize()
     return time.perf_counter() - begin
+
+
+def held_nbytes(*, reset: bool) -> tuple[int, int]:
+    """Return the bytes of this process's tensors on the device now, and the most since the last ``reset``.
+
+    On the host the most is the present value, because its heap keeps no such number.
+    """
+    backend = get_backend()
+    info = backend.memory_info()
+    if not backend.device_count():
+        return info.allocated_nbytes, info.allocated_nbytes
+    if reset:
+        torch.accelerator.reset_peak_memory_stats()
+    return info.allocated_nbytes, info.peak_nbytes
+
+
+def held_by_workers(worker: Any, *, reset: bool) -> tuple[int, int]:
+    """Return :func:`held_nbytes` of a worker of vLLM, which calls this."""
+    return held_nbytes(reset=reset)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hwrl.weights import CopyRule
 
 _COPY = torch.ops.aten.copy_.default
 _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
@@ -51,9 +53,13 @@ class CopyPlan:
     copies: list[tuple[torch.Tensor, _TensorView]]
     constants: list[tuple[torch.Tensor, float]]
 
-    def suits(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Return whether ``weights`` have every source. Of two tied tensors either may be given."""
-        return all(part.name in weights for _, part in self.copies)
+    def suits(self, names: Collection[str]) -> bool:
+        """Return whether every source is among ``names``. Of two tied tensors either may be given."""
+        return all(part.name in names for _, part in self.copies)
+
+    def rules(self) -> list[CopyRule]:
+        """Return the copies as rules for receiving into the targets."""
+        return [CopyRule(part.name, target, part.stride, part.offset) for target, part in self.copies]
 
     @torch.no_grad()
     def run(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -67,15 +73,16 @@ class CopyPlan:
 class Recorder(TorchDispatchMode):
     """A context that records how contiguous ``weights`` get into a model; :meth:`plan` is the result.
 
-    It follows copies through other tensors. If values are computed from the weights, or kept outside the parameters,
-    there is no plan, and :attr:`obstacle` is the reason.
+    With ``skips_copies`` no copy from them is made: what it would write stays arbitrary. The recorder follows copies
+    through other tensors. If values are computed from the weights, or kept outside the parameters, there is no plan,
+    and :attr:`obstacle` is the reason.
     """
 
     obstacle = ""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], *, skips_copies: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._weights = weights
+        self._weights, self._skips_copies = weights, skips_copies
         self._given: dict[StorageWeakRef, list[tuple[int, str]]] = defaultdict(list)
         for name, tensor in weights.items():
             if tensor.numel():
@@ -85,7 +92,8 @@ class Recorder(TorchDispatchMode):
         self._writes: dict[StorageWeakRef, list[_Write]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        skipped = self._skips_copies and func is _COPY and _storage(args[1]) in self._given
+        result = args[0] if skipped else func(*args, **(kwargs or {}))
         if func is _COPY and not args[0].is_meta:
             self._note_copy(args[0], args[1])
         elif func in _FILLS and not args[0].is_meta:
@@ -128,6 +136,8 @@ class Recorder(TorchDispatchMode):
         return any(not storage.expired() for storage in copied if storage not in parameters)
 
     def _note_copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if not to.numel():
+            return
         if not self._is_of_weights(source):
             if self._is_of_weights(to):
                 self._give_up("something else is copied over the weights")

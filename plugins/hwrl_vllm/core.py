@@ -55,9 +55,12 @@ class Core(ABC):
     def call(self, method: str, *args: Any) -> Any:
         """Return the result of the engine core's ``method``."""
 
-    def call_workers(self, method: Any, *args: Any) -> list[Any]:
-        """Return each worker's result of its ``method``. To another process ``args`` go as msgpack."""
-        return list(self.call("collective_rpc", method, None, args, None))
+    def call_workers(self, method: Any, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Return each worker's result of its ``method``. To another process ``args`` go as msgpack.
+
+        Workers in processes of their own have ``timeout_s``; after that they are of no use.
+        """
+        return list(self.call("collective_rpc", method, timeout_s, args, None))
 
     def sleep(self, level: int) -> None:
         """Free the device's memory; no request may be pending."""

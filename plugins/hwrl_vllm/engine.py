@@ -20,6 +20,7 @@ from hwrl.interfaces import (
     GenerationRequest,
     RolloutEngine,
     RolloutSettings,
+    WeightOffer,
 )
 from hwrl.lora import add_adapter
 from hwrl.models import build_model
@@ -28,12 +29,14 @@ from hwrl.rollout import (
     require_awake,
     require_base,
     require_fit,
+    require_held,
     require_no_adapter,
     require_none_pending,
     require_same_model,
     require_weights,
 )
 from hwrl.saved_names import saved_weights
+from hwrl.weights import Taken
 from hwrl_vllm.causes import Causes
 from hwrl_vllm.core import core_of
 from hwrl_vllm.lora import request_lora, require_places
@@ -51,6 +54,8 @@ _ENDS = ("STOP", "LENGTH")
 class VllmEngine(RolloutEngine):
     """Generates with vLLM; ``options`` are further arguments of vLLM's ``EngineArgs``.
 
+    Each worker receives weights straight into its own parameters.
+
     vLLM begins steps before :meth:`step` is called. An update waits for the step that has begun; no other begins until
     all workers have the new weights. Running requests keep their attention cache across it and continue with the new
     weights. Requests after an update read no cache from before it. After a failed update or step the engine has no
@@ -63,6 +68,8 @@ class VllmEngine(RolloutEngine):
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
         self._settings, self._backend = settings, backend
+        self.receivers = settings.tensor_parallel
+        self._held = [Taken()] * self.receivers  # the version in each worker's weights
         inline = runs_inline(options, backend)
         self._worker_is_here = inline and settings.tensor_parallel == 1
         if not self._worker_is_here:
@@ -123,6 +130,32 @@ class VllmEngine(RolloutEngine):
                 self._core.abort(requests)
         return dropped
 
+    def check_weights(self, tensors: Weights) -> None:
+        require_same_model(self._base, tensors)
+
+    def receive_weights(self, offer: WeightOffer) -> int | None:
+        require_awake(self._asleep, {"weights"}, needed_for="receive weights")
+        self._stop_serving()
+        self.base = None
+        for number, member in enumerate(offer.members):
+            if member is not None:
+                self._held[number] = Taken()
+        try:
+            results = self._core.call_workers("hwrl_receive", pickle.dumps(offer), timeout_s=offer.limit_s)
+        except Exception as exc:
+            raise self._not_loaded(f"version {offer.version}", exc) from exc
+        for number, result in enumerate(results):
+            if result is not None:
+                self._held[number] = Taken(*result)
+        taken = require_held(self._held, offer)
+        if taken is None:
+            return None
+        if self._adapter:
+            self.base = taken.version
+        else:
+            self._serve(taken.version)
+        return taken.proposal
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         require_no_adapter(self._adapter)
         self._replace("hwrl_load_weights", self._checked(weights, self._base), name=f"version {version}")
@@ -154,12 +187,13 @@ class VllmEngine(RolloutEngine):
             return 0
         with self._or_no_weights("falling asleep"):
             self._take(self._core.pause())  # of aborted requests
+            self._core.call_workers("hwrl_release_receiver")
             free_nbytes = self._free_nbytes()
             self._asleep = MEMORY_TAGS  # before the call: a failed sleep may have freed memory
             self._core.sleep(level)
             self._cache_number += 1
             if level > 1:
-                self.version, self.base = -1, None
+                self._forget_weights()
             return self._free_nbytes() - free_nbytes
 
     def wake(self, tags: Collection[str] = MEMORY_TAGS) -> None:
@@ -173,7 +207,9 @@ class VllmEngine(RolloutEngine):
 
     def _prepare(self) -> None:
         """Check that vLLM supports the settings, and prepare its workers."""
+        forms = {name: (tensor.dtype, tensor.shape) for name, tensor in self._base.items()}
         with self._or_no_weights("preparing its workers"):
+            self._core.call_workers("hwrl_record", pickle.dumps(forms))
             if self._settings.may_sleep:
                 self._core.call_workers("hwrl_prepare_sleep")
             if self._adapter:
@@ -185,7 +221,7 @@ class VllmEngine(RolloutEngine):
         try:
             yield
         except Exception as exc:
-            self.version, self.base = -1, None
+            self._forget_weights()
             dropped = self.pending()
             with suppress(Exception):  # vLLM has just failed
                 self.abort()
@@ -223,21 +259,34 @@ class VllmEngine(RolloutEngine):
         require_same_model(own, given)
         return given
 
-    def _replace(self, method: str, weights: Weights, *args: Any, name: str) -> None:
-        """Let the workers load ``weights``. The engine has no version until all of them have succeeded."""
+    def _forget_weights(self) -> None:
+        self.version, self.base = -1, None
+        self._held = [Taken()] * self.receivers
+
+    def _stop_serving(self) -> None:
+        """Finish the step that has begun; begin no other, and have no version and no base."""
         with self._or_no_weights("finishing a step before an update"):
             self._take(self._core.pause())
         for partial in self._requests.values():
             partial.mark(self.version)
         self.version = -1
+
+    def _replace(self, method: str, weights: Weights, *args: Any, name: str) -> None:
+        """Let the workers load ``weights``. The engine has no version until all of them have succeeded."""
+        self._stop_serving()
+        if method == "hwrl_load_weights":
+            self._held = [Taken()] * self.receivers
         try:
             self._call_workers(method, weights, *args)
         except Exception as exc:
-            raise EngineError(
-                f"{name} was not loaded, and the version before is gone",
-                why=f"vLLM's worker failed in the middle: {self._causes.of(exc).text}",
-                fix=self._repair("load a whole version before the next step"),
-            ) from exc
+            raise self._not_loaded(name, exc) from exc
+
+    def _not_loaded(self, name: str, exc: Exception) -> EngineError:
+        return EngineError(
+            f"{name} was not loaded, and the version before is gone",
+            why=f"vLLM's worker failed in the middle: {self._causes.of(exc).text}",
+            fix=self._repair("load a whole version before the next step"),
+        )
 
     def _call_workers(self, method: str, weights: Weights, *args: Any) -> None:
         if self._worker_is_here:

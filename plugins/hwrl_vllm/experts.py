@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 
-@contextlib.contextmanager
-def experts_prepared(model: torch.nn.Module) -> Iterator[None]:
-    """Prepare the weights of all experts that are loaded inside the block for their kernel.
+def prepare_in_each_load(model: torch.nn.Module) -> None:
+    """Let each later load of ``model`` prepare the weights of its experts for their kernel, as the first one did.
 
     vLLM 0.32 calls the kernel's own preparation in the first load only. On CPUs, which pack the weights, each later
     load would leave them as they came, and the kernel would compute with them all the same. Remove this when vLLM
-    calls it in each load; until then it runs here if vLLM has not called it.
+    calls it in each load.
     """
-    methods = [
-        method
-        for layer in model.modules()
-        if (method := getattr(layer, "quant_method", None)) is not None and _experts_of(method) is not None
-    ]
-    for method in methods:
-        method.process_weights_after_loading = partial(_process, method)
-    try:
-        yield
-    finally:
-        for method in methods:
-            del method.process_weights_after_loading
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if _experts_of(method) is not None:
+            method.process_weights_after_loading = partial(_process, method)
 
 
 def _process(method: Any, layer: torch.nn.Module) -> None:

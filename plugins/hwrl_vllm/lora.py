@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from hwrl.errors import ConfigError
@@ -127,15 +127,15 @@ def keep_indices(model: torch.nn.Module) -> None:
                     layer._non_persistent_buffers_set.add(name)
 
 
-def with_loaders_names(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return ``weights`` under the names of the loaders of ``model``, which supports adapters.
+def loaders_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """Return the function from a weight's name to its name for the loaders of ``model``, which supports adapters.
 
     In older versions of vLLM a layer with an adapter does not load its own weights: they are one level deeper.
     """
     from vllm.lora.layers import BaseLayerWithLoRA
 
     if hasattr(BaseLayerWithLoRA, "load_weights"):
-        return weights
+        return str
     adapted = {path for path, layer in model.named_modules() if isinstance(layer, BaseLayerWithLoRA)}
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     packed_into = {part: whole for whole, parts in packed.items() for part in parts}
@@ -145,4 +145,4 @@ def with_loaders_names(model: torch.nn.Module, weights: Mapping[str, torch.Tenso
         parent, _, layer = path.rpartition(".")
         return f"{path}.base_layer.{leaf}" if f"{parent}.{packed_into.get(layer, layer)}" in adapted else name
 
-    return {named(name): tensor for name, tensor in weights.items()}
+    return named

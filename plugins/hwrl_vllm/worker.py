@@ -1,7 +1,8 @@
-"""hwrl's extension of vLLM's workers: load a whole version of the weights into the running model."""
+"""hwrl's extension of vLLM's workers: receive or load a whole version of the weights into the running model."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 from collections.abc import Collection, Mapping
@@ -11,10 +12,14 @@ from typing import Any
 import torch
 
 from hwrl.discovery import get_backend
-from hwrl.interfaces import Backend
+from hwrl.interfaces import Backend, WeightOffer
+from hwrl.weights import Destination, EngineReceiver, Scattered, Taken, TensorStream, WeightLayout, ring_slots
 from hwrl_vllm.copies import CopyPlan, Recorder
-from hwrl_vllm.experts import experts_prepared
-from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter, with_loaders_names
+from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter
+from hwrl_vllm.reload import Reload
+
+_SLABS = 4
+"""The most slabs under way at once."""
 
 _log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
 
@@ -57,13 +62,42 @@ class WeightLoading:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    rank: int
     _hwrl_copies: CopyPlan | None = None
-    _hwrl_recorded = False
+
+    @functools.cached_property
+    def _hwrl_receiver(self) -> EngineReceiver:
+        return EngineReceiver(self.rank, backend=get_backend(), place=self._hwrl_place)
 
     def hwrl_load_lent(self, method: str, pickled: bytes) -> None:
         """Call ``method`` with the weights of another process: ``pickled`` are LentWeights, and further arguments."""
         lent, args = pickle.loads(pickled)
         getattr(self, method)(lent.open(get_backend()), *args)
+
+    def hwrl_record(self, pickled: bytes) -> None:
+        """Record how vLLM's loaders bring weights into the model, before there are any.
+
+        ``pickled`` are the dtypes and shapes of the model's weights, by name. The recorded loaders get tensors on the
+        host; no byte of them is read unless a loader computes with it. The model's weights are arbitrary afterwards.
+        """
+        forms: Mapping[str, tuple[torch.dtype, torch.Size]] = pickle.loads(pickled)
+        weights = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
+        recorder = Recorder(weights, skips_copies=True)
+        try:
+            with recorder:
+                self._hwrl_reload.load_all(list(weights.items()))
+            self._hwrl_copies = recorder.plan(self.model_runner.get_model().parameters())
+        except Exception as exc:  # noqa: BLE001 - a loader that needs true weights; an update tells of other errors
+            recorder.obstacle = f"{type(exc).__name__}: {exc}"
+        if self._hwrl_copies is None:
+            _log.info("updates run vLLM's loaders, because they do more than copy: %s", recorder.obstacle)
+
+    def hwrl_receive(self, pickled: bytes) -> Taken | None:
+        """Take ``pickled``, a WeightOffer, into this worker's weights; None if it has no part in it. Blocks."""
+        offer: WeightOffer = pickle.loads(pickled)
+        if offer.members[self.rank] is None:
+            return None
+        return self._hwrl_receiver.take(offer)
 
     def hwrl_load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load contiguous ``weights`` of the whole model, in place; each worker takes its shards. Blocks.
@@ -72,15 +106,8 @@ class WeightLoading:
         """
         if self._hwrl_copies is not None and self._hwrl_copies.suits(weights):
             self._hwrl_copies.run(weights)
-        elif self._hwrl_recorded:
-            self._hwrl_reload(weights)
         else:
-            with Recorder(weights) as recorder:
-                self._hwrl_reload(weights)
-            self._hwrl_copies = recorder.plan(self.model_runner.get_model().parameters())
-            self._hwrl_recorded = True
-            if self._hwrl_copies is None:
-                _log.info("updates run vLLM's loaders, because they do more than copy: %s", recorder.obstacle)
+            self._hwrl_reload.load_all(list(weights.items()))
         get_backend().synchronize()  # then the lender may overwrite them
 
     def hwrl_load_adapter(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
@@ -91,6 +118,10 @@ class WeightLoading:
     def hwrl_layers_without_place(self, names: Collection[str]) -> list[str]:
         """Return the layers in ``names`` (an adapter's tensors) that cannot have an adapter in this model."""
         return layers_without_place(self.model_runner.lora_manager, names)
+
+    def hwrl_release_receiver(self) -> None:
+        """Free the memory of receiving, before a sleep."""
+        self._hwrl_receiver.release()
 
     def hwrl_free_nbytes(self) -> int:
         """Return the free bytes of this worker's device."""
@@ -104,49 +135,15 @@ class WeightLoading:
 
             self._sleep_mode_backend = pooled_sleep(self.model_config)
 
-    def _hwrl_reload(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Run the model's loaders, and prepare each layer's weights for its kernels."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload.layerwise import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
+    def _hwrl_place(self, layout: WeightLayout) -> Destination:
+        """Return where versions of ``layout`` go: into the parameters, or to vLLM's loaders if these do more."""
+        backend, plan = get_backend(), self._hwrl_copies
+        if plan is not None and plan.suits({entry.name for entry in layout.entries}):
+            return Scattered(layout, plan.rules(), backend=backend, constants=plan.constants)
+        largest = max((slab.nbytes for slab in layout.slabs), default=0)
+        return TensorStream(layout, self._hwrl_reload, backend=backend, slots=ring_slots(largest, slabs=_SLABS))
 
+    @functools.cached_property
+    def _hwrl_reload(self) -> Reload:
         model = self.model_runner.get_model()
-        if self.vllm_config.lora_config:
-            weights = with_loaders_names(model, weights)
-        with set_current_vllm_config(self.vllm_config), experts_prepared(model):
-            initialize_layerwise_reload(model)
-            try:
-                model.load_weights(weights.items())
-            except BaseException:
-                _forget_waiting(model)
-                raise
-            finally:
-                finalize_layerwise_reload(model, self.model_config)
-            _prepare_sharing_layers(model)
-
-
-def _prepare_sharing_layers(model: torch.nn.Module) -> None:
-    """Prepare layers with shared weights again, such as an output layer with the embeddings.
-
-    vLLM reloads one of them. On CPUs the others keep what they computed from the old weights.
-    """
-    sharing: dict[int, list[Any]] = {}
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is not None and getattr(layer, "quant_method", None) is not None:
-            sharing.setdefault(id(weight), []).append(layer)
-    for layers in sharing.values():
-        if len(layers) > 1:
-            for layer in layers:
-                layer.quant_method.process_weights_after_loading(layer)
-
-
-def _forget_waiting(model: torch.nn.Module) -> None:
-    """Drop the partial weights of layers that wait for the rest; such a layer keeps its old weights."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    for layer in model.modules():
-        waiting = get_layerwise_info(layer)
-        waiting.load_numel, waiting.loaded_weights = 0, []
+        return Reload(model, model_config=self.model_config, vllm_config=self.vllm_config)

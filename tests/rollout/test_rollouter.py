@@ -58,6 +58,18 @@ def test_nothing_begins_before_the_first_weights() -> None:
     step_until(rollouter, lambda: len(desk.groups) == 1 and answer.done())
 
 
+def test_responses_wait_for_weights_after_a_transfer_that_lost_them() -> None:
+    desk, updater = Desk([3]), Updater()
+    rollouter = rollouter_of(desk, updater=updater)
+    steps(rollouter, 2)
+    updater.engine.version = -1
+    steps(rollouter, 3)
+    assert rollouter.engine.pending() == 2 and updater.events == ["request"], "without a prompt that waits, too"
+    updater.offered = [7]
+    step_until(rollouter, lambda: len(desk.groups) == 1)
+    assert desk.groups[0].versions.tolist() == [0, 0, 7, 7] * 2
+
+
 def test_a_prompt_waits_for_the_weights_that_its_lease_asks_for() -> None:
     class Ahead(Desk):
         def lease(self, count: int) -> Future[list[PromptLease]]:

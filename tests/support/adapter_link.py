@@ -8,8 +8,16 @@ from typing import Any
 
 from hwrl.comm import Store
 from hwrl.lora import add_adapter
-from hwrl.rollout import INCARNATION, AdapterUpdater, EmbeddedEngine, RetryingReceiver
-from hwrl.weights import POLICY_BASE, PolicySender, SyncReport, WeightReceiver, WeightSource
+from hwrl.rollout import (
+    INCARNATION,
+    AdapterUpdater,
+    EmbeddedEngine,
+    EngineModels,
+    ModelLink,
+    ReceivedModels,
+    RetryingReceiver,
+)
+from hwrl.weights import POLICY, POLICY_BASE, PolicySender, SyncReport, WeightReceiver, WeightSource
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.adapters import LORA, Weights, trained
 from tests.support.tiny_model import END, requests_of, tiny_model
@@ -28,17 +36,26 @@ def nbytes_of(weights: Weights) -> int:
 
 
 class Replica:
-    """An engine with its updater."""
+    """An engine with its updater. ``in_place`` is the store's address, if the engine itself receives its base."""
 
-    def __init__(self, store: Store, *, base_poll_s: float = 0.0) -> None:
-        def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
+    def __init__(self, store: Store, *, base_poll_s: float = 0.0, in_place: str | None = None) -> None:
+        def connect(name: str = POLICY, *, newest: bool = True) -> RetryingReceiver:
             options: dict[str, Any] = {"backend": CpuBackend(INFO), "newest": newest}
             receiver = WeightReceiver(store, name=name, replica="r0", **options)
             return RetryingReceiver(receiver, timeout_s=10.0, poll_s=base_poll_s if name == POLICY_BASE else 0.0)
 
         model = add_adapter(tiny_model(99), LORA)
         self.engine = EmbeddedEngine(model, eos_ids=[END], max_running=6, max_length=24)
-        self.updater = AdapterUpdater(self.engine, connect)
+
+        def connect_base(*, newest: bool = True) -> ModelLink:
+            if in_place is None:
+                return ReceivedModels(self.engine, connect(POLICY_BASE, newest=newest), as_base=True)
+            names = {"address": in_place, "name": POLICY_BASE, "replica": "r0"}
+            return EngineModels(
+                self.engine, store, **names, timeout_s=10.0, newest=newest, once=True, poll_s=base_poll_s
+            )
+
+        self.updater = AdapterUpdater(self.engine, connect=connect, connect_base=connect_base)
 
     def during(self, publish: Callable[[], SyncReport]) -> SyncReport:
         """Publish, and take all versions meanwhile and after."""

@@ -19,7 +19,7 @@ from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.errors import CommError, TransferFailedError
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import WeightLayout, WeightReceiver, WeightSender, WeightSource
-from hwrl.weights.destination import FlatVersion
+from hwrl.weights.destination import TwoVersions
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
 from hwrl.weights.transport import ReceiverContext, SenderRound
@@ -239,7 +239,7 @@ def test_if_one_memory_cannot_be_opened_those_before_it_are_closed_at_once(store
     backend, layout = LosingSecond(), WeightLayout.plan([("w", torch.zeros(9))])
     note = {"handles": [{"a": 1}, {"a": 2}], "stay": [stay, stay], "places": [[0, 0], [1, 0]]}
     receiving: Any = SimpleNamespace(wait_for_note=lambda key: json.dumps(note).encode())
-    destination, sums = FlatVersion.on(backend.device(), layout), Checksums(layout, device=backend.device())
+    destination, sums = TwoVersions(layout, backend=backend), Checksums(layout, device=backend.device())
     with pytest.raises(CommError, match="the memory is gone") as error:
         IpcReceiver(ReceiverContext(store, backend, SLABS)).receive(receiving, destination, sums, StageClock())
     assert error.traceback and backend.opened[0]() is None

@@ -181,13 +181,10 @@ def _into(store: Store, targets: dict[str, torch.Tensor]) -> WeightReceiver:
 def test_a_version_is_received_into_the_receivers_own_tensors(store: Store) -> None:
     targets = {"b": torch.zeros(()), "w": torch.zeros(1400)[::2], "other": torch.ones(3)}
     places = {name: tensor.data_ptr() for name, tensor in targets.items()}
-    with sender_of(store, slab_nbytes=1024) as sender:
-        targets["w"] = torch.zeros(700)  # larger than a slab, so it must be contiguous
-        places["w"] = targets["w"].data_ptr()
-        with _into(store, targets) as receiver:
-            for version in (1, 2):
-                exchange(sender, [receiver], version)
-                assert targets["w"].eq(version).all() and targets["b"].item() == version
+    with sender_of(store, slab_nbytes=1024) as sender, _into(store, targets) as receiver:
+        for version in (1, 2):
+            exchange(sender, [receiver], version)
+            assert targets["w"].eq(version).all() and targets["b"].item() == version
     assert {name: tensor.data_ptr() for name, tensor in targets.items()} == places
     assert targets["other"].eq(1).all()
 
@@ -245,9 +242,8 @@ def test_an_offer_that_comes_between_two_looks_is_not_overslept(
     [
         ({"w": torch.zeros(700)}, "'b' cannot be received in place[\\s\\S]*no tensor of this name"),
         ({"w": torch.zeros(70), "b": torch.zeros(())}, r"has it as torch.float32 \[700\], the receiver as"),
-        ({"w": torch.zeros(1400)[::2], "b": torch.zeros(())}, "larger than a slab of 1,024 bytes and not contiguous"),
     ],
-    ids=["missing", "shape", "strided"],
+    ids=["missing", "shape"],
 )
 def test_targets_that_do_not_fit_are_named_and_hold_nobody_up(
     store: Store, targets: dict[str, torch.Tensor], why: str

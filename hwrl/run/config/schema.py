@@ -260,6 +260,8 @@ class WeightsConfig(Section):
     """Send weights without a host copy, if the device can; false: through host memory, with no wait of the trainer."""
     send_base: Literal["needed", "always"] = "needed"
     """With an adapter, send the base only to replicas without it, or ``always``: with every version, for comparison."""
+    keep_old_version: bool = False
+    """Give a replica room for two more versions: the old one serves during a transfer, and after a failed one."""
     update_weights_bucket_megabytes: Mebibytes | None = None
     """Size of a slab of the slab ring, MiB; null: a default for the device."""
     timeout_s: Seconds = 60.0

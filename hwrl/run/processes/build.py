@@ -24,11 +24,14 @@ from hwrl.rollout import (
     INCARNATION,
     AdapterUpdater,
     EmbeddedEngine,
+    EngineModels,
     LedgerClient,
     LoopSettings,
+    ModelLink,
     ModelUpdater,
     Prompt,
     PromptStream,
+    ReceivedModels,
     RetryingReceiver,
     RewardWorkers,
     Rollouter,
@@ -105,11 +108,30 @@ def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
 def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
     store = connect_store(store_address)
 
-    def connect(name: str, *, newest: bool = True) -> RetryingReceiver:
-        receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
-        return RetryingReceiver(receiver, timeout_s=_transfer_timeout_s(config))
+    timeout_s = _transfer_timeout_s(config)
 
-    return ModelUpdater(engine, connect(POLICY)) if config.model.lora is None else AdapterUpdater(engine, connect)
+    def connect(name: str = POLICY, *, newest: bool = True) -> RetryingReceiver:
+        receiver = WeightReceiver(store, name=name, replica=replica, newest=newest)
+        return RetryingReceiver(receiver, timeout_s=timeout_s)
+
+    def connect_models(name: str = POLICY_BASE, *, newest: bool = True) -> ModelLink:
+        once = name == POLICY_BASE
+        if config.weights.keep_old_version or not engine.receivers:
+            return ReceivedModels(engine, connect(name, newest=newest), as_base=once)
+        return EngineModels(
+            engine,
+            store,
+            address=store_address,
+            name=name,
+            replica=replica,
+            timeout_s=timeout_s,
+            newest=newest,
+            once=once,
+        )
+
+    if config.model.lora is None:
+        return ModelUpdater(connect_models(POLICY))
+    return AdapterUpdater(engine, connect=connect, connect_base=connect_models)
 
 
 def _transfer_timeout_s(config: Config) -> float:

@@ -193,8 +193,9 @@ class DeviceReceiver:
         """Queue the whole transfer; return the sender's sums and the last operation of each lane."""
         under_way: collections.deque[tuple[Pending, SlabLease]] = collections.deque()
         newest: collections.deque[Pending] = collections.deque(maxlen=lanes.count)
+        most = min(self._context.slabs, destination.slots or self._context.slabs)
         for index in range(sums.slabs):
-            if len(under_way) >= self._context.slabs:
+            if len(under_way) >= most:
                 _store(*under_way.popleft(), destination, sums)
             lease = destination.memory_for(index)
             newest.append(lanes.broadcast(lease.memory))

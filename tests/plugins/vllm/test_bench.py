@@ -19,9 +19,11 @@ pytestmark = [
 ]
 
 
-def test_updates_are_timed_by_stage_and_compared_with_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_old", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_updates_are_timed_by_stage_and_compared_with_transformers(tmp_path: Path, keep_old: bool) -> None:
     words = ["--model", "tiny", "--rounds", "2", "--timeout", "500", "--json", str(tmp_path / "bench.json")]
     options = json.dumps({"kv_cache_memory_bytes": 64 << 20, "block_size": 32})
+    words += ["--keep-old-version"] if keep_old else []
     assert bench.main([*words, "--options", options]) == 0
     result = json.loads((tmp_path / "bench.json").read_text())
     assert result["right"] and {"hwrl", "torch", "transformers"} < result["versions"].keys()
@@ -29,7 +31,12 @@ def test_updates_are_timed_by_stage_and_compared_with_transformers(tmp_path: Pat
     assert len(measured["total_s"]) == 2 and measured["logprob_difference"]["mean"] < 0.1
     assert {"gather", "pack", "wire", "vote"} <= measured["sender"].keys()
     stages = measured["receiver"]
-    assert measured["median_pause_s"] >= stages["wire"] + stages["load"] > 0 < result["bytes"]
+    assert measured["extra_nbytes"].keys() == {"rollout process", "worker"}
+    if keep_old:
+        assert stages["wire"] > 0 < measured["median_pause_s"] == stages["load"]
+        assert measured["extra_nbytes"]["rollout process"] > result["bytes"]
+    else:
+        assert 0 < measured["median_pause_s"] <= stages["receive"]
 
 
 def test_the_measurements_of_both_processes_become_one() -> None:

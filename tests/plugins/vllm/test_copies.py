@@ -13,6 +13,7 @@ import torch
 
 from hwrl.discovery import get_backend
 from hwrl_vllm.copies import CopyPlan, Recorder
+from tests.plugins.vllm.linked import Linked
 from tests.plugins.vllm.serving import Policy, Weights, engine_of, generate, requests_of, write_model
 
 Loader = Callable[[Any, Weights], None]
@@ -42,6 +43,7 @@ def load(model: Any, weights: Weights) -> None:
     model.fused.data.copy_(staged)
     model.padded.data[:4].copy_(weights["p"].narrow(1, 3, 3))
     model.padded.data[4:].fill_(7.0)
+    model.padded.data[4:4].copy_(weights["p"].narrow(0, 4, 0).narrow(1, 3, 3))  # a worker beyond the vocabulary
 
 
 def load_a_square_transposed_and_all_twice(model: Any, weights: Weights) -> None:
@@ -58,6 +60,20 @@ def record(loader: Loader) -> tuple[Fused, CopyPlan | None, str]:
     with Recorder(weights) as recorder:
         loader(model, weights)
     return model, recorder.plan(model.parameters()), recorder.obstacle
+
+
+@pytest.mark.parametrize("loader", [load, load_a_square_transposed_and_all_twice])
+def test_a_plan_can_be_made_before_there_are_weights(loader: Loader) -> None:
+    model, forms = Fused(), weights_of(0)
+    given = {name: torch.empty(tensor.shape) for name, tensor in forms.items()}
+    with Recorder(given, skips_copies=True) as recorder:
+        loader(model, given)
+    plan = recorder.plan(model.parameters())
+    assert plan is not None
+    wanted = Fused()
+    loader(wanted, weights_of(1))
+    plan.run({name: tensor.contiguous() for name, tensor in weights_of(1).items()})
+    assert all(map(torch.equal, model.parameters(), wanted.parameters()))
 
 
 @pytest.mark.parametrize("loader", [load, load_a_square_transposed_and_all_twice])
@@ -143,11 +159,14 @@ def test_vllm_serves_what_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_model(tmp_path, form)
     policy, engine = Policy(tmp_path), engine_of(tmp_path)
     try:
-        for version in range(4):
-            engine.load_weights(policy.change().items(), version=version)
-            requests = requests_of(4)
-            policy.check_greedy(requests, generate(engine, requests))
-        plans = engine._vllm.collective_rpc(lambda worker: worker._hwrl_copies)
+        plans = engine._vllm.collective_rpc(lambda worker: worker._hwrl_copies)  # made before any weights
         assert [{part.name for _, part in plan.copies} for plan in plans] == [policy.model.state_dict().keys()]
+        with Linked(engine, "device" if DEVICE.type == "cpu" else "host") as linked:
+            for version in range(4):
+                assert linked.update(version, policy.change()) is not None
+                requests = requests_of(4)
+                policy.check_greedy(requests, generate(engine, requests))
+        engine.load_weights(policy.change().items(), version=4)
+        policy.check_greedy(requests, generate(engine, requests))
     finally:
         engine.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import itertools
+import os
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from hwrl.run.demo import write_demo
 from hwrl.weights import TransportName, WeightReceiver, WeightSender
 from hwrl_vllm.core import InlineCore, ProcessCore
 from hwrl_vllm.engine import VllmEngine
+from tests.plugins.vllm.linked import Linked, interrupted
 from tests.plugins.vllm.serving import (
     BLOCK,
     CLOSE,
@@ -37,6 +39,7 @@ from tests.plugins.vllm.serving import (
     generate,
     requests_of,
 )
+from tests.support.weight_link import beside
 
 REPO = Path(__file__).parents[3]
 pytestmark = [
@@ -45,7 +48,9 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first call compiles
 ]
 
+PLAIN = "HWRL_TEST_PLAIN"
 _versions = itertools.count()
+LATER = ("ipc", "host") if ON_HOST else ("host",)
 
 
 @pytest.fixture(scope="module")
@@ -96,26 +101,72 @@ def engine(shared_engine: VllmEngine, policy: Policy) -> Iterator[VllmEngine]:
     shared_engine.abort()
 
 
-def test_greedy_tokens_equal_transformers_after_each_of_20_updates_through_the_weight_link(
-    engine: VllmEngine, policy: Policy
+@pytest.mark.parametrize(
+    "transport", ["device" if ON_HOST else "ipc", *(pytest.param(t, marks=pytest.mark.extended) for t in LATER)]
+)
+def test_greedy_tokens_equal_transformers_after_each_of_20_updates_into_the_workers_weights(
+    engine: VllmEngine, policy: Policy, transport: str
 ) -> None:
+    if transport == "ipc" and isinstance(engine._core, InlineCore):
+        pytest.skip("a process does not open its own memory")
     requests = requests_of(4)
-    store = serve_store()
+    with Linked(engine, transport) as linked:
+        for version in range(100, 120):
+            running = requests_of(2, new=60)
+            engine.submit(running)
+            engine.step()
+            assert linked.update(version, policy.change()) is not None
+            responses = generate(engine, requests)
+            policy.check_greedy(requests, {one.request_id: responses[one.request_id] for one in requests})
+            versions = [set(responses[one.request_id].versions.tolist()) for one in requests]
+            assert versions == [{version}] * len(requests)
+
+
+def test_versions_that_are_received_whole_serve_until_the_next_is_loaded(engine: VllmEngine, policy: Policy) -> None:
+    requests, store = requests_of(4), serve_store()
     transport: TransportName = "device" if ON_HOST else "host"  # on devices the two ends of one process make no group
     with (
         WeightSender(store, transport=transport, timeout_s=60.0) as sender,
         WeightReceiver(store, replica="r0") as receiver,
     ):
-        for version in range(100, 120):
+        for version in range(200, 203):
             weights = policy.change()
-            sending = threading.Thread(target=sender.publish, args=(version, weights.items()))
-            sending.start()
+            publishing = beside(functools.partial(sender.publish, version, weights.items()))
             received = receiver.receive()
-            sending.join()
+            publishing()
             engine.load_weights(received.items(), version=received.version)
-            responses = generate(engine, requests)
-            policy.check_greedy(requests, responses)
-            assert all(set(response.versions.tolist()) == {version} for response in responses.values())
+            policy.check_greedy(requests, generate(engine, requests))
+
+
+def test_a_transfer_that_ends_in_the_middle_serves_no_mixture_and_a_whole_one_repairs(
+    engine: VllmEngine, policy: Policy
+) -> None:
+    def fail() -> None:
+        raise KeyError("the trainer fails")
+
+    running = requests_of(2, new=30)
+    engine.submit(running)
+    engine.step()
+    with Linked(engine, "device" if ON_HOST else "ipc") as linked:
+        with pytest.raises(KeyError):
+            linked.update(300, interrupted(policy.change(), fail))
+        assert engine.version == -1
+        with pytest.raises(EngineError, match="requests are pending, but the engine has no weights"):
+            engine.step()
+        assert linked.update(301, policy.change()) is not None
+        assert 301 in {version for response in finish(engine).values() for version in response.versions.tolist()}
+        requests = requests_of(3)
+        policy.check_greedy(requests, generate(engine, requests))
+
+
+def test_another_models_version_is_refused_before_it_is_received(engine: VllmEngine, policy: Policy) -> None:
+    served, weights = engine.version, policy.model.state_dict()
+    other = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    with Linked(engine, "host") as linked, pytest.raises(EngineError, match=r"unknown: \['model.extra'\]"):
+        linked.update(400, {**other, "model.extra": torch.zeros(3, device=get_backend().device())})
+    assert engine.version == served
+    requests = requests_of(3)
+    policy.check_greedy(requests, generate(engine, requests))
 
 
 def test_logprobs_are_those_of_the_policy_at_the_sampling_temperature(engine: VllmEngine, policy: Policy) -> None:
@@ -403,8 +454,19 @@ def test_vllm_that_fails_at_its_start_in_another_way_is_told_of_with_its_error(
 
 
 @pytest.mark.skipif(not ON_HOST and get_backend().device_count() < 2, reason="needs two devices")
-def test_two_workers_share_a_model_and_one_that_is_killed_in_an_update_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "plain"),
+    [
+        ("device", False),
+        ("device", True),
+        *(pytest.param(t, plain, marks=pytest.mark.extended) for t in ("ipc", "host") for plain in (False, True)),
+    ],
+)
+def test_two_workers_receive_20_versions_and_one_that_is_killed_in_the_middle_is_told_of(
+    tmp_path: Path, transport: str, plain: bool
+) -> None:
     write_demo(tmp_path, seed=1, prompts=16)
-    command = [sys.executable, "-m", "tests.plugins.vllm.tensor_parallel", str(tmp_path / "model")]
-    ended = subprocess.run(command, cwd=REPO, text=True, capture_output=True, timeout=500, check=False)
+    command = [sys.executable, "-m", "tests.plugins.vllm.tensor_parallel", str(tmp_path / "model"), transport]
+    environ = {**os.environ, PLAIN: "1"} if plain else None
+    ended = subprocess.run(command, cwd=REPO, text=True, capture_output=True, timeout=500, check=False, env=environ)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -1,0 +1,105 @@
+"""The receiver of one worker of a rollout engine: it takes offers that another process has got for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+from hwrl.comm import Store, connect_store
+from hwrl.errors import (
+    CommError,
+    LayoutMismatchError,
+    ReceiverExcludedError,
+    TransferFailedError,
+)
+from hwrl.interfaces import Backend, WeightOffer
+from hwrl.weights.control import Proposal
+from hwrl.weights.destination import Place
+from hwrl.weights.intake import WeightIntake
+from hwrl.weights.report import StageClock
+from hwrl.weights.transport import ReceiverTiming
+
+_log = logging.getLogger("hwrl.weights")
+
+
+class Taken(NamedTuple):
+    """A worker's result of an offer; plain values, for any way between two processes.
+
+    ``proposal`` is the number of the proposal that is now whole in the worker, 0 if none is; ``version`` and ``epoch``
+    are its. ``why`` says why not. ``fault``: the worker failed, not the transfer.
+    """
+
+    proposal: int = 0
+    epoch: int = 0
+    version: int = -1
+    why: str = ""
+    fault: bool = False
+
+
+class EngineReceiver:
+    """Takes the offers for receiver number ``number`` of an engine, into the destination that ``place`` makes.
+
+    The engine's process finds the offers and is the link's member; this may live in another process, on the worker's
+    device. It connects with a link's store at the first offer. Used from one thread.
+    """
+
+    def __init__(self, number: int, *, backend: Backend, place: Place) -> None:
+        self._number, self._backend, self._place = number, backend, place
+        self._stores: dict[str, Store] = {}
+        self._intakes: dict[tuple[str, str], WeightIntake] = {}
+
+    def take(self, offer: WeightOffer) -> Taken:
+        """Receive ``offer``; blocks until the sender has decided about it, at most ``offer.limit_s`` or so.
+
+        Never raises an Exception: other workers must not wait for this one's answer. The caller skips receivers that
+        have no part in the offer.
+        """
+        try:
+            taken = self._take(offer)
+        except LayoutMismatchError as exc:
+            return Taken(why=str(exc), fault=True)
+        except (TransferFailedError, ReceiverExcludedError, CommError) as exc:
+            return Taken(why=str(exc))
+        except Exception as exc:  # noqa: BLE001 - the answer says it
+            _log.warning("receiver %d failed", self._number, exc_info=True)
+            return Taken(why=f"{type(exc).__name__}: {exc}", fault=True)
+        if taken is None:
+            return Taken(why="the sender did not commit it")
+        return Taken(taken.number, taken.epoch, taken.version)
+
+    def release(self) -> None:
+        """Free the rings; the next offer allocates them anew."""
+        for intake in self._intakes.values():
+            intake.release()
+
+    def close(self) -> None:
+        """Close all connections, and free the rings."""
+        for intake in self._intakes.values():
+            intake.close()
+        self._intakes.clear()
+
+    def _take(self, offer: WeightOffer) -> Proposal | None:
+        member = offer.members[self._number]
+        intake = self._intake_of(offer)
+        proposal = intake.proposal(offer.proposal)
+        if member is None or proposal is None:
+            raise TransferFailedError(
+                f"proposal {offer.proposal} is over", why="its sender went on", fix="take a later one"
+            )
+        deadline, replica = time.monotonic() + offer.timeout_s, f"receiver {self._number}"
+        try:
+            return intake.take(proposal, member, replica=replica, after=0, deadline=deadline, clock=StageClock())
+        finally:
+            if offer.once:
+                self._intakes.pop((offer.store, offer.link)).close()
+
+    def _intake_of(self, offer: WeightOffer) -> WeightIntake:
+        key = (offer.store, offer.link)
+        if key not in self._intakes:
+            store = self._stores.get(offer.store) or connect_store(offer.store)
+            self._stores[offer.store] = store
+            self._intakes[key] = WeightIntake(
+                store, name=offer.link, backend=self._backend, place=self._place, timing=ReceiverTiming()
+            )
+        return self._intakes[key]

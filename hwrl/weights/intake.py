@@ -1,0 +1,115 @@
+"""Take the bytes of a proposed version for one member of a link, verify them, and vote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hwrl.comm import Store
+from hwrl.interfaces import Backend
+from hwrl.weights.control import ControlChannel, Proposal, Vote, VoteKind
+from hwrl.weights.destination import Destination, Place
+from hwrl.weights.layout import WeightLayout
+from hwrl.weights.participant import Participant
+from hwrl.weights.report import StageClock
+from hwrl.weights.slabs import Checksums
+from hwrl.weights.transport import ReceiverContext, ReceiverRound, ReceiverTiming, Transport, TransportReceiver
+from hwrl.weights.transports import TRANSPORTS
+
+
+class WeightIntake:
+    """Takes versions of the link ``name`` into the destination that ``place`` makes for their layout.
+
+    It is no member of the link: the caller gives the member's number with each proposal
+    (:class:`~hwrl.weights.LinkMembers`). At most ``slabs`` slabs are under way at once. Used from one thread, on one
+    device.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        backend: Backend,
+        place: Place,
+        slabs: int = 4,
+        timing: ReceiverTiming,
+        transports: Mapping[str, Transport] = TRANSPORTS,
+    ) -> None:
+        payloads = {key: transport.payload for key, transport in transports.items()}
+        self._channel = ControlChannel(store, name=name, payloads=payloads)
+        self._backend, self._place, self._slabs = backend, place, slabs
+        self._timing, self._transports = timing, transports
+        self._ends: dict[str, TransportReceiver] = {}
+        self._prepared: tuple[WeightLayout, Destination, Checksums] | None = None
+
+    def proposal(self, number: int) -> Proposal | None:
+        """Return proposal ``number``; None if it was forgotten."""
+        return self._channel.proposal(number)
+
+    def prepare(self, proposal: Proposal) -> tuple[WeightLayout, Destination]:
+        """Return the proposal's layout, and the destination of its version; made once for each layout.
+
+        Raises LayoutMismatchError if there is no place for a tensor.
+        """
+        if self._prepared is None or self._prepared[0].hash != proposal.layout:
+            self._prepared = None  # its memory is free before the next is taken
+            layout = self._channel.layout(proposal)
+            destination = self._place(layout)
+            self._prepared = layout, destination, Checksums(layout, device=self._backend.device())
+        return self._prepared[0], self._prepared[1]
+
+    def take(
+        self, proposal: Proposal, member: int, *, replica: str, after: int, deadline: float, clock: StageClock
+    ) -> Proposal | None:
+        """Receive ``proposal``, whose transfer has begun, as ``member``; return the proposal that is now whole here.
+
+        That is None if the sender aborted it. An earlier stored version, but none up to number ``after``, is taken
+        instead of one that is not whole. Blocks as long as the sender's limits allow; for a stored version, until
+        ``deadline``. Raises the errors of :meth:`~hwrl.weights.WeightReceiver.receive`.
+        """
+        transport = self._transports[proposal.transport]
+        try:
+            layout, destination = self.prepare(proposal)
+        except BaseException as exc:
+            if not transport.keeps_versions:  # at once: the others wait for this vote
+                self._channel.cast_vote(proposal, member, Vote(VoteKind.TORN, type(exc).__name__))
+            raise
+        assert self._prepared is not None, "prepare has made it"
+        receiving = ReceiverRound(proposal, self._channel, member, replica, self._timing, layout, deadline)
+        participant = Participant(transport, self._end_of(proposal.transport), destination)
+        try:
+            taken = participant.take(receiving, self._prepared[2], clock, after=after)
+        except BaseException:
+            destination.cancel()
+            raise
+        with torch.no_grad():
+            if taken is None:
+                destination.cancel()
+            else:
+                destination.finish()
+        return taken
+
+    def abort(self) -> None:
+        """End all operations under way."""
+        for end in self._ends.values():
+            end.abort()
+
+    def release(self) -> None:
+        """Free the destination; the next version plans and allocates anew."""
+        self._prepared = None
+        self._backend.empty_cache()
+
+    def close(self) -> None:
+        """Close the connections, and free the destination."""
+        for end in self._ends.values():
+            end.close()
+        self._ends = {}
+        self.release()
+
+    def _end_of(self, transport: str) -> TransportReceiver:
+        if transport not in self._ends:
+            context = ReceiverContext(self._channel.store, self._backend, self._slabs)
+            self._ends[transport] = self._transports[transport].receiver(context)
+        return self._ends[transport]

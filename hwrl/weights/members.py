@@ -1,0 +1,159 @@
+"""A process's members of a weight link: they join, learn of versions, come to receive, and leave."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from hwrl.comm import Store
+from hwrl.errors import CommTimeoutError, TransferFailedError
+from hwrl.weights.control import ControlChannel, DecisionKind, Limits, Proposal, Start
+from hwrl.weights.report import StageClock
+from hwrl.weights.transport import MemberRound, ReceiverTiming, Transport
+from hwrl.weights.transports import TRANSPORTS
+
+_CHECK_S = 0.5
+"""How often members that wait for news look whether one of them was excluded."""
+
+
+class LinkMembers:
+    """The members of the link ``name`` that one process speaks for, one for each of ``replicas``, their names.
+
+    They join together when this is made. The process that receives a version for a member may be another one
+    (:class:`~hwrl.weights.WeightIntake`); this one needs no device. ``newest=False`` ignores the version that is
+    already proposed. Used from one thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str,
+        replicas: Sequence[str],
+        newest: bool = True,
+        timing: ReceiverTiming,
+        transports: Mapping[str, Transport] = TRANSPORTS,
+    ) -> None:
+        self._transports = transports
+        payloads = {key: transport.payload for key, transport in transports.items()}
+        self.channel = ControlChannel(store, name=name, payloads=payloads)
+        self.replicas, self._timing = tuple(replicas), timing
+        self._done = 0  # proposals up to this number were taken, aborted or ignored
+        self._checked_s = -math.inf  # when the members were last found not to be excluded
+        self.numbers: tuple[int, ...] = ()
+        """The members' numbers, in the order of the names."""
+        self.join(newest=newest)
+
+    def join(self, *, newest: bool = True) -> None:
+        """Request versions, or request them again; with ``newest`` the newest one, too. Leaves first."""
+        self.leave()
+        self._done = 0 if newest else self.channel.newest()  # before joining: later proposals may be for these
+        self.numbers = self.channel.join(*self.replicas)
+
+    def leave(self) -> None:
+        """Withdraw the requests."""
+        for number in self.numbers:
+            self.channel.leave(number)
+        self.numbers = ()
+
+    def keeps_versions(self, proposal: Proposal) -> bool:
+        """Return whether the proposal's version is stored, so that members fetch it without the sender."""
+        return self._transports[proposal.transport].keeps_versions
+
+    def poll(self) -> Proposal | None:
+        """Return the newest proposal if it is new and for one of the members, or None; never blocks.
+
+        Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if a member was excluded; if
+        nothing is new, half a second after that at most.
+        """
+        newest, now_s = self.channel.newest(), time.monotonic()
+        if newest <= self._done and now_s - self._checked_s < _CHECK_S:
+            return None
+        self._check_members()
+        self._checked_s = now_s
+        return self._proposal_for_us(newest)
+
+    def wait(self, *, deadline: float, timeout_s: float, aborted: Proposal | None, have: int | None) -> Proposal:
+        """Wait for a proposal for one of the members; ``have`` is the version that they have, for the error's text.
+
+        Raises CommTimeoutError at ``deadline``, ReceiverExcludedError, and TransferFailedError at once if the sender
+        gave up after the proposal ``aborted``.
+        """
+        while True:
+            self._check_members()
+            newest = self.channel.newest()
+            proposal = self._proposal_for_us(newest)
+            if proposal is not None:
+                return proposal
+            if aborted is not None:
+                self._check_not_given_up(aborted)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise CommTimeoutError(
+                    f"no new version of {self.channel.name!r} was offered to {self._name} within {timeout_s:g} s",
+                    why=f"its newest version is {have}",
+                    fix="is the sender alive? poll() tells without waiting whether there is a version",
+                )
+            self.channel.wait_for_proposal(newest + 1, timeout_s=min(self._timing.look_s, left_s))
+
+    def begin(self, proposal: Proposal) -> int:
+        """Note that ``proposal`` is taken or ignored; return the number for :meth:`undo`."""
+        after, self._done = self._done, proposal.number
+        return after
+
+    def undo(self, after: int) -> None:
+        """Let the proposals after number ``after`` be new again."""
+        self._done = after
+
+    def members_of(self, proposal: Proposal) -> tuple[int | None, ...]:
+        """Return, for each name, its number if it is to take ``proposal``, else None."""
+        if self.keeps_versions(proposal):
+            return self.numbers
+        return tuple(number if number in proposal.to else None for number in self.numbers)
+
+    def rendezvous(self, proposal: Proposal, clock: StageClock | None = None) -> bool:
+        """Report the members ready and wait for the sender's answer; return whether the transfer begins."""
+        members = [
+            MemberRound(proposal, self.channel, number, name, self._timing)
+            for number, name in zip(self.members_of(proposal), self.replicas, strict=True)
+            if number is not None
+        ]
+        if self.keeps_versions(proposal):
+            return True
+        for member in members:
+            self.channel.report_ready(proposal, member.member)
+        with (clock or StageClock())("rendezvous"):
+            return members[0].wait_for_start() is Start.GO
+
+    def next_deadline(self, proposal: Proposal, deadline: float) -> float:
+        """Return until when to wait after an aborted ``proposal``: the sender may take its time for the next, too."""
+        limits = Limits(proposal.timeout_s, self._timing.slack_s)
+        return max(deadline, time.monotonic() + limits.start_s)
+
+    @property
+    def _name(self) -> str:
+        return ", ".join(map(repr, self.replicas))
+
+    def _check_members(self) -> None:
+        for number, name in zip(self.numbers, self.replicas, strict=True):
+            self.channel.check_member(number, name)
+
+    def _proposal_for_us(self, number: int) -> Proposal | None:
+        """Return proposal ``number`` if it is new and a member may take it."""
+        if number <= self._done:
+            return None
+        proposal = self.channel.proposal(number)
+        if proposal is None or self.keeps_versions(proposal):
+            return proposal
+        is_ours = bool(set(self.numbers) & set(proposal.to)) and proposal.epoch == self.channel.epoch()
+        return proposal if is_ours else None
+
+    def _check_not_given_up(self, aborted: Proposal) -> None:
+        decision = self.channel.decision(aborted)
+        if decision is not None and decision.kind is DecisionKind.GIVEN_UP:
+            raise TransferFailedError(
+                f"the sender gave version {aborted.version} up",
+                why=decision.detail,
+                fix="look at the sender's log; this receiver continues with the version that it has",
+            )
