@@ -24,7 +24,8 @@ def prepare_in_each_load(model: torch.nn.Module) -> None:
 def _process(method: Any, layer: torch.nn.Module) -> None:
     """Prepare the weights of ``layer`` as vLLM does, and for its kernel if vLLM leaves that out."""
     experts = _experts_of(method)
-    prepare, calls = experts.process_weights_after_loading, []
+    prepare = experts.process_weights_after_loading
+    calls: list[Any] = []
     experts.process_weights_after_loading = calls.append
     try:
         type(method).process_weights_after_loading(method, layer)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
 
 
 def main(model_directory: Path, tensor_parallel: int, *options: str) -> None:
     policy = Policy(model_directory)
-    given = {f"enable_{option}": True for option in options}
+    given: dict[str, Any] = {f"enable_{option}": True for option in options}
     engine = engine_of(model_directory, tensor_parallel=tensor_parallel, **given)
     try:
         for version in range(3):
