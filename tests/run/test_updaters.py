@@ -36,5 +36,5 @@ def test_the_engine_receives_itself_if_it_can_and_the_old_version_need_not_stay(
     updater = _build_updater(config, engine, store_address=store_address(store), replica="r0")
     assert type(updater) is (ModelUpdater if lora is None else AdapterUpdater)
     made: Any = vars(updater)["_link" if lora is None else "_base_link"]
-    assert type(made) is link
+    assert made.__class__ is link
     made.close()
