@@ -28,7 +28,7 @@ def config_of(*, keep_old_version: bool, lora: LoraSettings | None) -> Any:
     [(1, False, EngineModels), (2, False, EngineModels), (2, True, ReceivedModels), (0, False, ReceivedModels)],
 )
 def test_the_engine_receives_itself_if_it_can_and_the_old_version_need_not_stay(
-    receivers: int, keep_old_version: bool, link: type, lora: LoraSettings | None
+    receivers: int, keep_old_version: bool, link: Any, lora: LoraSettings | None
 ) -> None:
     store, engine = serve_store(), CountingEngine()
     engine.receivers = receivers
@@ -36,5 +36,5 @@ def test_the_engine_receives_itself_if_it_can_and_the_old_version_need_not_stay(
     updater = _build_updater(config, engine, store_address=store_address(store), replica="r0")
     assert type(updater) is (ModelUpdater if lora is None else AdapterUpdater)
     made: Any = vars(updater)["_link" if lora is None else "_base_link"]
-    assert made.__class__ is link
+    assert type(made) is link
     made.close()
