@@ -22,7 +22,7 @@ from hwrl.discovery import kernels
 from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, load_model, load_tokenizer, model_identity
+from hwrl.models import build_model, load_model, load_tokenizer, model_identity, use_working_experts
 from hwrl.saved_names import SavedNames
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
@@ -56,6 +56,7 @@ class FsdpEngine(PolicyEngine):
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
         make = load_model if group is None or group.rank == 0 else build_model  # the first rank sends shards
         model = make(settings.model_directory, dtype=torch.float32).eval()
+        use_working_experts(model, device=backend.device(), dtype=settings.dtype)
         self._saved = SavedNames.of(model)
         if settings.lora is not None:
             self.base = model_identity(settings.model_directory)

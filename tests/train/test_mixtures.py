@@ -132,3 +132,22 @@ def test_persistent_buffers_are_sent_with_the_parameters(tmp_path: Path) -> None
     sent = dict(engine.named_weights())
     assert sent.keys() == load_file(tmp_path / "model.safetensors").keys()
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in sent
+
+
+def test_experts_run_one_after_the_other_where_the_device_cannot_multiply_groups(
+    mixture_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = batch_of(groups_of(3, seed=0))
+    grouped = engine_on(mixture_directory, None)
+    assert grouped.model.config._experts_implementation == "grouped_mm"
+    assert not caplog.records
+
+    def lacks(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("the device has no such operation")
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lacks)
+    engine = engine_on(mixture_directory, None)
+    assert "Experts run one after the other: the device has no such operation" in caplog.text
+    looped = engine.logprobs(batch)
+    monkeypatch.undo()
+    torch.testing.assert_close(looped, grouped.logprobs(batch), atol=1e-5, rtol=1e-5)
