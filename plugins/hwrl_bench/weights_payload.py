@@ -75,10 +75,13 @@ def _tensors(
 ) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]]:
     """Return contiguous tensors with values, and the tensors to send: some are views of those."""
     noise = torch.randint(0, 256, (1 << 24,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
-    names, described = None, MODELS[model](nbytes) if model in MODELS else ()
+    names: SavedNames | None = None
     if model in MIXTURES:
         meta = _mixture(MIXTURES[model], layers)
-        names, described = SavedNames.of(meta), [(name, one.shape, one.dtype) for name, one in meta.named_parameters()]
+        names = SavedNames.of(meta)
+        described = [(name, tuple(one.shape), one.dtype) for name, one in meta.named_parameters()]
+    else:
+        described = list(MODELS[model](nbytes))
     named = [(name, torch.empty(shape, dtype=dtype, device=device)) for name, shape, dtype in described]
     for number, (_, tensor) in enumerate(named):
         for part in raw_bytes(tensor).split(len(noise) - 4096):
@@ -93,10 +96,10 @@ def _tensors(
 
 def _mixture(sizes: Mapping[str, int], layers: int) -> Any:
     """Return a model on the meta device, whose parameters hold all experts of a layer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        "qwen3_moe", **sizes, num_hidden_layers=layers, norm_topk_prob=True, tie_word_embeddings=False
+    config = CONFIG_MAPPING["qwen3_moe"](
+        **sizes, num_hidden_layers=layers, norm_topk_prob=True, tie_word_embeddings=False
     )
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
