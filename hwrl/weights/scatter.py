@@ -34,7 +34,7 @@ class CopyRule:
         return cls(name, target, torch.empty(target.shape, device="meta").stride())
 
 
-class _Box(NamedTuple):
+class _CopyBlock(NamedTuple):
     """A block of elements: its (size, sent stride, target stride) by dimension, and both first elements."""
 
     dims: tuple[tuple[int, int, int], ...]
@@ -187,7 +187,7 @@ def whole_rules(layout: WeightLayout, targets: Mapping[str, torch.Tensor]) -> li
 # -- blocks of elements ---------------------------------------------------------------------------------------------
 
 
-def _boxes_of(rule: CopyRule, begin: int, end: int) -> Iterator[_Box]:
+def _boxes_of(rule: CopyRule, begin: int, end: int) -> Iterator[_CopyBlock]:
     """Yield the rule's elements that are elements ``begin`` to ``end`` of the sent tensor, as few blocks."""
     dims = zip(rule.target.shape, rule.stride, rule.target.stride(), strict=True)
     sized = sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: dim[1], reverse=True)
@@ -206,13 +206,13 @@ def _merged(dims: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
     return tuple(merged)
 
 
-def _cut(dims: tuple[tuple[int, int, int], ...], sent: int, target: int, begin: int, end: int) -> Iterator[_Box]:
+def _cut(dims: tuple[tuple[int, int, int], ...], sent: int, target: int, begin: int, end: int) -> Iterator[_CopyBlock]:
     """Yield the part of a block between two elements of the sent tensor. ``dims`` have falling strides there."""
     last = sent + sum((size - 1) * stride for size, stride, _ in dims)
     if last < begin or sent >= end:
         return
     if sent >= begin and last < end:
-        yield _Box(dims, sent, target)
+        yield _CopyBlock(dims, sent, target)
         return
     (size, stride, target_stride), inner = dims[0], dims[1:]
     span = last - sent - (size - 1) * stride  # of one index, less one
@@ -227,12 +227,12 @@ def _cut(dims: tuple[tuple[int, int, int], ...], sent: int, target: int, begin: 
         yield from _cut(inner, sent + index * stride, target + index * target_stride, begin, end)
     if rest > full:
         block = ((rest - full, stride, target_stride), *inner)
-        yield _Box(block, sent + full * stride, target + full * target_stride)
+        yield _CopyBlock(block, sent + full * stride, target + full * target_stride)
     for index in range(rest, stop):
         yield from _cut(inner, sent + index * stride, target + index * target_stride, begin, end)
 
 
-def _copy_of(box: _Box, target: torch.Tensor, dtype: torch.dtype, shift: int) -> _Copy:
+def _copy_of(box: _CopyBlock, target: torch.Tensor, dtype: torch.dtype, shift: int) -> _Copy:
     """Return the copy of ``box``; ``shift`` leads from elements of the tensor to elements of the slab."""
     shape, stride = [dim[0] for dim in box.dims], tuple(dim[1] for dim in box.dims)
     view = target.detach().as_strided(shape, [dim[2] for dim in box.dims], box.target)

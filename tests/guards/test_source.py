@@ -22,7 +22,7 @@ LAYERS = [  # an arrow may point to the left, or to another part of the same lay
     {"discovery"},
     {"comm", "memory"},
     {"weights"},
-    {"checkpoint", "rollout", "train", "models", "lora"},
+    {"checkpoint", "rollout", "train", "models", "model_files", "saved_names", "safetensors_files", "lora"},
     {"run"},
     {"testing"},
     {"cli"},
