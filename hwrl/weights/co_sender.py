@@ -209,7 +209,7 @@ class CoSender:
         sending = SenderRound(proposal, self._channel, Membership(self._channel))
         try:
             end = self._end_for(proposal, layout, share)
-            with torch.no_grad(), _stopped_by_rank_0(report, end):
+            with torch.no_grad(), stopped_by_rank_0(report, end):
                 end.send(sending, reader, StageClock())
             report.write(Outcome.SENT)
         except CommError as exc:
@@ -248,7 +248,7 @@ class _Report:
 
 
 @contextlib.contextmanager
-def _stopped_by_rank_0(report: _Report, end: TransportSender) -> Iterator[None]:
+def stopped_by_rank_0(report: _Report, end: TransportSender) -> Iterator[None]:
     """End the operations of ``end`` when rank 0 ends the round: a receiver may hang in this rank's groups only."""
     done = threading.Event()
 

@@ -58,7 +58,7 @@ class WeightSender:
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         _check_transport(transport, transports)
-        check_senders(senders, transport, transports)
+        _check_senders(senders, transport, transports)
         _check_sizes(slab_nbytes=slab_nbytes, slabs=slabs, versions=versions)
         _check_timeout(timeout_s)
         self.transport, self._transport = transport, transports[transport]
@@ -230,7 +230,7 @@ def _check_timeout(timeout_s: float) -> None:
         )
 
 
-def check_senders(senders: int, transport: str, transports: Mapping[str, Transport] = TRANSPORTS) -> None:
+def _check_senders(senders: int, transport: str, transports: Mapping[str, Transport]) -> None:
     """Raise ConfigError if so many ``senders`` cannot use ``transport``."""
     if senders < 1:
         raise ConfigError(f"senders={senders} cannot work", why="nobody would send", fix="use 1 or more")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from hwrl.weights import (
     WeightSender,
     WeightSource,
 )
+from hwrl.weights.co_sender import Outcome, stopped_by_rank_0
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
 from hwrl.weights.source import Gatherers
 from hwrl_cpu import INFO, CpuBackend
@@ -230,6 +233,15 @@ def test_a_lost_receiver_is_excluded_and_the_other_gets_the_version_of_all_sende
         reports, took_s = processes.wait(0).value
         assert reports == [(1, ["r3"]), (1, [])] and took_s < 15
         assert processes.wait(2).value is True
+
+
+def test_a_co_sender_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
+    ended, written = threading.Event(), []
+    report: Any = SimpleNamespace(is_stopped=lambda: True, write=lambda outcome, why: written.append(outcome))
+    end: Any = SimpleNamespace(abort=ended.set)
+    with stopped_by_rank_0(report, end):
+        assert ended.wait(5.0), "nobody ended the operation that waits"
+    assert set(written) == {Outcome.LOST}
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
