@@ -152,10 +152,14 @@ def test_a_transfer_that_ends_in_the_middle_serves_no_mixture_and_a_whole_one_re
         with pytest.raises(KeyError):
             linked.update(300, interrupted(policy.change(), fail))
         assert engine.version == -1
+        (waiting,) = requests_of(1)
+        engine.submit([waiting])
         with pytest.raises(EngineError, match="requests are pending, but the engine has no weights"):
             engine.step()
         assert linked.update(301, policy.change()) is not None
-        assert 301 in {version for response in finish(engine).values() for version in response.versions.tolist()}
+        responses = finish(engine)
+        assert {*responses} >= {one.request_id for one in (*running, waiting)}
+        assert set(responses[waiting.request_id].versions.tolist()) == {301}
         requests = requests_of(3)
         policy.check_greedy(requests, generate(engine, requests))
 
