@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,9 +55,12 @@ class _Copy(NamedTuple):
 class _SlabCopies:
     """The copies of one slab, in groups for batched calls: targets, and where each one's elements are in the slab."""
 
-    groups: list[list[_Copy]] = field(default_factory=list)
-    straight: torch.Tensor | None = None
+    groups: list[list[_Copy]]
+    straight: torch.Tensor | None
     """The targets' memory, if the slab can be received there."""
+
+    def __post_init__(self) -> None:
+        self.targets = [[copy.target for copy in group] for group in self.groups]
 
 
 class Scattered:
@@ -127,8 +130,9 @@ class Scattered:
         if not lease.copied:
             return
         copies = self._copies[lease.index]
-        for group, sources in zip(copies.groups, lease.views(lambda memory: _sources(copies, memory)), strict=True):
-            torch._foreach_copy_([copy.target for copy in group], sources)
+        sources = lease.views(lambda memory: _sources(copies, memory))
+        for targets, elements in zip(copies.targets, sources, strict=True):
+            torch._foreach_copy_(targets, elements)
 
     def finish(self) -> None:
         """Fill the constants."""

@@ -16,7 +16,8 @@ import torch
 
 from hwrl.discovery import get_backend
 from hwrl.errors import EngineError
-from hwrl.interfaces import GenerationRequest, RolloutSettings, Sampling
+from hwrl.interfaces import GenerationRequest, RolloutSettings, Sampling, WeightOffer
+from hwrl.weights import Taken
 from hwrl_vllm import engine as engine_module
 from hwrl_vllm.causes import CAUSES
 from hwrl_vllm.core import Core, ProcessCore
@@ -40,6 +41,7 @@ class FakeCore(Core):
         self.aborted: list[str] = []
         self.tokens: list[NewTokens] = []
         self.failing: set[str] = set()
+        self.taken: list[Any] = []  # by each worker, of an offer
 
     @property
     def has_ended(self) -> bool:
@@ -62,7 +64,7 @@ class FakeCore(Core):
 
     def call(self, method: str, *args: Any) -> Any:
         self._fail(method)
-        return []
+        return self.taken if args and args[0] == "hwrl_receive" else []
 
     def close(self) -> None:
         pass
@@ -101,8 +103,46 @@ def load(engine: VllmEngine, version: int) -> None:
     engine.load_weights(torch.nn.Linear(2, 2).state_dict().items(), version=version)
 
 
+def offer(version: int, members: tuple[int | None, ...] = (1,)) -> WeightOffer:
+    return WeightOffer(
+        store="", link="policy", proposal=version, version=version, members=members, timeout_s=1.0, limit_s=9.0
+    )
+
+
 def request(number: int, token: int = 3) -> GenerationRequest:
     return GenerationRequest(number, np.array([token], np.int32), Sampling(8))
+
+
+def test_an_engine_serves_only_what_all_its_workers_hold(engine: VllmEngine, core: FakeCore) -> None:
+    engine.receivers, engine._held = 2, [Taken()] * 2
+    engine.submit([request(1)])
+    core.taken = [[7, 1, 5, "", False], [0, 0, -1, "the bytes were others", False]]  # as they come through msgpack
+    assert engine.receive_weights(offer(5, (1, 2))) is None and engine.version == -1 and not core.given
+    core.taken = [None, [8, 1, 5, "", False]]
+    assert engine.receive_weights(offer(5, (None, 3))) == 8 and engine.version == 5 and len(core.given) == 1
+    core.taken = [[9, 1, 6, "", False], [0, 0, -1, "ValueError: no room", True]]
+    with pytest.raises(EngineError, match="receiver 1: ValueError: no room"):
+        engine.receive_weights(offer(6, (1, 3)))
+    assert engine.version == -1
+
+
+def test_weights_that_were_lost_are_not_counted_as_held(engine: VllmEngine, core: FakeCore) -> None:
+    core.taken = [[7, 1, 5, "", False]]
+    assert engine.receive_weights(offer(5)) == 7 and engine.version == 5
+    core.failing = {"next_tokens"}
+    engine.submit([request(1)])
+    with pytest.raises(EngineError, match="while generating"):
+        engine.step()
+    core.failing, core.taken = set(), [None]
+    assert engine.receive_weights(offer(5, (None,))) is None and engine.version == -1
+
+
+def test_workers_that_do_not_answer_leave_no_version(engine: VllmEngine, core: FakeCore) -> None:
+    load(engine, 1)
+    core.failing = {"collective_rpc"}
+    with pytest.raises(EngineError, match=r"version 5 was not loaded, and the version before is gone"):
+        engine.receive_weights(offer(5))
+    assert engine.version == -1
 
 
 @pytest.mark.parametrize("end", ["ABORT", "ERROR", "REPETITION"])
