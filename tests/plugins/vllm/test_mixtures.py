@@ -25,7 +25,10 @@ pytestmark = [
     ids=" ".join,
 )
 def test_tokens_equal_transformers_after_each_update(tmp_path: Path, arguments: list[str]) -> None:
-    if int(arguments[0]) > max(2 * (get_backend().info.device_type == "cpu"), get_backend().device_count()):
+    on_host = get_backend().info.device_type == "cpu"
+    if on_host and "expert_parallel" in arguments:
+        pytest.skip("vLLM 0.32 for CPUs dies there: its kernel takes the numbers of all experts for those of its own")
+    if not on_host and int(arguments[0]) > get_backend().device_count():
         pytest.skip("needs a device for each worker")
     write_demo(tmp_path, seed=1, prompts=16, experts=4)
     command = [sys.executable, "-m", "tests.plugins.vllm.mixture", str(tmp_path / "model"), *arguments]
