@@ -19,6 +19,9 @@ _IN_MODEL = ".default."
 """PEFT's name of the adapter, inside the parameter names of a model. The names in a checkpoint lack it."""
 _PREFIX = "base_model.model."
 """The prefix of every tensor name in PEFT's checkpoints."""
+_ALL_LINEAR = "all-linear"
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names that PEFT takes for a mixture's router and experts, also where a linear layer has them."""
 
 
 def require_peft() -> None:
@@ -35,16 +38,23 @@ def add_adapter(model: Any, lora: LoraSettings, *, seed: int = 0) -> Any:
     """Put an adapter into ``model``, in place, and freeze the rest. Return the model; its outputs are the same.
 
     The adapter has the model's dtype. Its first values depend only on ``seed`` and the shapes of the model; they are on
-    the host if the model is on the meta device. Raises ConfigError if PEFT is not installed or finds no layer to adapt.
+    the host if the model is on the meta device. In a mixture of experts, "all-linear" leaves out the experts, the
+    router, and layers with the names of experts'. Raises ConfigError if PEFT is not installed, if a name in ``lora``
+    fits no layer, or if an adapter would be on experts.
     """
     require_peft()
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
+    config = lora.peft_config()
+    if lora.target_modules == _ALL_LINEAR and any(parameter.dim() > 2 for parameter in model.parameters()):
+        config["target_modules"] = _linear_layers(model)
     try:
         with torch.random.fork_rng(devices=[]), _stand_ins(model):
             torch.manual_seed(seed)
-            return inject_adapter_in_model(LoraConfig(**lora.peft_config()), model)
+            adapted = inject_adapter_in_model(LoraConfig(**config), model)
+        _require_layers(adapted, lora.target_modules)
+        return adapted
     except (ValueError, re.error) as exc:
         raise ConfigError(
             "the model cannot have this adapter",
@@ -83,6 +93,26 @@ def _exchange(model: Any, others: Mapping[Any, Any]) -> None:
                 module._parameters[name] = others[parameter]
 
 
+def _linear_layers(model: Any) -> list[str]:
+    """Return the ends of the names of the linear layers of a mixture of experts."""
+    import torch
+
+    output = model.get_output_embeddings()
+    layers = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not output)
+    return sorted({name.rpartition(".")[2] for name in layers} - _OF_EXPERTS)
+
+
+def _require_layers(adapted: Any, targets: str | tuple[str, ...]) -> None:
+    """Raise ValueError if a name in ``targets`` has no adapter in the model, or if a parameter without a layer has."""
+    wrapped = [name for name, one in adapted.named_modules() if type(one).__name__ == "ParamWrapper"]
+    if wrapped:
+        raise ValueError(f"it would change experts or their router, which hwrl cannot serve: {wrapped[0]}")
+    layers = {name.partition(".lora_")[0] for name, _ in adapted.named_parameters() if ".lora_" in name}
+    for target in targets if isinstance(targets, tuple) else ():
+        if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            raise ValueError(f"no layer that can have an adapter is called {target}")
+
+
 def save_adapter(
     directory: Path, weights: Mapping[str, torch.Tensor], *, config: Mapping[str, Any], model_directory: Path
 ) -> None:
@@ -93,7 +123,12 @@ def save_adapter(
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    complete = LoraConfig(**config, base_model_name_or_path=str(model_directory), inference_mode=True)
+    targets = config["target_modules"]
+    if targets == _ALL_LINEAR:  # PEFT would also adapt a mixture's experts
+        targets = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in weights})
+    complete = LoraConfig(
+        **{**config, "target_modules": targets}, base_model_name_or_path=str(model_directory), inference_mode=True
+    )
     complete.save_pretrained(str(directory))
     save_file({name: weights[name].contiguous() for name in weights}, directory / "adapter_model.safetensors")
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.util
 import itertools
+import logging
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.initialization import no_init_weights
 
 from hwrl.errors import DataError
+
+_log = logging.getLogger("hwrl.models")
 
 _ATTENTION = "sdpa"
 """Continuous batching needs its boolean four-dimensional masks."""
@@ -85,6 +88,43 @@ def load_generation_config(directory: Path) -> Any:
         if (directory / "generation_config.json").is_file():
             return GenerationConfig.from_pretrained(directory, local_files_only=True)
         return GenerationConfig.from_model_config(config)
+
+
+def use_working_experts(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Let ``model`` run its experts one after the other if ``device`` cannot multiply groups of rows in one operation.
+
+    transformers chooses the grouped product by the version of torch, for every device. Here the operation proves
+    itself first, forward and backward, in ``dtype`` and the shapes of the model. Other models stay as they are.
+    """
+    if getattr(model.config, "_experts_implementation", None) != "grouped_mm":
+        return
+    try:
+        for shape in sorted({tuple(one.shape[1:]) for one in model.parameters() if one.dim() > 2}):
+            _multiply_groups(shape, device=device, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError) as exc:  # NotImplementedError is a RuntimeError
+        _log.warning("Experts run one after the other: %s", " ".join(str(exc).split())[:200])
+        model.set_experts_implementation("eager")
+
+
+def _multiply_groups(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> None:
+    """Multiply rows by two matrices of ``shape`` (outputs × inputs), backward too; ValueError if results are wrong."""
+    grouped = getattr(torch.nn.functional, "grouped_mm", None)
+    if grouped is None or len(shape) != 2:  # then transformers multiplies in another way
+        return
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2, *shape, generator=generator).to(device, dtype).requires_grad_()
+    rows = torch.randn(6, shape[1], generator=generator).to(device, dtype).requires_grad_()
+    ends = torch.tensor([2, 6], dtype=torch.int32, device=device)
+    results = []
+    for result in (
+        grouped(rows, weight.transpose(1, 2), offs=ends),
+        torch.cat([rows[:2] @ weight[0].T, rows[2:] @ weight[1].T]),
+    ):
+        results.append([result.detach(), *torch.autograd.grad(result, [rows, weight], torch.ones_like(result))])
+    for one, wanted in zip(*results, strict=True):
+        off = float((one.float() - wanted.float()).norm() / wanted.float().norm())
+        if not off <= 0.02:
+            raise ValueError(f"torch's grouped product of {list(shape)} is off by {off:.2g} of its norm")
 
 
 def vocabulary_size(directory: Path) -> int:

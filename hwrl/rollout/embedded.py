@@ -24,7 +24,7 @@ from hwrl.interfaces import (
 )
 from hwrl.lora import add_adapter
 from hwrl.memory import Offloader
-from hwrl.models import build_model, logits_at
+from hwrl.models import build_model, logits_at, use_working_experts
 from hwrl.rollout.checks import (
     require_adapter,
     require_awake,
@@ -101,6 +101,7 @@ class EmbeddedEngine(RolloutEngine):
     def from_settings(cls, settings: RolloutSettings, *, backend: Backend) -> EmbeddedEngine:
         """Return an engine with a new model on ``backend``'s device."""
         model = build_model(settings.model_directory, dtype=settings.dtype)
+        use_working_experts(model, device=backend.device(), dtype=settings.dtype)
         if settings.lora is not None:
             model = add_adapter(model, settings.lora)
         return cls(

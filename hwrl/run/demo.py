@@ -87,12 +87,11 @@ def _write_lines(path: Path, rows: Sequence[Row]) -> None:
 def _write_model(directory: Path, *, seed: int, hidden: int, layers: int, experts: int) -> None:
     """Write a randomly initialised Qwen3 (of 100,800 parameters with 2 layers of 64) and its character tokenizer."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     mixture = {"num_experts": experts, "num_experts_per_tok": min(2, experts), "moe_intermediate_size": hidden}
     mixture |= {"norm_topk_prob": True}
-    config = AutoConfig.for_model(
-        "qwen3_moe" if experts else "qwen3",
+    config = CONFIG_MAPPING["qwen3_moe" if experts else "qwen3"](
         **(mixture if experts else {}),
         vocab_size=len(ALPHABET),
         hidden_size=hidden,

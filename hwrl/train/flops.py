@@ -68,13 +68,17 @@ def count_flops(model: Any, *, frozen: bool = False) -> ModelFlops:
     output = model.get_output_embeddings().weight
     outside = {id(output)} | {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     active, experts = _experts(config)
-    inside = [(name, parameter.numel()) for name, parameter in model.named_parameters() if id(parameter) not in outside]
-    routed = sum(numel for name, numel in inside if ".experts." in name)
+    inside = [(name, one) for name, one in model.named_parameters() if id(one) not in outside]
+    routed = sum(
+        one.numel()
+        for name, one in inside
+        if ".experts." in name or (experts > 1 and one.dim() > 2 and one.shape[0] == experts)
+    )
     layers, window = _attention_layers(config)
     heads = getattr(config, "num_attention_heads", None) or 0
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
     return ModelFlops(
-        layer_parameters=sum(numel for _, numel in inside) - routed + routed * active // experts,
+        layer_parameters=sum(one.numel() for _, one in inside) - routed + routed * active // experts,
         output_parameters=output.numel(),
         full_width=width * layers.count("full_attention"),
         window_width=width * layers.count("sliding_attention"),

@@ -20,7 +20,7 @@ from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved,
 from hwrl.lora import adapter_name, add_adapter, base_name, save_adapter
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
-from hwrl.models import load_tokenizer, model_identity
+from hwrl.models import load_tokenizer, model_identity, use_working_experts
 from hwrl.saved_names import SavedNames
 from hwrl.train.activations import ActivationCheckpointing
 from hwrl.train.adamw import build_adamw
@@ -61,6 +61,7 @@ class FsdpEngine(PolicyEngine):
         self._level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
         directory = settings.model_directory
         model, reader = open_model(directory, group=group, backend=backend, level=self._level)
+        use_working_experts(model, device=backend.device(), dtype=settings.dtype)
         self._saved = SavedNames.of(model)
         if settings.lora is not None:
             self.base = _agreed_identity(directory, group, backend)

@@ -19,7 +19,7 @@ from hwrl_bench.worker import BenchWorker
 
 HELP = "weight transfer against raw broadcasts of the same bytes, on this machine"
 
-_MODELS = ("8b", "awkward", "moe")
+_MODELS = ("8b", "awkward", "moe", "30b-a3b", "tiny-mixture")
 _WARM_UP = 2
 _SMALL_ROUNDS = 60
 
@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", choices=_MODELS, default="awkward", help="what is sent (default awkward)")
     parser.add_argument("--mib", type=positive_int, default=256, help="size of the awkward model, MiB (default 256)")
+    parser.add_argument("--layers", type=positive_int, default=4, help="of 30b-a3b and tiny-mixture (default 4)")
     parser.add_argument("--receivers", type=positive_int, default=1, help="receiving processes (default 1)")
     parser.add_argument("--rounds", type=positive_int, default=9, help="measurements of each way (default 9)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=f"only these of: {', '.join(WAYS)}")
@@ -67,6 +68,7 @@ class TransferWorkload:
     nbytes: int
     slab_nbytes: int | None
     slabs: int
+    layers: int = 4
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     store, size = serve_store(), 1 + args.receivers
     slab_nbytes = None if args.slab_mib is None else args.slab_mib << 20
-    workload = TransferWorkload(args.model, args.mib << 20, slab_nbytes, args.slabs)
+    workload = TransferWorkload(args.model, args.mib << 20, slab_nbytes, args.slabs, args.layers)
     plan = BenchPlan(_usable_ways(args.ways or tuple(WAYS), size=size), args.rounds, _WARM_UP)
     ranks = run_processes(measure, size, size, store_address(store), plan, workload, timeout_s=900.0)
     result = _result(args, ranks)
@@ -150,7 +152,7 @@ def _set_up(rank: int, size: int, address: str, plan: BenchPlan, workload: Trans
     group = None
     if "copy on the device" not in plan.ways:
         group = comm.standalone_group(worker.store, rank=rank, size=size, name="raw", timeout_s=300.0)
-    payload = BenchPayload(workload.model, nbytes=workload.nbytes, device=comm.backend.device())
+    payload = BenchPayload(workload.model, nbytes=workload.nbytes, layers=workload.layers, device=comm.backend.device())
     return TransferSetup(worker, payload, group, workload.slab_nbytes, workload.slabs)
 
 

@@ -1,14 +1,16 @@
-"""The tensors of ``hwrl bench weights``: the shapes of three models, and their values."""
+"""The tensors of ``hwrl bench weights``: the shapes of some models, and their values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from hwrl.comm import raw_bytes
+from hwrl.saved_names import SavedNames
 from hwrl.weights import WeightLayout
 
 Description = tuple[str, tuple[int, ...], torch.dtype]
@@ -35,9 +37,9 @@ class BenchPayload:
     ``flat`` is one storage for all tensors, and ``views`` are the tensors in it.
     """
 
-    def __init__(self, model: str, *, nbytes: int, device: torch.device) -> None:
+    def __init__(self, model: str, *, nbytes: int, layers: int, device: torch.device) -> None:
         self.device = device
-        self.named = _tensors(model, nbytes=nbytes, device=device)
+        self._whole, self.named = _tensors(model, nbytes=nbytes, layers=layers, device=device)
         self.layout = WeightLayout.plan(self.named, flat=True)
         self.flat = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
         self.views = self.layout.views(self.flat)
@@ -52,9 +54,8 @@ class BenchPayload:
 
         The values of 256 changes in a row differ in every byte: no way finds what an earlier way received.
         """
-        for name, tensor in self.named:
-            if name != "tied":
-                raw_bytes(tensor if tensor._base is None else tensor._base).add_(1)
+        for tensor in self._whole:
+            raw_bytes(tensor).add_(1)
 
     def copy_into(self, target: Tensors) -> None:
         """Copy the tensors into those of the same names."""
@@ -69,16 +70,39 @@ class BenchPayload:
         )
 
 
-def _tensors(model: str, *, nbytes: int, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+def _tensors(
+    model: str, *, nbytes: int, layers: int, device: torch.device
+) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]]:
+    """Return contiguous tensors with values, and the tensors to send: some are views of those."""
     noise = torch.randint(0, 256, (1 << 24,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
-    described = list(MODELS[model](nbytes))
+    names: SavedNames | None = None
+    if model in MIXTURES:
+        meta = _mixture(MIXTURES[model], layers)
+        names = SavedNames.of(meta)
+        described = [(name, tuple(one.shape), one.dtype) for name, one in meta.named_parameters()]
+    else:
+        described = list(MODELS[model](nbytes))
     named = [(name, torch.empty(shape, dtype=dtype, device=device)) for name, shape, dtype in described]
     for number, (_, tensor) in enumerate(named):
         for part in raw_bytes(tensor).split(len(noise) - 4096):
             part.copy_(noise[number % 4096 :][: len(part)])
+    whole = [tensor for _, tensor in named]
+    if names is not None:
+        return whole, list(names.all_parts(named))
     changed = {"transposed": lambda tensor: tensor.T, "strided": lambda tensor: tensor[:, ::2]}
     named = [(name, changed[name](tensor) if name in changed else tensor) for name, tensor in named]
-    return [*named, ("tied", named[0][1])] if model == "awkward" else named
+    return whole, [*named, ("tied", named[0][1])] if model == "awkward" else named
+
+
+def _mixture(sizes: Mapping[str, int], layers: int) -> Any:
+    """Return a model on the meta device, whose parameters hold all experts of a layer."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING["qwen3_moe"](
+        **sizes, num_hidden_layers=layers, norm_topk_prob=True, tie_word_embeddings=False
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
 
 
 def _of(shapes: Shapes, dtype: torch.dtype = torch.bfloat16, *, prefix: str = "") -> Iterator[Description]:
@@ -122,3 +146,32 @@ def _experts(_: int) -> Iterator[Description]:
 
 
 MODELS = {"awkward": _awkward, "8b": _dense, "moe": _experts}
+
+MIXTURES = {
+    "30b-a3b": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+    "tiny-mixture": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+}
+"""Mixtures of experts, whose packed parameters are sent as the tensors of their files.
+
+Each layer of 30b-a3b has 1.25 GB in 393 tensors; embeddings and output layer have 1.24 GB.
+"""

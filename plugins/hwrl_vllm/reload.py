@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hwrl_vllm.experts import prepare_in_each_load
 from hwrl_vllm.lora import loaders_names
 
 
@@ -19,6 +20,7 @@ class Reload:
 
     def __init__(self, model: torch.nn.Module, *, model_config: Any, vllm_config: Any) -> None:
         self._model, self._model_config, self._vllm_config = model, model_config, vllm_config
+        prepare_in_each_load(model)
         self._under_way = False
         self._loaders_name: Callable[[str], str] | None = None
 

@@ -13,13 +13,15 @@ import torch
 from hwrl.errors import EngineError
 from hwrl.interfaces import GenerationRequest, Response, Sampling
 from hwrl.rollout import EmbeddedEngine
+from hwrl.saved_names import saved_weights
 from tests.support.tiny_model import END, generate, requests_of, tiny_model
 
 
 def engine_of(model: Any, *, eos_ids: Sequence[int] = (END,), **options: Any) -> EmbeddedEngine:
     """Return an engine that serves ``model`` with its own weights as version 0."""
     engine = EmbeddedEngine(model, eos_ids=eos_ids, **options)
-    engine.load_weights({name: tensor.clone() for name, tensor in model.state_dict().items()}.items(), version=0)
+    weights, _ = saved_weights(model)
+    engine.load_weights({name: tensor.clone() for name, tensor in weights.items()}.items(), version=0)
     return engine
 
 
@@ -32,8 +34,9 @@ def logprobs_of(model: Any, request: GenerationRequest, response: Response, *, t
     return chosen
 
 
-def test_greedy_tokens_equal_transformers_generate_whatever_runs_beside() -> None:
-    model = tiny_model()
+@pytest.mark.parametrize("experts", [0, 4])
+def test_greedy_tokens_equal_transformers_generate_whatever_runs_beside(experts: int) -> None:
+    model = tiny_model(experts=experts)
     requests = requests_of(60, temperature=0.0)
     responses = generate(engine_of(model, max_running=7, max_length=24), requests)
     for request in requests:
@@ -107,6 +110,27 @@ def test_new_prompts_are_taken_in_parts_that_change_nothing(tokens: int) -> None
     responses.update(generate(engine, []))
     for request_id, response in wanted.items():
         assert responses[request_id].token_ids.tolist() == response.token_ids.tolist()
+
+
+def test_experts_are_loaded_by_their_own_names_into_the_packed_parameters() -> None:
+    engine = EmbeddedEngine(tiny_model(0, experts=4), eos_ids=[END], max_running=2, max_length=24)
+    newer = tiny_model(1, experts=4)
+    weights, _ = saved_weights(newer)
+    with pytest.raises(EngineError, match=r"unknown: \['model\.layers\.0\.mlp\.experts\.down_proj'"):
+        engine.load_weights(newer.named_parameters(), version=0)
+    with pytest.raises(EngineError, match=r"missing: \['model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight'\]"):
+        engine.load_weights(
+            ((name, tensor) for name, tensor in weights.items() if "1.mlp.experts.2.up" not in name), version=0
+        )
+    engine.load_weights(weights.items(), version=0)
+    request = GenerationRequest(0, np.array([5, 9], dtype=np.int32), Sampling(8, temperature=0.0))
+    (response,) = generate(engine, [request]).values()
+    np.testing.assert_allclose(response.logprobs, logprobs_of(newer, request, response, temperature=1.0), atol=1e-5)
+    engine.sleep(level=2)
+    engine.wake()
+    engine.load_weights(weights.items(), version=1)
+    (again,) = generate(engine, [request]).values()
+    assert again.token_ids.tolist() == response.token_ids.tolist()
 
 
 def test_logits_of_a_prompt_are_computed_for_its_last_token_only() -> None:

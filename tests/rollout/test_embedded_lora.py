@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import PeftModel
 
 from hwrl.errors import ConfigError, EngineError, UnsupportedError
 from hwrl.interfaces import LoraSettings
-from hwrl.lora import add_adapter
+from hwrl.lora import add_adapter, save_adapter
 from hwrl.rollout import EmbeddedEngine
+from hwrl.saved_names import saved_weights
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.adapters import LORA, Weights, expected, reference, tokens_of, trained
 from tests.support.tiny_model import END, requests_of, tiny_model
@@ -119,3 +122,30 @@ def test_the_other_kind_of_weights_is_refused() -> None:
 def test_a_model_without_such_layers_gets_no_adapter() -> None:
     with pytest.raises(ConfigError, match=r"correct model\.target_modules"):
         add_adapter(tiny_model(), LoraSettings(rank=4, alpha=8.0, target_modules=("no_such_layer",)))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses what is deprecated in transformers
+def test_an_adapter_on_all_linear_layers_of_a_mixture_leaves_the_experts_alone(tmp_path: Path) -> None:
+    model = tiny_model(experts=4)
+    base = model.state_dict().keys()
+    lora = LoraSettings(rank=2, alpha=4.0)
+    _, adapter = saved_weights(add_adapter(model, lora))
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    save_adapter(tmp_path, adapter, config=lora.peft_config(), model_directory=tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_model(experts=4), tmp_path)
+    names = {name for name in loaded.base_model.model.state_dict() if ".lora_" not in name}
+    assert {name.replace(".base_layer.", ".") for name in names} == base
+
+
+@pytest.mark.parametrize(
+    ("targets", "why"),
+    [
+        (("gate", "q_proj"), r"experts or their router, which hwrl cannot serve: model\.layers\.0\.mlp\.gate"),
+        (r".*\.down_proj", r"experts or their router, which hwrl cannot serve: model\.layers\.0\.mlp\.experts"),
+        (("q_proj", "gate_up_proj"), "no layer that can have an adapter is called gate_up_proj"),
+    ],
+)
+def test_an_adapter_on_experts_is_refused(targets: str | tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        add_adapter(tiny_model(experts=4), LoraSettings(rank=2, alpha=4.0, target_modules=targets))

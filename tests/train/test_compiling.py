@@ -132,12 +132,18 @@ def steps(engine: FsdpEngine) -> list[dict[str, float]]:
     return [engine.train_batch(batch_of(groups_of(5, seed=seed)), loss=PolicyLoss()) for seed in range(3)]
 
 
+@pytest.fixture(params=["model_directory", "mixture_directory"])
+def directory(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
 def test_an_engine_traces_its_layers_once_and_takes_the_same_steps(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_the_tracer_alone(monkeypatch)
     settings: dict[str, Any] = {"micro_batch_tokens": 40, "activation_checkpointing": True}
-    plain, compiled = (engine_on(model_directory, None, compile=wanted, **settings) for wanted in (False, True))
+    plain, compiled = (engine_on(directory, None, compile=wanted, **settings) for wanted in (False, True))
     wanted, found = steps(plain), steps(compiled)
     assert [row.pop("recompilations") for row in found][1:] == [0, 0]
     assert found == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in wanted]
@@ -146,8 +152,8 @@ def test_an_engine_traces_its_layers_once_and_takes_the_same_steps(
 
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses deprecated parts of torch
-def test_compiled_layers_compute_what_plain_ones_do(model_directory: Path) -> None:
-    plain, compiled = (engine_on(model_directory, None, compile=wanted) for wanted in (False, True))
+def test_compiled_layers_compute_what_plain_ones_do(directory: Path) -> None:
+    plain, compiled = (engine_on(directory, None, compile=wanted) for wanted in (False, True))
     batch = batch_of(groups_of(5, seed=0))
     torch.testing.assert_close(compiled.logprobs(batch), plain.logprobs(batch), atol=1e-5, rtol=1e-5)
     losses = [engine.train_batch(batch, loss=PolicyLoss())["loss"] for engine in (plain, compiled)]

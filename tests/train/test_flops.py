@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GraniteMoeConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from hwrl.train.flops import ModelFlops, count_flops
 
@@ -67,6 +67,14 @@ def test_a_token_meets_the_active_experts_only() -> None:
         vocab_size=100,
     )
     attention = 2 * 64 * 4 * 32 + 2 * 64 * 2 * 32 + 2 * 32
+    assert flops_of(config).layer_parameters == 2 * (attention + 64 * 16 + 2 * 3 * 64 * 48 + 2 * 64) + 64
+
+
+def test_experts_count_by_their_number_whatever_their_layer_is_called() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 100}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = GraniteMoeConfig(**sizes, **heads, num_local_experts=16, num_experts_per_tok=2)
+    attention = 2 * 64 * 64 + 2 * 64 * 32
     assert flops_of(config).layer_parameters == 2 * (attention + 64 * 16 + 2 * 3 * 64 * 48 + 2 * 64) + 64
 
 

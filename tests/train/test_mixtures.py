@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hwrl
 from hwrl.comm import connect_store, serve_store, store_address
-from hwrl.interfaces import Batch
+from hwrl.interfaces import LoraSettings
 from hwrl.models import build_model
 from hwrl.rollout import EmbeddedEngine
 from hwrl.testing.processes import run_processes
@@ -120,21 +120,6 @@ def test_an_export_has_the_names_and_values_that_are_sent(mixture_directory: Pat
     assert all(torch.equal(loaded[name], tensor) for name, tensor in engine.model.state_dict().items())
 
 
-def one_step(engine: Any, batch: Batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    return without_padding(engine.train_batch(batch, loss=PolicyLoss())), dict(engine.named_weights())
-
-
-def test_compiled_layers_take_the_same_step(mixture_directory: Path) -> None:
-    batch = batch_of(groups_of(4, seed=0))
-    metrics, weights = one_step(engine_on(mixture_directory, None), batch)
-    torch.compiler.reset()
-    compiled, compiled_weights = one_step(engine_on(mixture_directory, None, compile=True), batch)
-    assert compiled.pop("recompilations") < 20
-    assert compiled == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(compiled_weights[name], tensor, atol=2e-4, rtol=1e-3)
-
-
 def test_persistent_buffers_are_sent_with_the_parameters(tmp_path: Path) -> None:
     sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
@@ -148,3 +133,32 @@ def test_persistent_buffers_are_sent_with_the_parameters(tmp_path: Path) -> None
     sent = dict(engine.named_weights())
     assert sent.keys() == load_file(tmp_path / "model.safetensors").keys()
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in sent
+
+
+def test_experts_run_one_after_the_other_where_the_device_cannot_multiply_groups(
+    mixture_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = batch_of(groups_of(3, seed=0))
+    grouped = engine_on(mixture_directory, None)
+    assert grouped.model.config._experts_implementation == "grouped_mm"
+    assert not caplog.records
+
+    def lacks(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("the device has no such operation")
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lacks)
+    engine = engine_on(mixture_directory, None)
+    assert "Experts run one after the other: the device has no such operation" in caplog.text
+    looped = engine.logprobs(batch)
+    monkeypatch.undo()
+    torch.testing.assert_close(looped, grouped.logprobs(batch), atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_trains_beside_the_experts_and_the_base_keeps_its_names(mixture_directory: Path) -> None:
+    whole = dict(engine_on(mixture_directory, None).named_weights())
+    engine = engine_on(mixture_directory, None, lora=LoraSettings(rank=2, alpha=4.0))
+    engine.train_batch(batch_of(groups_of(4, seed=0)), loss=PolicyLoss())
+    base = dict(engine.named_weights())
+    assert base.keys() == dict(engine.weights_metadata()).keys() == whole.keys()
+    assert all(torch.equal(base[name], whole[name]) for name in whole)
+    assert {name.split(".")[6] for name, _ in engine.named_adapter()} == {"q_proj", "k_proj", "v_proj", "o_proj"}

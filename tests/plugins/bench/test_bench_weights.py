@@ -31,6 +31,15 @@ def test_the_benchmark_measures_every_way_bit_exactly(tmp_path: Path, capsys: py
     assert "of raw" in printed and "bit-exact" in printed
 
 
+def test_a_mixtures_experts_are_sent_as_parts_of_their_parameters(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    words = ["bench", "weights", "--model", "tiny-mixture", "--layers", "2", "--rounds", "1", "--ways", "hwrl device"]
+    assert main([*words, "--json", str(target)]) == 0
+    result = json.loads(target.read_text())
+    assert result["bit_exact"] is True
+    assert result["tensors"] == 2 * (9 + 3 * 8) + 3
+
+
 class IdleWay(PayloadWay):
     """Moves nothing, and shows the memory that another way filled in the same round."""
 
