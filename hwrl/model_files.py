@@ -116,7 +116,7 @@ class ModelFiles:
             out.copy_(self._files.read(name))
             return
         shape, parts = self._shapes[name], list(self._parts(name))
-        places = [_Box.of(part, shape) for _, part in parts]
+        places = [_PartPlace.of(part, shape) for _, part in parts]
         if not all(places):  # the parts are interleaved
             whole = torch.empty(shape, dtype=out.dtype)
             for saved, part in self._saved.parts(name, whole):
@@ -127,7 +127,7 @@ class ModelFiles:
             assert box is not None, "checked above"
             self._fill_part(saved, box, out, dim, start)
 
-    def _fill_part(self, saved: str, box: _Box, out: torch.Tensor, dim: int, start: int) -> None:
+    def _fill_part(self, saved: str, box: _PartPlace, out: torch.Tensor, dim: int, start: int) -> None:
         index = box.overlap(dim, start, start + out.shape[dim])
         if index is None:
             return
@@ -137,14 +137,14 @@ class ModelFiles:
         place.copy_(values.to(out.device).reshape(place.shape))  # copied as it is in the file, and cast on the device
 
 
-class _Box:
+class _PartPlace:
     """Where a tensor of the files lies in a contiguous parameter: a range of each dimension, perhaps transposed."""
 
     def __init__(self, begins: list[int], sizes: list[int], dims: list[int | None]) -> None:
         self._begins, self._sizes, self._dims = begins, sizes, dims
 
     @classmethod
-    def of(cls, view: torch.Tensor, shape: tuple[int, ...]) -> _Box | None:
+    def of(cls, view: torch.Tensor, shape: tuple[int, ...]) -> _PartPlace | None:
         """Return the box of ``view``, a view of a contiguous tensor of ``shape``; None if it is no box."""
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         begins = [
