@@ -130,13 +130,13 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every whole parameter and persistent buffer on the first rank, as the model's files name and divide it.
+        """Yield every parameter and persistent buffer, as the model's files name and divide it.
 
         With an adapter, yield the base model's; they never change.
 
-        Gathering is collective: all ranks must exhaust the iterator, and the other ranks yield nothing. The reader may
-        drop a tensor at any time. The tensor may share the engine's memory, so the engine must not change until the
-        reader has dropped it.
+        Gathering is collective: all ranks must exhaust the iterator. A tensor is whole on the ranks that send it, by
+        default on the first rank; the other ranks do not yield it. The reader may drop a tensor at any time. The tensor
+        may share the engine's memory, so the engine must not change until the reader has dropped it.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ from hwrl.train.context_parallel import require_shared_heads
 from hwrl.train.pass_memory import PassMemory, measure_pass
 from hwrl.train.scoring import OutputScorer
 from hwrl.train.sharding import layers_of, whole_fits
-from hwrl.train.state_memory import StateMemory, state_memory
+from hwrl.train.state_memory import StateMemory
 
 
 def fsdp_memory(
@@ -49,7 +49,7 @@ def certain_fsdp_memory(settings: EngineSettings, *, ranks: int) -> tuple[Memory
 def _state_of(settings: EngineSettings, ranks: int) -> tuple[StateMemory, int]:
     """Return the memory of parameters, gradients and moments, and the size of the vocabulary."""
     model = described_model(settings.model_directory, dtype=settings.dtype, lora=settings.lora)
-    memory = state_memory(
+    memory = StateMemory.of(
         model,
         layers_of(model),
         dtype=settings.dtype,

@@ -122,6 +122,3 @@ def _shard_numel(parameter: torch.nn.Parameter, shards: int) -> int:
     if not parameter.dim():
         return 1
     return -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
-
-
-state_memory = StateMemory.of

@@ -18,7 +18,7 @@ def sender_nbytes(layout: WeightLayout, *, gathers: bool) -> int:
 
 def receiver_nbytes(layout: WeightLayout, *, keeps_old: bool) -> int:
     """Return the most bytes of a receiver beside its engine: a ring of slabs, or two whole versions."""
-    return 2 * layout.nbytes if keeps_old else ring_nbytes_of(layout, slabs=_SLABS)
+    return 2 * layout.nbytes if keeps_old else ring_nbytes_of(layout)
 
 
 def _ring(layout: WeightLayout) -> int:
