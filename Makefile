@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
 	@echo "make check   lint, types and all tests on the tree"
-	@echo "make test    make check, make test-wheel and make test-npu, side by side"
+	@echo "make test    make test-wheel, make test-npu and make check"
 	@echo "make test-all   the same with the tests marked extended, which repeat others with more sizes"
 	@echo "make test-wheel the tests of packaging on the built wheel"
 	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 	$(HWRL_$(ENGINE)) train $(DEMO)/config.yaml rollout.engine=$(ENGINE) $(OPTIONS_$(ENGINE))
 
 check: $(INSTALLED)
-	$(LIVE)ci/check $(TESTS)
+	ci/check $(TESTS)
 
 test-wheel: $(INSTALLED)
 	ci/wheel
@@ -55,11 +55,8 @@ test-wheel: $(INSTALLED)
 test-npu: $(INSTALLED)
 	ci/npu $(TESTS)
 
-# Tests wait for processes half of the time, so the wheel, and after it the NPU backend, are tested beside the tree. What
-# each of the three says comes at its end; the tree takes longest, so the summary of its tests is the last.
-test: $(INSTALLED)
-	@echo "testing the tree, the wheel and the NPU backend side by side; the output of each comes at its end"
-	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 LIVE=+ "TESTS=$(TESTS)" check test-wheel test-npu
+# The tree last: the last lines are then the summary of all of its tests.
+test: test-wheel test-npu check
 
 test-all: TESTS := -m ''
 test-all: export EXTENDED := yes

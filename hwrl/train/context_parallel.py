@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class ContextGroup(HeadExchange):
     def __init__(self, size: int, *, backend: Backend, timeout_s: float) -> None:
         timeout: timedelta = backend.library_timeout(timeout_s)
         self._group, _ = dist.new_subgroups(size, backend=backend.comm_library(), timeout=timeout)
-        name: str = self._group.group_name  # a compiler takes a text for a constant
+        name: Any = self._group.group_name  # a compiler takes a text for a constant
         super().__init__(size, lambda parts: all_to_all_single_autograd(parts, None, None, name))
         self._device = backend.device()
         self.share = PackShare(self._group.rank(), size)

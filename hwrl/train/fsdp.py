@@ -48,16 +48,20 @@ class FsdpEngine(PolicyEngine):
     Each rank reads its own part of the weights. The model is always in evaluation mode: dropout would add noise to the
     ratio to the behaviour policy. ``settings.context_parallel`` neighbouring ranks share each pack.
 
-    With ``settings.host_step`` on one rank, the engine makes the process's default group, and :meth:`close` ends it.
+    With ``settings.host_step`` on one rank, the engine needs a default group of one process: if there is none, it makes
+    one, and :meth:`close` ends it.
     """
 
     def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
-        self._own_group = None
-        if settings.host_step:
-            _require_not_offloaded(settings)
-            if group is None:  # FSDP2 needs one
-                group = self._own_group = Comm(backend).init_default(store=HashStore(), rank=0, size=1)
-        super().__init__(settings, backend=backend, group=group)
+        with contextlib.ExitStack() as started:
+            if settings.host_step:
+                _require_not_offloaded(settings)
+                group = group or _group_of_one(backend, started)  # FSDP2 needs one
+            super().__init__(settings, backend=backend, group=group)
+            self._build(settings, backend, group)
+            self._started = started.pop_all()
+
+    def _build(self, settings: EngineSettings, backend: Backend, group: Group | None) -> None:
         self._context = make_context_group(
             settings.context_parallel, directory=settings.model_directory, group=group, backend=backend
         )
@@ -191,9 +195,7 @@ class FsdpEngine(PolicyEngine):
                     self._copy.free()  # before the offload, which gives freed memory back to the device
 
     def close(self) -> None:
-        if self._own_group is not None:
-            self._own_group.close()
-            self._own_group = None
+        self._started.close()
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -357,6 +359,15 @@ def _agreed_identity(directory: Path, group: Group | None, backend: Backend) -> 
     word = torch.tensor([identity], dtype=torch.int64, device=backend.device())
     group.broadcast(word, src=0)
     return int(word.item())
+
+
+def _group_of_one(backend: Backend, started: contextlib.ExitStack) -> Group:
+    """Return the process's default group; without one, make one of this process, and let ``started`` close it."""
+    if torch.distributed.is_initialized():
+        return Comm(backend).default_group()
+    made = Comm(backend).init_default(store=HashStore(), rank=0, size=1)
+    started.callback(made.close)
+    return made
 
 
 def _require_not_offloaded(settings: EngineSettings) -> None:

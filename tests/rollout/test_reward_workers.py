@@ -152,7 +152,7 @@ def test_a_frame_of_another_form_fails_its_prompt_only(start: Start, tmp_path: P
     path.write_text(
         "import os, stat, struct\n\n"
         "def f(prompt, response, answer):\n"
-        "    for fd in range(3, 100) if answer else ():\n"
+        "    for fd in range(3, 1000) if answer else ():\n"
         "        try:\n"
         "            if stat.S_ISSOCK(os.fstat(fd).st_mode):\n"
         "                os.write(fd, struct.pack('<Q', len(answer)) + answer)\n"

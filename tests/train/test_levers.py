@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from hwrl.checkpoint import CheckpointManager
-from hwrl.comm import serve_store, store_address
-from hwrl.errors import ConfigError
+from hwrl.comm import Comm, HashStore, serve_store, store_address
+from hwrl.errors import ConfigError, DataError
 from hwrl.interfaces import LoraSettings
 from hwrl.models import load_model
 from hwrl.testing.processes import run_processes
@@ -114,6 +114,16 @@ def test_several_ranks_export_what_transformers_loads(
     configs = [{**model.config.to_dict(), "_name_or_path": None} for model in (loaded, original)]
     assert configs[0] == configs[1]
     assert loaded.generation_config.to_dict() == original.generation_config.to_dict()
+
+
+def test_a_step_on_the_host_uses_the_default_group_that_there_is(model_directory: Path) -> None:
+    """As where a Megatron engine, or the user's own loop, made one. It stays."""
+    with Comm().init_default(store=HashStore(), rank=0, size=1):
+        engine_on(model_directory, None, host_step=True).close()
+        assert torch.distributed.is_initialized()
+    with pytest.raises(DataError):
+        engine_on(model_directory / "nothing", None, host_step=True)
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

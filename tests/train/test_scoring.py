@@ -60,7 +60,7 @@ def test_gradients_that_are_known_with_the_scores_are_those_of_the_formula(chunk
     with scorer.knowing(of_squares):
         found = gradients(scorer)
     for one, other in zip(found, gradients(plain), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(one, other, atol=3e-4, rtol=1e-4)
 
 
 def test_logits_that_a_model_computed_have_the_same_scores() -> None:
