@@ -56,9 +56,9 @@ test-npu: $(INSTALLED)
 	ci/npu $(TESTS)
 
 # Tests wait for processes half of the time, so the wheel, and after it the NPU backend, are tested beside the tree. What
-# each of the three says comes at its end; the tree takes longest, so the summary of its tests is the last.
+# those two say comes at their ends. The tree takes longest, so the summary of its tests is the last.
 test: $(INSTALLED)
-	@echo "testing the tree, the wheel and the NPU backend side by side; the output of each comes at its end"
+	@echo "testing the tree, the wheel and the NPU backend side by side; what the last two say comes at their ends"
 	@$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 LIVE=+ "TESTS=$(TESTS)" check test-wheel test-npu
 
 test-all: TESTS := -m ''
