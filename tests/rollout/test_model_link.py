@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ from tests.support.adapter_link import BASE, Trainer
 from tests.support.adapter_link import Replica as AdapterReplica
 from tests.support.faulty import CorruptingBackend
 from tests.support.tiny_model import END, requests_of, tiny_model
-from tests.support.weight_link import beside, sender_of
+from tests.support.weight_link import beside, channel_of, newest_proposal, sender_of
 
 TRANSPORTS: list[TransportName] = ["device", "host"]
 Weights = dict[str, torch.Tensor]
@@ -143,6 +144,19 @@ def test_a_transfer_that_its_sender_gives_up_is_not_served_and_the_next_is(store
         replica.engine.abort()
         replica.update_during(publishing(sender, 3))
         assert replica.engine.version == 3 and replica.holds(weights_of(3))
+
+
+def test_a_layout_is_read_once_and_a_closed_engine_has_no_connections(store: Store) -> None:
+    replica = Replica(store)
+    with sender_of(store) as sender:
+        replica.update_during(publishing(sender, 1))
+        channel = channel_of(store)
+        assert channel.store.delete_key(f"layout/{newest_proposal(store).layout}")
+        replica.update_during(publishing(sender, 2))
+        assert replica.engine.version == 2
+    opened = len(os.listdir("/proc/self/fd"))
+    replica.engine.close()
+    assert len(os.listdir("/proc/self/fd")) < opened
 
 
 def test_a_stored_version_that_its_sender_has_replaced_meanwhile_serves(store: Store) -> None:
