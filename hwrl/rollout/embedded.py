@@ -130,6 +130,10 @@ class EmbeddedEngine(RolloutEngine):
         self._slots.clear()
         return dropped
 
+    def close(self) -> None:
+        super().close()
+        self._receiver.close()
+
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         require_awake(self._asleep, MEMORY_TAGS, needed_for="generate")

@@ -187,7 +187,7 @@ class EngineModels(ModelLink):
         self._members = LinkMembers(
             store, name=name, replicas=several if len(several) > 1 else [replica], newest=newest, timing=self._timing
         )
-        self._checked = ""  # the hash of the newest layout that belongs to the engine's model
+        self._checked = ("", 0)  # the newest layout that belongs to the engine's model: its hash, its tensors' bytes
 
     def load(self, *, incarnation: int) -> Loaded | None:
         self._polled_s = -math.inf
@@ -216,7 +216,7 @@ class EngineModels(ModelLink):
                 deadline=deadline, timeout_s=self._timeout_s, aborted=aborted, have=self._engine.version
             )
             nbytes = self._check(proposal)
-            self._members.begin(proposal)
+            after = self._members.begin(proposal)
             if is_outdated(proposal, incarnation):
                 return None
             taken = self._take(proposal)
@@ -224,21 +224,23 @@ class EngineModels(ModelLink):
                 self.nbytes += nbytes
                 return Loaded(taken.version, taken.metadata, nbytes)
             if not self._follows(proposal):
+                if self._members.keeps_versions(proposal) and time.monotonic() >= deadline:
+                    self._members.undo(after)  # it is still being written
                 return None
             aborted, deadline = proposal, self._members.next_deadline(proposal, deadline)
 
     def _check(self, proposal: Proposal) -> int:
         """Return the tensors' bytes; EngineError if they are another model's. Nothing is overwritten then."""
-        layout = self._members.channel.layout(proposal)
-        if layout.hash != self._checked:
+        if proposal.layout != self._checked[0]:
+            layout = self._members.channel.layout(proposal)
             tensors = {e.name: torch.empty(e.shape, dtype=e.dtype, device="meta") for e in layout.entries}
             try:
                 self._engine.check_weights(tensors)
             except EngineError:
                 self._members.leave()  # the sender need not wait for a receiver that cannot receive
                 raise
-            self._checked = layout.hash
-        return layout.payload_nbytes
+            self._checked = layout.hash, layout.payload_nbytes
+        return self._checked[1]
 
     def _take(self, proposal: Proposal) -> Proposal | None:
         """Let the engine take ``proposal`` when its transfer begins; return the proposal that the engine now has."""
@@ -249,6 +251,8 @@ class EngineModels(ModelLink):
         except BaseException:
             self._members.leave()
             raise
+        if number == proposal.number:
+            return proposal  # not read again: a sender that stores versions may have forgotten it
         return None if number is None else self._members.channel.proposal(number)
 
     def _follows(self, proposal: Proposal) -> bool:

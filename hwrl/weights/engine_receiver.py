@@ -78,6 +78,7 @@ class EngineReceiver:
         for intake in self._intakes.values():
             intake.close()
         self._intakes.clear()
+        self._stores.clear()
 
     def _take(self, offer: WeightOffer) -> Proposal | None:
         member = offer.members[self._number]

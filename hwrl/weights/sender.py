@@ -217,7 +217,8 @@ def _best_sizes(backend: Backend, *, senders: int) -> tuple[int, int]:
 def slab_sizes(*, streams: bool, senders: int = 1) -> tuple[int, int]:
     """Return the bytes of a slab, and of the smallest tensor that is sent as it lies."""
     if streams:
-        return max((256 << 20) // senders, 32 << 20), 16 << 20
+        slab_nbytes = max((256 << 20) // senders, 32 << 20)
+        return slab_nbytes - slab_nbytes % ALIGNMENT_NBYTES, 16 << 20
     return 16 << 20, 4 << 20
 
 

@@ -50,7 +50,7 @@ class SharedReads:
         """Take part in each read of the first rank, until it leaves the context. Blocks.
 
         ``co_senders`` has this rank's part in the links with several senders, by the link's name. Raises their errors
-        when the first rank has left the context, and an error of a source at once: the ranks are then out of step.
+        when the first rank has left the context, and at once if they did not read all: the ranks are then out of step.
         """
         failure: Exception | None = None
         while message := self._exchange(_END):
@@ -66,7 +66,7 @@ class SharedReads:
                 else:
                     co_sender.take_part(number, reading)
             except Exception as exc:
-                if reading.failed:
+                if not reading.complete:
                     raise
                 failure = failure or exc
         if failure is not None:
@@ -163,16 +163,13 @@ class SharedReading:
         assert reads.group is not None, "a rank alone follows nobody"
         self._reads, self._numbers = reads, numbers
         self.rank, self.ranks = reads.group.rank, reads.group.size
-        self.failed = False
-        """Whether reading raised: this rank did not send or receive all shards."""
+        self.complete = False
+        """Whether all was read: this rank has sent and received all its shards."""
 
     def tensors(self, gatherers: Gatherers | None = None) -> Iterator[NamedTensor]:
         """Yield the tensors gathered to this rank."""
-        try:
-            yield from self._reads.tensors(self._numbers, gatherers)
-        except Exception:
-            self.failed = True
-            raise
+        yield from self._reads.tensors(self._numbers, gatherers)
+        self.complete = True
 
     def finish(self) -> None:
         """Read all."""

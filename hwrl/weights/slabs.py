@@ -46,6 +46,7 @@ class TensorReader:
         """Whether the caller keeps all tensors alive until the transfer ends."""
         self._tensors: list[torch.Tensor | None] = [None] * len(layout.entries)
         self._next = 0  # an index of _numbers
+        self._divided: int | None = None  # the tensor that continues behind the slab before
         # Keeps the tensors, not their addresses: a freed tensor's address can be used again.
         self._tied_to: dict[str, torch.Tensor | None] = {
             entry.alias_of: None for entry in layout.entries if entry.alias_of is not None
@@ -54,14 +55,17 @@ class TensorReader:
     def tensors_of(self, slab: Slab) -> list[torch.Tensor]:
         """Return the tensors of ``slab``'s pieces. Call it once for each slab, in order.
 
-        Holds a tensor until its last slab was returned. Raises LayoutMismatchError, with the first difference, if
-        the tensors are not the planned ones.
+        Holds a tensor until its last slab was returned; with several senders, until a slab of other tensors is wanted.
+        Raises LayoutMismatchError, with the first difference, if the tensors are not the planned ones.
         """
+        if self._divided is not None and self._divided not in slab.entries:
+            self._tensors[self._divided] = None  # its last slab is another sender's
         if self._next < len(self._numbers) and self._numbers[self._next] <= slab.entries[-1]:
             self._read(slab.entries[-1] + 1)
         tensors = [self._tensors[index] for index in slab.entries]
         last = slab.pieces[-1]
         continues = last.start + last.nbytes < self._layout.entries[last.entry].nbytes
+        self._divided = last.entry if continues else None
         for index in slab.entries[:-1] if continues else slab.entries:
             self._tensors[index] = None
         return tensors  # type: ignore[return-value]  # all were just read

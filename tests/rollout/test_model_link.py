@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,7 +41,7 @@ from tests.support.adapter_link import BASE, Trainer
 from tests.support.adapter_link import Replica as AdapterReplica
 from tests.support.faulty import CorruptingBackend
 from tests.support.tiny_model import END, requests_of, tiny_model
-from tests.support.weight_link import beside, sender_of
+from tests.support.weight_link import beside, channel_of, newest_proposal, sender_of
 
 TRANSPORTS: list[TransportName] = ["device", "host"]
 Weights = dict[str, torch.Tensor]
@@ -57,7 +59,7 @@ def weights_of(seed: int) -> Weights:
 class Replica:
     """An engine with its updater."""
 
-    def __init__(self, store: Any, *, keep_old: bool = False, backend: Any = None) -> None:
+    def __init__(self, store: Any, *, keep_old: bool = False, backend: Any = None, timeout_s: float = 10.0) -> None:
         backend = backend or CpuBackend(INFO)
         self.engine = EmbeddedEngine(tiny_model(99), eos_ids=[END], max_running=6, max_length=24, backend=backend)
         if keep_old:
@@ -65,7 +67,7 @@ class Replica:
             link: Any = ReceivedModels(self.engine, RetryingReceiver(receiver, timeout_s=10.0, poll_s=0.0))
         else:
             names: Any = {"address": store_address(store), "name": POLICY, "replica": "r0"}
-            link = EngineModels(self.engine, store, **names, timeout_s=10.0, poll_s=0.0)
+            link = EngineModels(self.engine, store, **names, timeout_s=timeout_s, poll_s=0.0)
         self.updater = ModelUpdater(link)
 
     def update_during(self, publish: Callable[[], Any]) -> Any:
@@ -74,6 +76,18 @@ class Replica:
         self.wait_for_offer()
         self.updater.update()
         return publishing()
+
+    def receive_before(self, work: Callable[[], Any]) -> None:
+        """Do ``work`` in the next update, when the engine has the version."""
+        receive: Any = self.engine.receive_weights
+
+        def receive_and_work(offer: WeightOffer) -> int | None:
+            del vars(self.engine)["receive_weights"]
+            number: int | None = receive(offer)
+            work()
+            return number
+
+        vars(self.engine)["receive_weights"] = receive_and_work
 
     def wait_for_offer(self) -> None:
         deadline = time.monotonic() + 20.0
@@ -130,6 +144,51 @@ def test_a_transfer_that_its_sender_gives_up_is_not_served_and_the_next_is(store
         replica.engine.abort()
         replica.update_during(publishing(sender, 3))
         assert replica.engine.version == 3 and replica.holds(weights_of(3))
+
+
+def test_a_layout_is_read_once_and_a_closed_engine_has_no_connections(store: Store) -> None:
+    replica = Replica(store)
+    with sender_of(store) as sender:
+        replica.update_during(publishing(sender, 1))
+        channel = channel_of(store)
+        assert channel.store.delete_key(f"layout/{newest_proposal(store).layout}")
+        replica.update_during(publishing(sender, 2))
+        assert replica.engine.version == 2
+    opened = len(os.listdir("/proc/self/fd"))
+    replica.engine.close()
+    assert len(os.listdir("/proc/self/fd")) < opened
+
+
+def test_a_stored_version_that_its_sender_has_replaced_meanwhile_serves(store: Store) -> None:
+    replica = Replica(store)
+    with sender_of(store, transport="host") as sender:
+        publishing(sender, 1, incarnation=3)()
+        replica.receive_before(publishing(sender, 2, incarnation=3))  # it forgets the first proposal
+        replica.wait_for_offer()
+        assert replica.updater.update() and replica.engine.version == 1
+        assert replica.updater.incarnation == 3
+        replica.wait_for_offer()
+        assert replica.updater.update() and replica.engine.version == 2
+
+
+def test_a_version_that_is_stored_too_slowly_is_offered_again(store: Store) -> None:
+    replica, written = Replica(store, timeout_s=0.3), threading.Event()
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        *first, last = weights_of(1).items()
+        yield from first
+        assert written.wait(20.0)
+        yield last
+
+    source = WeightSource(lambda: iter(weights_of(1).items()), slow)
+    with sender_of(store, transport="host", slab_nbytes=1024) as sender:
+        stored = beside(lambda: sender.publish(1, source, {INCARNATION: 0}))
+        replica.wait_for_offer()
+        assert not replica.updater.update() and replica.engine.version == -1
+        written.set()
+        stored()
+        replica.wait_for_offer()
+        assert replica.updater.update() and replica.engine.version == 1
 
 
 def test_corrupt_bytes_are_not_served_and_the_replica_joins_again(store: Store) -> None:

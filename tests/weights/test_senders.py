@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +25,11 @@ from hwrl.weights import (
     WeightReceiver,
     WeightSender,
     WeightSource,
+    slab_sizes,
 )
 from hwrl.weights.co_sender import Outcome, stopped_by_rank_0
 from hwrl.weights.shares import Shares, divide_slabs, sender_ranks
+from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import Gatherers
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import DyingBackend, FaultyBackend
@@ -61,6 +65,34 @@ def test_each_share_needs_the_tensors_of_its_slabs_and_the_first_the_empty_ones(
     assert sum("embed" in mine for mine in names) > 1, "it is larger than a slab"
     for share, mine in enumerate(names):
         assert shares.names_beside(share) == {entry.name for entry in layout.entries} - mine
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_sender_drops_a_tensor_whose_last_slab_another_sends(share: int) -> None:
+    described = [(f"w.{number}", torch.empty(3 * SLAB_NBYTES // 4, device="meta")) for number in range(8)]
+    layout = WeightLayout.plan(described, slab_nbytes=SLAB_NBYTES)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in described:
+            made.append(weakref.ref(whole := torch.zeros(tensor.shape)))
+            yield name, whole
+
+    source = WeightSource(lambda: iter(described), read)
+    reader, held = TensorReader(layout, source, shares=Shares(layout, (0, 1)), share=share), []
+    for slab, owner in zip(layout.slabs, divide_slabs(layout, 2), strict=True):
+        if owner == share:
+            assert len(reader.tensors_of(slab)) == 1
+            held.append(sum(one() is not None for one in made))
+    assert len(made) == 8 and max(held) == 1
+
+
+@pytest.mark.parametrize("senders", range(1, 9))
+@pytest.mark.parametrize("streams", [False, True])
+def test_any_number_of_senders_has_slabs_that_can_be_planned(senders: int, streams: bool) -> None:
+    slab_nbytes, own_nbytes = slab_sizes(streams=streams, senders=senders)
+    layout = WeightLayout.plan(hard_weights(1), slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
+    assert layout.slab_nbytes == slab_nbytes
 
 
 # -- every tensor arrives -------------------------------------------------------------------------------------------
@@ -233,6 +265,28 @@ def test_a_lost_receiver_is_excluded_and_the_other_gets_the_version_of_all_sende
         reports, took_s = processes.wait(0).value
         assert reports == [(1, ["r3"]), (1, [])] and took_s < 15
         assert processes.wait(2).value is True
+
+
+class _Announced:
+    """A group whose first rank announces one read for a round, and nothing after it."""
+
+    rank, size, backend = 1, 2, CpuBackend(INFO)
+    announced = 0
+
+    def broadcast(self, words: torch.Tensor, *, src: int) -> None:
+        self.announced += 1
+        assert self.announced == 1, "it follows a rank that waits for its shards"
+        text = json.dumps({"reads": [0], "round": ["policy", 7]}).encode().ljust(len(words))
+        words.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+
+def test_a_co_sender_that_reads_nothing_ends_its_rank_at_once(store: Any) -> None:
+    group: Any = _Announced()
+    shared = SharedReads([WeightSource.of(hard_weights(1))], group)
+    co_sender = CoSender(store, backend=CpuBackend(INFO))
+    with pytest.raises(TransferFailedError, match="proposal 7 is unknown"):
+        shared.follow({"policy": co_sender})
+    co_sender.close()
 
 
 def test_a_co_sender_that_waits_is_stopped_when_rank_0_ends_the_round() -> None:
