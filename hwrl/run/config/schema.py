@@ -302,7 +302,7 @@ class WeightsConfig(Section):
     keep_old_version: bool = False
     """Give a replica room for two more versions: the old one serves during a transfer, and after a failed one."""
     update_weights_bucket_megabytes: Mebibytes | None = None
-    """Size of a slab of the slab ring, MiB; null: a default for the device."""
+    """Size of a slab, MiB; null: a default for the device. Workers receive through a ring of 8 slabs, at most 1 GiB."""
     timeout_s: Seconds = 60.0
     """Time limit for a replica to take part in a transfer; then it is excluded and must join again."""
 

@@ -50,12 +50,13 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
     causes: list[MemoryCause] = []
     if config.train.engine == FSDP:
         engine = fsdp_memory(settings, ranks=ranks, device_nbytes=device_nbytes, context_nbytes=CONTEXT_NBYTES)
-        causes += [*engine, *_overhead(device_nbytes)]
+        causes += engine
     else:
         load_train_engine(config)
         causes += plugin_memory(
             config.train.engine, "train.engine", config.train.engine_options, settings, ranks, device_nbytes
         )
+    causes += _overhead(device_nbytes)
     layout = sent_layout(config)
     sending = sender_nbytes(layout, gathers=ranks > 1)
     causes.append(MemoryCause("sender: ring of slabs, gathered tensors", sending, phases=("transfer",), certain=False))
@@ -148,18 +149,22 @@ def _awake(cause: MemoryCause) -> tuple[Phase, ...]:
 
 def sent_layout(config: Config) -> WeightLayout:
     """Return the layout of what an update sends: the model, or its adapter."""
-    return _layout(config.model.path, compute_dtype(config), config.model.lora)
+    return _layout(
+        config.model.path, compute_dtype(config), config.model.lora, config.weights.update_weights_bucket_megabytes
+    )
 
 
 def base_nbytes(config: Config) -> int:
     """Return the bytes of a whole version of the model in the dtype of the computation."""
-    return _layout(config.model.path, compute_dtype(config), None).payload_nbytes
+    return _layout(config.model.path, compute_dtype(config), None, None).payload_nbytes
 
 
 @functools.lru_cache(maxsize=16)
-def _layout(directory: Path, dtype: torch.dtype, lora: LoraSettings | None) -> WeightLayout:
+def _layout(directory: Path, dtype: torch.dtype, lora: LoraSettings | None, slab_mib: int | None) -> WeightLayout:
     base, adapter = saved_weights(described_model(directory, dtype=dtype, lora=lora))
     slab_nbytes, own_nbytes = slab_sizes(streams=True)
+    if slab_mib is not None:
+        slab_nbytes, own_nbytes = slab_mib << 20, min(own_nbytes, slab_mib << 18)
     sent: dict[int, torch.Tensor] = {}  # by the parameter, so that tied tensors stay tied
     named = []
     for name, tensor in (base if lora is None else adapter).items():
