@@ -7,7 +7,7 @@ import math
 import re
 from pathlib import Path
 
-from hwrl.errors import manual
+from hwrl.errors import ConfigError, manual
 from hwrl.lazy import large_imports
 
 HELP = "tell the memory and the traffic of a run by cause, and settings that fit, without a device"
@@ -40,6 +40,12 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         from hwrl.run.plan import Hardware, make_plan, plan_as_json, plan_as_text, suggest
 
+    if args.devices % args.nodes:
+        raise ConfigError(
+            f"--devices={args.devices} and --nodes={args.nodes} do not go together",
+            why="all nodes have the same number of devices",
+            fix=f"give a multiple of {args.nodes} devices, or plan for the nodes that are alike",
+        )
     hardware = Hardware(args.devices, args.memory, args.nodes, args.host_memory, args.bandwidth)
     plan = make_plan(config, hardware)
     suggestions = [] if plan.fits else suggest(config, hardware)

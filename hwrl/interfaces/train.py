@@ -50,13 +50,13 @@ class EngineSettings:
     sampling temperature, and so part of the policy. Parameters and optimizer state are float32; ``dtype`` is the dtype
     of forward and backward passes, and of published weights. With ``lora`` the engine freezes the model and trains an
     adapter on it; the adapter's initial values depend on ``seed``. ``context_parallel`` ranks share each micro-batch.
-    With ``param_offload`` and ``optimizer_offload``,
-    parameters and optimizer state are in host memory outside :meth:`TrainEngine.on_device`. With
-    ``activation_checkpointing`` a layer keeps only its inputs for the backward pass, and runs forward twice; ``auto``
-    does that to as many layers as the device's memory needs. ``compile`` compiles the layers; ``auto`` does that if
-    it pays on the device. Layers that are not compiled run on the backend's fused operations, with ``fused_kernels``.
-    The FSDP2 engine shards a model over ``shard_ranks`` ranks, None: over all, and replicates it over the others. With
-    ``host_step`` parameters, gradients and optimizer state live in host memory, and the optimizer steps there.
+    With ``param_offload`` and ``optimizer_offload``, parameters and optimizer state are in host memory outside
+    :meth:`TrainEngine.on_device`. With ``activation_checkpointing`` a layer keeps only its inputs for the backward
+    pass, and runs forward twice; ``auto`` does that to as many layers as the device's memory needs. ``compile``
+    compiles the layers; ``auto`` does that if it pays on the device. Layers that are not compiled run on the backend's
+    fused operations, with ``fused_kernels``. The FSDP2 engine shards a model over ``shard_ranks`` ranks, None: over
+    all, and replicates it over the others. With ``host_step`` parameters, gradients and optimizer state live in host
+    memory, and the optimizer steps there.
     """
 
     model_directory: Path

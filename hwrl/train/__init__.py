@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
     from hwrl.train.kernels import apply_kernels as apply_kernels
     from hwrl.train.loading import open_model as open_model
+    from hwrl.train.loading import read_on_all_ranks as read_on_all_ranks
     from hwrl.train.loading import read_weights as read_weights
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
@@ -65,6 +66,7 @@ _MODULE_OF = {
     "move_metrics": "trainer",
     "open_model": "loading",
     "read_model_flops": "flops",
+    "read_on_all_ranks": "loading",
     "read_weights": "loading",
     "rng_state": "rng",
     "set_rng_state": "rng",
@@ -96,6 +98,7 @@ __all__ = [
     "move_metrics",
     "open_model",
     "read_model_flops",
+    "read_on_all_ranks",
     "read_weights",
     "rng_state",
     "set_rng_state",

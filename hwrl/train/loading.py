@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -110,11 +110,20 @@ def read_weights(model: Any, reader: WeightReader, *, directory: Path, group: Gr
 
     Collective: an error of one rank is one on all. Raises DataError.
     """
-    error: DataError | None = None
-    try:
+
+    def read() -> None:
         for name, tensor in _saved_tensors(model):
             own, dim, start = own_slice(tensor)
             reader.read(base_name(name), own, dim=dim, start=start)
+
+    read_on_all_ranks(read, directory=directory, group=group, backend=backend)
+
+
+def read_on_all_ranks(read: Callable[[], None], *, directory: Path, group: Group | None, backend: Backend) -> None:
+    """Let ``read`` read the weights in ``directory``. Collective: an error of one rank is a DataError on all."""
+    error: DataError | None = None
+    try:
+        read()
     except DataError as exc:
         error = exc
     except (OSError, SafetensorError) as exc:

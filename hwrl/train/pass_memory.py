@@ -96,7 +96,7 @@ def measure_pass(
             _run(model, tokens=tokens, targets=targets, recompute=recompute, context_parallel=context_parallel)
             for recompute in (False, True)
         )
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # a model that needs a mask, or values
         return _rule_of_thumb(model, kinds, dtype=dtype, tokens=tokens, targets=targets)
     each = dict(zip(left, plain.layers, strict=True))
     inputs = dict(zip(left, recomputed.layers, strict=True))

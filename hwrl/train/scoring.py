@@ -120,7 +120,7 @@ class OutputScorer:
 
     def of_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the same from ``logits`` (positions × vocabulary, all of it), for models that compute them."""
-        parts = [logits.new_zeros(2, 0, dtype=torch.float32)] + [
+        parts = [logits[:0, :2].t().float()] + [  # without positions, too, the result belongs to the graph
             checkpoint(_score_logits, logits[chunk], targets[chunk], self.temperature, use_reentrant=False)
             for chunk in self.chunks(*logits.shape)
         ]

@@ -44,56 +44,29 @@ class StateMemory:
         ranks: int = 1,
         shard_ranks: int | None = None,
         host_step: bool = False,
-        keeps_weights: bool = False,
-        keeps_gradients: bool = False,
     ) -> StateMemory:
         """Return the memory of ``model``, which may be on the meta device, on one of ``ranks``.
 
         ``model`` is whole. Its parameters have the dtypes that are stored, and those of an adapter's base are frozen.
-        ``layers`` are gathered one by one (:func:`~hwrl.train.sharding.layers_of`). ``keeps_weights`` and
-        ``keeps_gradients`` are the decisions of :class:`~hwrl.train.sharding.ShardedModel`.
+        ``layers`` are gathered one by one (:func:`~hwrl.train.sharding.layers_of`).
         """
         everything = list(model.parameters())
         trained = [one for one in everything if one.requires_grad]
         sharded = ranks > 1 or host_step
         shards = (shard_ranks or ranks) if sharded else 1
         own_trained = sum(_shard_numel(one, shards) for one in trained)
-        whole_weights, whole_gradients = _numel(everything) * dtype.itemsize, _numel(trained) * _GRADIENT
-        gathered, reducing = _of_one_rank(trained, dtype)
-        if sharded:
-            gathered, reducing = _of_layers(everything, layers, dtype)
+        gathered, reducing = _of_layers(everything, layers, dtype) if sharded else (0, 0)
         return cls(
             parameters=sum(_shard_numel(one, shards) * one.dtype.itemsize for one in everything),
             gradients=own_trained * _GRADIENT,
             moments=own_trained * _MOMENTS,
             compute_copy=0 if sharded else sum(one.numel() for one in trained if one.dtype != dtype) * dtype.itemsize,
-            gathered=whole_weights if keeps_weights and sharded else gathered,
-            reducing=whole_gradients if keeps_gradients and sharded else reducing,
-            whole_weights=whole_weights,
-            whole_gradients=whole_gradients,
+            gathered=gathered,
+            reducing=reducing,
+            whole_weights=_numel(everything) * dtype.itemsize,
+            whole_gradients=_numel(trained) * _GRADIENT,
             on_host=host_step,
         )
-
-    @property
-    def own(self) -> int:
-        """The bytes of parameters, gradients and moments."""
-        return self.parameters + self.gradients + self.moments
-
-    @property
-    def device(self) -> int:
-        """All bytes on the device."""
-        return self.compute_copy + self.gathered + self.reducing + (0 if self.on_host else self.own)
-
-    @property
-    def host(self) -> int:
-        """All bytes in host memory; offloads between the steps come on top."""
-        return self.own if self.on_host else 0
-
-
-def _of_one_rank(trained: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of gathered weights, none, and of the largest gradient, before it is added in float32."""
-    casts = [one.numel() * dtype.itemsize for one in trained if one.dtype != dtype]
-    return 0, max(casts, default=0)
 
 
 def _of_layers(

@@ -22,7 +22,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 
 from hwrl.checkpoint import LocalShards
 from hwrl.comm import Comm, HashStore
-from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, TokenLoss
 from hwrl.memory import Moved, Offloader
 from hwrl.model_files import write_model
@@ -34,7 +33,7 @@ from hwrl_megatron.loading import load_weights
 from hwrl_megatron.model import build_gpt, output_layer, rotary_positions
 from hwrl_megatron.options import MegatronOptions
 from hwrl_megatron.pipeline import run_stages
-from hwrl_megatron.supported import make_layout
+from hwrl_megatron.supported import make_layout, require_settings
 from hwrl_megatron.weights import MappedWeight, map_weights
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ class MegatronEngine(PolicyEngine):
         self, settings: EngineSettings, *, backend: Backend, group: Group | None, options: MegatronOptions
     ) -> None:
         super().__init__(settings, backend=backend, group=group)
-        _require_uncompiled(settings)
-        _require_device_step(settings)
+        require_settings(settings)
         config = load_model_config(settings.model_directory)
         rank = 0 if group is None else group.rank
         self._layout = make_layout(config, options, rank=rank, ranks=self._ranks)
@@ -386,22 +384,3 @@ def _set_step(inner: torch.optim.Optimizer, step: int) -> None:
 def _copy(target: LocalShards, source: LocalShards) -> None:
     for offset, piece in target.pieces.items():
         piece.copy_(source.pieces[offset])
-
-
-def _require_device_step(settings: EngineSettings) -> None:
-    if settings.host_step:
-        raise ConfigError(
-            "train.host_step=true is not possible with train.engine=megatron",
-            why="its distributed optimizer steps on the device",
-            fix="set train.optimizer_offload=true: the optimizer's state is then on the host between two steps; or "
-            "use train.engine=fsdp",
-        )
-
-
-def _require_uncompiled(settings: EngineSettings) -> None:
-    if settings.compile is True:
-        raise ConfigError(
-            "train.compile=true is not possible with train.engine=megatron",
-            why="its layers have kernels of their own, and are not compiled",
-            fix="set train.compile to auto or false",
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from hwrl.interfaces import Backend
 from hwrl.model_files import ModelFiles
 from hwrl.safetensors_files import TensorFiles
-from hwrl.train import open_model
+from hwrl.train import open_model, read_on_all_ranks
 from hwrl_megatron.layout import SavedTensor
 from hwrl_megatron.weights import MappedWeight
 
@@ -38,7 +39,8 @@ def load_weights(
     level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
     _, reader = open_model(directory, group=group, backend=backend, level=level)
     if isinstance(reader, ModelFiles):
-        _read_parts(weights, reader, directory)
+        read = functools.partial(_read_parts, weights, reader, directory)
+        read_on_all_ranks(read, directory=directory, group=group, backend=backend)
         return
     for name, shape in {one.own_name: one.own_shape for one in saved}.items():
         whole = torch.empty(shape)

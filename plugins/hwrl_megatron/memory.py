@@ -10,7 +10,7 @@ from hwrl.models import load_model_config
 from hwrl.train import OutputScorer
 from hwrl_megatron.layout import Layout, rank_nbytes
 from hwrl_megatron.options import MegatronOptions
-from hwrl_megatron.supported import make_layout
+from hwrl_megatron.supported import make_layout, require_settings
 
 
 def engine_memory(
@@ -21,6 +21,7 @@ def engine_memory(
     A pass has ``settings.micro_batch_tokens`` tokens, all of them targets. Reads the model's configuration only. Raises
     ConfigError as the engine does.
     """
+    require_settings(settings)
     config = load_model_config(settings.model_directory)
     first = make_layout(config, options, rank=0, ranks=ranks)
     stages = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hwrl.errors import ConfigError
+from hwrl.interfaces import EngineSettings
 from hwrl_megatron.layout import Layout, is_mixture
 from hwrl_megatron.options import MegatronOptions
 
@@ -12,6 +13,30 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """The supported values of ``model_type`` in Hugging Face configurations."""
 
 _ROPES = ("default", "llama3")
+
+
+def require_settings(settings: EngineSettings) -> None:
+    """Raise ConfigError for settings that only other engines have."""
+    if settings.host_step:
+        raise ConfigError(
+            "train.host_step=true is not possible with train.engine=megatron",
+            why="its distributed optimizer steps on the device",
+            fix="set train.optimizer_offload=true: the optimizer's state is then on the host between two steps; or "
+            "use train.engine=fsdp",
+        )
+    if settings.compile is True:
+        raise ConfigError(
+            "train.compile=true is not possible with train.engine=megatron",
+            why="its layers have kernels of their own, and are not compiled",
+            fix="set train.compile to auto or false",
+        )
+    for name, ranks in (("context_parallel", settings.context_parallel), ("shard_ranks", settings.shard_ranks or 1)):
+        if ranks > 1:
+            raise ConfigError(
+                f"train.{name}={ranks} is not possible with train.engine=megatron",
+                why="it divides the model by its own options, and packs not at all",
+                fix=f"remove train.{name}; see train.engine_options, or use train.engine=fsdp",
+            )
 
 
 def make_layout(config: Any, options: MegatronOptions, *, rank: int, ranks: int) -> Layout:

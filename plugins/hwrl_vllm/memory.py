@@ -10,6 +10,9 @@ from hwrl.interfaces import MemoryCause, RolloutSettings
 from hwrl.models import load_model_config
 from hwrl.rollout import cache_token_nbytes, model_nbytes
 
+_SMALLER_WEIGHTS = {"quantization", "quantization_config", "cpu_offload_gb"}
+"""vLLM's arguments with which a worker may have less than its share of the weights on its device."""
+_SMALLER_CACHE = {"kv_cache_dtype", "decode_context_parallel_size"}
 _UTILIZATION = 0.92
 """vLLM's default of ``gpu_memory_utilization``."""
 
@@ -18,7 +21,8 @@ def worker_memory(settings: Any, options: Mapping[str, Any], *, device_nbytes: i
     """Return the memory of one worker: its share of the weights, and what vLLM takes for its cache and passes.
 
     vLLM takes ``gpu_memory_utilization`` of the device for all of it, or ``kv_cache_memory_bytes`` for the cache. Its
-    cache must hold one request of the greatest length. Raises ConfigError for options that are no such numbers.
+    cache must hold one request of the greatest length. Both are estimates if options or the architecture may make them
+    smaller. Raises ConfigError for options that are no such numbers.
     """
     assert isinstance(settings, RolloutSettings), "the plugin has no train engine"
     ranks = settings.tensor_parallel
@@ -27,7 +31,10 @@ def worker_memory(settings: Any, options: Mapping[str, Any], *, device_nbytes: i
     of_token = cache_token_nbytes(config, itemsize=settings.dtype.itemsize) / _cache_ranks(config, ranks)
     one = int(of_token * settings.max_length)
     name = f"attention cache of one response, {settings.max_length:,} tokens"
-    least = (MemoryCause("weights", weights), MemoryCause(name, one))
+    least = (
+        MemoryCause("weights", weights, certain=not options.keys() & _SMALLER_WEIGHTS),
+        MemoryCause(name, one, certain=not options.keys() & _SMALLER_CACHE and _caches_all(config.get_text_config())),
+    )
     fixed = options.get("kv_cache_memory_bytes")
     share = options.get("gpu_memory_utilization", _UTILIZATION)
     if fixed is not None:
@@ -42,6 +49,12 @@ def _cache_ranks(config: Any, ranks: int) -> int:
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return min(ranks, int(heads))
+
+
+def _caches_all(text: Any) -> bool:
+    """Return whether each layer caches the keys and values of all tokens, and not a window or a latent vector."""
+    other_layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    return not (other_layers or getattr(text, "sliding_window", None) or getattr(text, "kv_lora_rank", None))
 
 
 def _number(value: object, name: str) -> float:

@@ -117,6 +117,47 @@ def test_too_few_devices_and_too_little_host_memory_do_not_fit(config_file: Path
     assert "the host memory of a node needs 3.0 GiB, and has 1.0 GiB" in host
 
 
+def test_ranks_of_a_plugin_may_have_the_same_rows_and_keep_room_for_libraries(config_file: Path) -> None:
+    words = ["train={ranks: 4, batch_groups: 2, engine: megatron, engine_options: {tensor_parallel: 4}}"]
+    plan = make_plan(load_config(config_file, [*words, "train.micro_batch_tokens=65536"]), BIG)
+    assert nbytes_of(plan, "trainer rank", "activations of 1 × 32,768 tokens") > 0, "16 rows of 2048 tokens"
+    assert nbytes_of(plan, "trainer rank", "context and libraries") == 1 << 30
+    assert not plan.unknown
+
+
+def test_ranks_that_share_a_long_row_are_suggested(config_file: Path) -> None:
+    words = ["rollout={n: 2, max_running: 2, max_new_tokens: 32768}", "train.ranks=4", "train.micro_batch_tokens=256"]
+    config, hardware = (
+        load_config(config_file, [*words, "train.activation_checkpointing=true"]),
+        Hardware(5, 3500 * MIB),
+    )
+    assert not make_plan(config, hardware).fits
+    assert ["train.context_parallel=2"] in [one.words for one in suggest(config, hardware)]
+
+
+@pytest.mark.parametrize(
+    ("words", "host", "device"),
+    [
+        ([], 12, 0),
+        (["checkpoint.staging=device"], 0, 12),
+        (["train.optimizer_offload=true"], 4, 0),
+        (["train.param_offload=true", "train.optimizer_offload=true"], 0, 0),
+        (["checkpoint.staging=device", "train.host_step=true"], 12, 0),
+    ],
+)
+def test_a_checkpoint_copies_what_is_not_offloaded(config_file: Path, words: list[str], host: int, device: int) -> None:
+    plan = make_plan(load_config(config_file, ["checkpoint.async_save=true", *words]), BIG)
+    copies = {one.place: one.nbytes for one in plan.processes[0].causes if one.cause.startswith("copy for a")}
+    assert copies == {place: 29_369_856 * each for place, each in {"host": host, "device": device}.items() if each}
+
+
+def test_a_checkpoint_copies_an_adapter_alone(config_file: Path) -> None:
+    pytest.importorskip("peft")
+    plan = make_plan(load_config(config_file, ["checkpoint.async_save=true", "model.lora_rank=8"]), BIG)
+    (copied,) = (one.nbytes for one in plan.processes[0].causes if one.cause.startswith("copy for a"))
+    assert copied == 3 * nbytes_of(plan, "trainer rank", "gradients")
+
+
 def test_links_count_the_bytes_of_an_update(config_file: Path) -> None:
     plan = make_plan(load_config(config_file, ["train.ranks=2", "model.dtype=bfloat16"]), BIG)
     gathered, sent = plan.links
@@ -139,6 +180,11 @@ def test_the_command_prints_json_and_its_status_says_if_the_run_fits(
     assert main([*words, "2GiB"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["misfits"] and said["suggestions"] and said["processes"][0]["causes"][0]["nbytes"] > 0
+
+
+def test_nodes_of_different_sizes_are_refused(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_file), "--devices", "3", "--nodes", "2", "--memory", "64GiB"]) != 0
+    assert "--devices=3 and --nodes=2 do not go together" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["80", "80GiB", " 1.5 TB ", ".5MiB"])
@@ -191,6 +237,9 @@ def test_a_run_that_surely_cannot_fit_is_refused_with_the_words_of_the_plan(
     assert command is not None
     assert main(command[1].replace("CONFIG", str(config_file)).split()) == 1
     assert "It does not fit" in capsys.readouterr().out
+    words = ["rollout.max_running=8", "rollout.free_cache_engine=true", "async_training.staleness_threshold=0"]
+    in_turns = load_config(config_file, words)
+    check_rank(in_turns, Small(state + MIB), rank=0, alone=True)  # they never need it all at a time
     check_replica(config, Small(1))  # the host is the device: the first rank has counted it
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 import hwrl
 from hwrl.comm import serve_store, store_address
@@ -17,7 +17,7 @@ from hwrl.interfaces import Batch, EngineSettings, LoraSettings
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, MicroBatch, OutputScorer, PolicyLoss, fsdp_memory
 from hwrl.train.causal import CausalModel
-from hwrl.train.context_parallel import ContextGroup
+from hwrl.train.context_parallel import ContextGroup, HeadExchange
 from hwrl.train.packing import PackShare, make_pack
 from hwrl.train.pass_memory import measure_pass
 from tests.support.fsdp_training import batch_of, engine_on, full, groups_of, join, without_padding
@@ -37,6 +37,7 @@ CONFIGS = {
     "experts": Qwen3MoeConfig(
         **SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "scaled-logits": GraniteConfig(**SMALL, logits_scaling=3.0),
     "three-heads": Qwen3Config(**SMALL | {"num_attention_heads": 3, "num_key_value_heads": 3}),
     "window": MistralConfig(**SMALL, sliding_window=64),
 }
@@ -180,6 +181,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "four ranks, shared key heads": ("one-key-head", 4, 4, {"activation_checkpointing": True}),
     "experts, the step on the host": ("experts", 2, 2, {"host_step": True}),
     "adapter": ("two-key-heads", 2, 2, {"lora": LoraSettings(rank=4, alpha=8.0)}),
+    "four ranks, logits": ("scaled-logits", 4, 4, {}),
 }
 
 
@@ -359,6 +361,25 @@ def test_what_cannot_be_shared_is_refused_at_the_start(models: Path) -> None:
         fsdp_memory(planned, ranks=2, device_nbytes=1 << 30)
     with pytest.raises(ConfigError, match=r"not possible on 1 rank\(s\)"):
         engine_on(models / "two-key-heads", None, context_parallel=2)
+
+
+class LastOfMany(HeadExchange):
+    """Rank 7 of 8, alone: it gets its own tokens from each of the others."""
+
+    def __init__(self) -> None:
+        super().__init__(8, torch.clone)
+        self.share = PackShare(7, 8)
+
+    def largest(self, number: float) -> float:
+        return number
+
+
+def test_a_rank_without_a_token_of_the_trial_does_not_refuse_the_model() -> None:
+    model = random_model(Qwen3Config(**SIZES | {"num_attention_heads": 8}))
+    context: Any = LastOfMany()
+    causal = CausalModel(backend=hwrl.get_backend(), scorer=OutputScorer(), context=context)
+    causal.prove(model, dtype=torch.float32)
+    assert causal.packs
 
 
 def prove_a_leak(rank: int, address: str) -> str:

@@ -21,6 +21,7 @@ from tests.support.fsdp_training import batch_of, engine_on, groups_of, join, wi
 WAYS: dict[str, dict[str, Any]] = {
     "FSDP": {},
     "HSDP": {"shard_ranks": 2},
+    "whole copies": {"shard_ranks": 1},
     "host step": {"host_step": True},
     "HSDP, host step": {"shard_ranks": 2, "host_step": True},
 }

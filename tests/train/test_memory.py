@@ -165,6 +165,15 @@ def test_the_peak_is_the_largest_of_scoring_and_of_two_kinds_of_layers() -> None
     assert [memory.peak_nbytes(count) for count in (0, 1, 2)] == [119, 75, 80]
 
 
+def test_a_model_that_cannot_run_without_its_own_attention_has_a_rule_of_thumb(tmp_path: Path) -> None:
+    from transformers import FalconConfig
+
+    FalconConfig(vocab_size=48, hidden_size=32, num_hidden_layers=3, num_attention_heads=4).save_pretrained(tmp_path)
+    memory = measure_pass(tmp_path, dtype=torch.bfloat16, tokens=64, targets=64)
+    assert not memory.measured
+    assert memory.kept == (17 * 64 * 32 * 2,) * 3
+
+
 def test_a_mixture_of_experts_is_measured(tmp_path: Path) -> None:
     from transformers import Qwen3MoeConfig
 

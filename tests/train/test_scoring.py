@@ -101,6 +101,10 @@ def test_no_position_has_no_score_and_a_gradient_of_zero() -> None:
     assert scores.shape == (2, 0)
     (gradient,) = torch.autograd.grad(scores.sum(), weight)
     assert not gradient.any()
+    scores = OutputScorer().of_logits((hidden @ weight.t())[:0], targets[:0])
+    assert scores.shape == (2, 0)
+    (gradient,) = torch.autograd.grad(scores.sum(), weight)
+    assert not gradient.any()
 
 
 class Largest(TorchDispatchMode):

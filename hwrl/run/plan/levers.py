@@ -130,6 +130,9 @@ def _time(config: Config, hardware: Hardware) -> Iterator[Lever]:
         tokens //= 2
     if train.activation_checkpointing is not True:
         yield Lever((("train.activation_checkpointing", True),), "a third more time in each step")
+    for ranks in (2, 4, 8):
+        if train.engine == FSDP and train.context_parallel < ranks <= train.ranks:
+            yield Lever((("train.context_parallel", ranks),), "exchanges of tokens in each layer")
     if not train.host_step and not (train.param_offload and train.optimizer_offload):
         offloads = (("train.param_offload", True), ("train.optimizer_offload", True))
         yield Lever(offloads, "copies from and to the host in each step")
@@ -152,6 +155,7 @@ def _placement(config: Config, hardware: Hardware) -> Iterator[Lever]:
     rollout, ranks = config.rollout, config.train.ranks
     for replicas in dict.fromkeys([rollout.replicas, max(1, rollout.replicas // 2), 1]):
         left = hardware.devices - replicas * rollout.tensor_parallel
+        left -= left % config.train.context_parallel
         if left > ranks:
             changes = [("train.ranks", left)] + [("rollout.replicas", replicas)] * (replicas != rollout.replicas)
             yield Lever(tuple(changes), "fewer devices for other work")

@@ -12,7 +12,7 @@ from hwrl.run.cluster.nodes import ClusterNode, place_on_nodes
 from hwrl.run.cluster.placement import DeviceAssignment, assign_devices, choose_transport
 from hwrl.run.config import Config
 from hwrl.run.plan.links import Link, links_of
-from hwrl.run.plan.processes import rank_memory, worker_memory
+from hwrl.run.plan.processes import LINK_CAUSES, rank_memory, worker_memory
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,12 @@ def make_plan(config: Config, hardware: Hardware) -> RunPlan:
         "trainer rank", ranks, rank_memory(config, device_nbytes=hardware.device_nbytes, transport=transport)
     )
     worker = PlannedProcess("replica worker", workers, worker_memory(config, device_nbytes=hardware.device_nbytes))
-    devices = tuple(_devices(assignment, rank, worker, in_turns=_in_turns(config)))
+    devices = tuple(_devices(assignment, rank, worker, in_turns=in_turns(config)))
     host = _host_nbytes(hardware, assignment, rank, worker)
     unknown = tuple(
         f"the memory of a {one.name}: its engine's plugin does not tell it"
         for one in (rank, worker)
-        if not any(cause.place == "device" and cause.certain for cause in one.causes)
-        and not (config.train.host_step and one is rank)
+        if not any(cause.place == "device" and not cause.cause.startswith(LINK_CAUSES) for cause in one.causes)
     )
     return RunPlan(
         config=config,
@@ -127,7 +126,8 @@ def _capable(capability: Capability) -> Support:
     return Support("unsupported" if shared else "supported", "a group has one process of each device")
 
 
-def _in_turns(config: Config) -> bool:
+def in_turns(config: Config) -> bool:
+    """Return whether trainer and replicas take turns, and each frees memory for the other."""
     return config.async_training.staleness_threshold == 0 and config.rollout.free_cache_engine
 
 

@@ -26,15 +26,20 @@ IMPORTS_NBYTES = 3 << 29
 """A process with torch and transformers, in host memory: an estimate."""
 RESERVE = 16
 """One part in so many of a device stays free, for fragments of the allocator."""
+LINK_CAUSES = ("sender: ", "receiver: ")
+"""How the names of causes begin that a weight link has, with any engine."""
 _VERSIONS = 3
 """The versions that the host transport keeps."""
 
 
 def longest_pass(config: Config) -> int:
-    """Return the most tokens of a micro-batch: the setting, one longer row, or all rows of a rank."""
+    """Return the most tokens of a micro-batch: the setting, one longer row, or all rows of a rank.
+
+    Ranks of a plugin's engine may all have the same rows.
+    """
     row = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     rows = config.train.batch_groups * config.rollout.n
-    shares = config.train.ranks // config.train.context_parallel
+    shares = config.train.ranks // config.train.context_parallel if config.train.engine == FSDP else 1
     share = -(-rows // (shares * config.algorithm.mini_batches))
     return min(max(config.train.micro_batch_tokens, row), share * row)
 
@@ -50,13 +55,13 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
     causes: list[MemoryCause] = []
     if config.train.engine == FSDP:
         engine = fsdp_memory(settings, ranks=ranks, device_nbytes=device_nbytes, context_nbytes=CONTEXT_NBYTES)
-        causes += engine
+        causes += [*engine, *_overhead(device_nbytes)]
     else:
         load_train_engine(config)
-        causes += plugin_memory(
-            config.train.engine, "train.engine", config.train.engine_options, settings, ranks, device_nbytes
-        )
-    causes += _overhead(device_nbytes)
+        others = _overhead(device_nbytes)
+        usable, options = device_nbytes - sum(one.nbytes for one in others), config.train.engine_options
+        told = plugin_memory(config.train.engine, "train.engine", options, settings, ranks, usable)
+        causes += [*told, *others] if told else []
     layout = sent_layout(config)
     sending = sender_nbytes(layout, gathers=ranks > 1)
     causes.append(MemoryCause("sender: ring of slabs, gathered tensors", sending, phases=("transfer",), certain=False))
@@ -64,15 +69,23 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
         stored = _VERSIONS * layout.nbytes
         causes.append(MemoryCause(f"{_VERSIONS} stored versions of the weights", stored, "host", certain=False))
     if config.checkpoint.async_save:
-        place: Place = "device" if config.checkpoint.staging == "device" else "host"
-        copied = sum(one.nbytes for one in certain_state(causes) if one.place == "device")
-        causes.append(MemoryCause("copy for a checkpoint in the background", copied, place, certain=False))
+        causes += _copies_for_checkpoints(config, causes)
     return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
 
 
-def certain_state(causes: Iterable[MemoryCause]) -> list[MemoryCause]:
-    """Return the causes that a checkpoint copies: parameters and the optimizer's state."""
-    return [one for one in causes if one.cause in ("parameters", "optimizer state")]
+def _copies_for_checkpoints(config: Config, causes: Iterable[MemoryCause]) -> list[MemoryCause]:
+    """Return the copies of trained parameters and of the optimizer's state. Offloaded tensors need none."""
+    named = {one.cause: one for one in causes}
+    copied: dict[Place, int] = {"device": 0, "host": 0}
+    for cause in ("parameters", "optimizer state"):
+        kept = named.get(cause)
+        if kept is not None and kept.phases == ALWAYS:
+            adapter = config.model.lora is not None and cause == "parameters"  # its gradients are as large as it is
+            copied[kept.place] += named["gradients"].nbytes if adapter else kept.nbytes
+    if config.checkpoint.staging == "host":
+        copied = {"host": sum(copied.values())}
+    name = "copy for a checkpoint in the background"
+    return [MemoryCause(name, nbytes, place, certain=False) for place, nbytes in copied.items() if nbytes]
 
 
 def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, ...]:

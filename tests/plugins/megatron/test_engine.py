@@ -337,12 +337,17 @@ def test_sizes_that_do_not_fit_are_refused(config: str, options: dict[str, int],
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"compile": True}, {"host_step": True}])
+@pytest.mark.parametrize(
+    "change", [{"compile": True}, {"host_step": True}, {"context_parallel": 2}, {"shard_ranks": 2}]
+)
 def test_settings_of_other_engines_are_refused_by_name(
     model_directory: Path, megatron: Make, change: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"train\.{next(iter(change))}=true"):
+    refused = pytest.raises(ConfigError, match=rf"train\.{next(iter(change))}=(true|2)")
+    with refused:
         megatron(model_directory, **change)
+    with refused:
+        engine_memory(settings_for(model_directory, **change), MegatronOptions(), ranks=1, device_nbytes=1 << 30)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 import hwrl
+from hwrl.comm import Comm, connect_store, serve_store, store_address
+from hwrl.errors import DataError
 from hwrl.models import load_model_config
 from hwrl.safetensors_files import TensorFiles
 from hwrl.saved_names import SavedNames
+from hwrl.testing.processes import run_processes
 from hwrl_megatron.layout import Layout, rank_nbytes, saved_tensors
 from hwrl_megatron.loading import load_weights
 from hwrl_megatron.weights import MappedWeight, map_weights
@@ -163,3 +167,25 @@ def test_each_rank_reads_its_own_parts_only(sizes: tuple[int, ...], tmp_path: Pa
             patch.setattr(TensorFiles, "read", counting)
             load_weights(weights, [], directory, group=None, backend=hwrl.get_backend())
         assert sum(read_nbytes) == sum(4 * weight.view.numel() for weight in weights)
+
+
+def read_what_differs(rank: int, directory: Path, address: str) -> str:
+    group = Comm().init_default(store=connect_store(address), rank=rank, size=2)
+    config, layout = load_model_config(directory), Layout(rank, tensor=2)
+    weights = map_weights(cast("nn.Module", Parameters(config, layout)), config, layout)
+    with pytest.raises(DataError) as caught:
+        load_weights(weights, [], directory, group=group, backend=hwrl.get_backend())
+    group.close()
+    return str(caught.value)
+
+
+def test_an_error_that_one_rank_reads_is_one_on_all(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "demo", CONFIGS["llama-3-rope"])
+    tensors = load_file(directory / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1] += 1  # the second rank's
+    save_file({**tensors, "lm_head.weight": head}, directory / "model.safetensors", {"format": "pt"})
+    store = serve_store()
+    first, second = run_processes(read_what_differs, 2, directory, store_address(store), timeout_s=60)
+    assert "another rank cannot load the model" in first
+    assert "two tensors that differ" in second
