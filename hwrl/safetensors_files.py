@@ -109,7 +109,11 @@ def _open(path: Path) -> Any:
 def _indexed_files(index: Path) -> list[str]:
     """Return the names of the files in the index of a model in several files; DataError if it is no index."""
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ValueError(f"{outside[0]!r} is not the name of a file beside it")
+        return names
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise DataError(
             f"{index} cannot be used",
@@ -200,6 +204,12 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors:
+        if tensor.dtype not in _CODES:
+            raise DataError(
+                f"tensor {name!r} cannot be written to a safetensors file",
+                why=f"its dtype is {tensor.dtype}",
+                fix=f"convert it to one of {', '.join(map(str, _CODES))}",
+            )
         stop = start + tensor.nbytes
         header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from hwrl.errors import DataError
 from hwrl.safetensors_files import TensorFiles, write_tensors
 
 TENSORS = {
@@ -76,3 +77,17 @@ def test_a_model_that_is_not_as_described_is_no_model(tmp_path: Path, wrong: dic
         write_tensors(tmp_path, described(), iter(wrong.items()))
     assert not (tmp_path / "model.safetensors").exists()
     assert not list(tmp_path.glob("*.partial")) and not (tmp_path / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/b.safetensors"])
+def test_an_index_names_files_beside_it_only(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(DataError, match="is not the name of a file beside it"):
+        TensorFiles.of(tmp_path)
+
+
+def test_a_dtype_without_a_code_is_refused_by_name(tmp_path: Path) -> None:
+    scale = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(DataError, match=r"'scale'.*\n.*complex64"):
+        write_tensors(tmp_path, iter([("scale", scale)]), iter([("scale", scale)]))
+    assert not list(tmp_path.iterdir())

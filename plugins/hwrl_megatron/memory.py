@@ -70,7 +70,7 @@ def _activations(config: Any, settings: EngineSettings, layout: Layout, *, room:
     tokens, layers = settings.micro_batch_tokens, int(config.num_hidden_layers) // layout.stages
     under_way = layout.stages - layout.stage
     inputs = tokens * int(config.hidden_size) * settings.dtype.itemsize
-    kept = inputs * (5 + 12 // layout.tensor) * int(getattr(config, "num_experts_per_tok", 1))
+    kept = inputs * (5 * layout.tensor + 12) // layout.tensor * int(getattr(config, "num_experts_per_tok", 1))
 
     def needed(recomputed: int) -> int:
         return under_way * (recomputed * inputs + (layers - recomputed) * kept)
