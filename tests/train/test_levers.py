@@ -117,14 +117,19 @@ def test_several_ranks_export_what_transformers_loads(
     assert loaded.generation_config.to_dict() == original.generation_config.to_dict()
 
 
-def test_a_step_on_the_host_uses_the_default_group_that_there_is(model_directory: Path) -> None:
-    """As where a Megatron engine, or the user's own loop, made one. It stays."""
+def groups_after_engines(rank: int, model_directory: Path) -> tuple[bool, bool]:
+    """Return whether there is a default group after an engine that found one, and after an engine that failed."""
     with Comm().init_default(store=HashStore(), rank=0, size=1):
         engine_on(model_directory, None, host_step=True).close()
-        assert torch.distributed.is_initialized()
+        after_one = torch.distributed.is_initialized()
     with pytest.raises(DataError):
         engine_on(model_directory / "nothing", None, host_step=True)
-    assert not torch.distributed.is_initialized()
+    return after_one, torch.distributed.is_initialized()
+
+
+def test_a_step_on_the_host_uses_the_default_group_that_there_is(model_directory: Path) -> None:
+    """As where a Megatron engine, or the user's own loop, made one. It stays; the engine's own one ends with it."""
+    assert run_processes(groups_after_engines, 1, model_directory, timeout_s=120.0) == [(True, False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
