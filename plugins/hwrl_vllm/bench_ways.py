@@ -274,7 +274,7 @@ def held_nbytes(*, reset: bool) -> tuple[int, int]:
     """
     backend = get_backend()
     info = backend.memory_info()
-    if not backend.device_count():
+    if not torch.accelerator.is_available():
         return info.allocated_nbytes, info.allocated_nbytes
     if reset:
         torch.accelerator.reset_peak_memory_stats()
