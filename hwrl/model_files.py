@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,10 @@ class ModelFiles:
                     "that differ",
                     fix="download or save the model again; or correct its config.json",
                 )
+
+    def read_saved(self, name: str, index: Sequence[slice] = ()) -> torch.Tensor:
+        """Return a slice of the tensor that the files call ``name``; see :meth:`TensorFiles.read`."""
+        return self._files.read(name, index)
 
     def close(self) -> None:
         """Give back the memory of the files. A later read opens them again."""

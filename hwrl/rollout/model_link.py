@@ -7,7 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -103,10 +103,19 @@ class RetryingReceiver(PolledLink):
         return self.receiver.poll() is not None
 
 
-class ModelLink(PolledLink):
-    """A link of whole models for ``engine``; of bases, if the engine has an adapter."""
+class ModelLink(Protocol):
+    """A link of whole models for an engine; of bases, if the engine has an adapter."""
 
-    @abstractmethod
+    @property
+    def nbytes(self) -> int:
+        """Received bytes so far."""
+
+    def poll(self) -> bool:
+        """Return whether a new version was offered at the last look into the store."""
+
+    def look(self) -> bool:
+        """Look into the store, and return whether a new version is offered."""
+
     def load(self, *, incarnation: int) -> Loaded | None:
         """Bring the offered version into the engine; None if that failed, or if the version is outdated. Blocks.
 
@@ -115,26 +124,31 @@ class ModelLink(PolledLink):
 
     def release(self) -> None:
         """Free memory, because the engine sleeps."""
-        return
+
+    def join(self) -> None:
+        """Request versions again, the newest included."""
+
+    def close(self) -> None:
+        """Leave the link, and free what is held for it."""
 
 
-class ReceivedModels(ModelLink):
-    """Receives whole versions, then loads them: the old version serves until the new one is whole.
+class ReceivedModels:
+    """A model link that receives whole versions, then loads them: the old one serves until the new one is whole.
 
     It has room for two versions beside the engine.
     """
 
     def __init__(self, engine: RolloutEngine, link: RetryingReceiver, *, as_base: bool = False) -> None:
-        super().__init__(0.0)
         self._engine, self._link, self._as_base = engine, link, as_base
+        self.poll, self.look, self.join, self.close = link.poll, link.look, link.join, link.close
 
-    def poll(self) -> bool:
-        return self._link.poll()
-
-    def look(self) -> bool:
-        return self._link.look()
+    @property
+    def nbytes(self) -> int:
+        """Received bytes so far."""
+        return self._link.nbytes
 
     def load(self, *, incarnation: int) -> Loaded | None:
+        """Receive the offered version, and load it; see :class:`ModelLink`."""
         received = self._link.receive()
         if received is None or is_outdated(received, incarnation):
             return None
@@ -142,24 +156,17 @@ class ReceivedModels(ModelLink):
             self._engine.load_base(received.items(), base=received.version)
         else:
             self._engine.load_weights(received.items(), version=received.version)
-        self.nbytes = self._link.nbytes
         return Loaded(received.version, received.metadata, received.nbytes)
 
     def release(self) -> None:
+        """Free the room for two versions."""
         self._link.receiver.release()
 
-    def join(self) -> None:
-        self._link.join()
 
-    def close(self) -> None:
-        self._link.close()
+class EngineModels(PolledLink):
+    """A model link that lets the engine's receivers take each version straight into its weights.
 
-    def _is_offered(self) -> bool:
-        return self._link.poll()
-
-
-class EngineModels(ModelLink):
-    """Lets the engine's receivers take each version straight into its weights; the old version is lost meanwhile.
+    The engine's old version is lost meanwhile.
 
     This process is the link's member for each receiver, called ``replica`` (``replica``/0, ``replica``/1, ... of
     several). It finds the offers and reports the receivers ready; the engine generates until the transfer begins.
@@ -198,6 +205,9 @@ class EngineModels(ModelLink):
         except (TransferFailedError, CommError) as exc:
             _log.warning("the transfer failed, and the engine has version %s: %s", self._engine.version, exc)
         return None
+
+    def release(self) -> None:
+        """Do nothing: the engine's receivers free their rings when it sleeps."""
 
     def join(self) -> None:
         self._members.join()

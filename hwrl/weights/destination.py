@@ -22,9 +22,6 @@ class Destination(Protocol):
     Methods but ``begin``, ``finish`` and ``cancel`` only queue work on the current stream.
     """
 
-    keeps_old: bool
-    """Whether the version before stays whole while another arrives."""
-
     slots: int | None
     """How many slabs may be under way at once; None: any number."""
 
@@ -32,7 +29,7 @@ class Destination(Protocol):
     """The newest version's tensors, in the sender's order; empty if the destination gives them to a loader."""
 
     def begin(self) -> None:
-        """Prepare for a version; from here on the version before is lost, unless ``keeps_old``."""
+        """Prepare for a version; from here on the version before is lost, unless there is room for two."""
 
     def memory_for(self, index: int) -> SlabLease:
         """Return the memory to receive slab ``index`` into. Call it in the order of the slabs."""
@@ -47,7 +44,7 @@ class Destination(Protocol):
         """Drop the version that was begun and is not complete."""
 
 
-Place = Callable[[WeightLayout], Destination]
+DestinationFactory = Callable[[WeightLayout], Destination]
 """Makes the destination of a layout's versions; LayoutMismatchError if it has no place for one of the tensors."""
 
 
@@ -81,7 +78,6 @@ class FlatVersion:
 class TwoVersions:
     """Room for two versions in turn: one serves while the next arrives. Each is allocated when it is first needed."""
 
-    keeps_old = True
     slots: int | None = None
 
     def __init__(self, layout: WeightLayout, *, backend: Backend) -> None:
@@ -136,7 +132,6 @@ class TensorStream:
     that is current when this is made.
     """
 
-    keeps_old = False
     tensors: Mapping[str, torch.Tensor] = {}
 
     def __init__(self, layout: WeightLayout, loader: TensorLoader, *, backend: Backend, slots: int) -> None:

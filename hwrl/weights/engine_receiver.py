@@ -15,7 +15,7 @@ from hwrl.errors import (
 )
 from hwrl.interfaces import Backend, WeightOffer
 from hwrl.weights.control import Proposal
-from hwrl.weights.destination import Place
+from hwrl.weights.destination import DestinationFactory
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.report import StageClock
 from hwrl.weights.transport import ReceiverTiming
@@ -44,7 +44,7 @@ class EngineReceiver:
     device. It connects with a link's store at the first offer. Used from one thread.
     """
 
-    def __init__(self, number: int, *, backend: Backend, place: Place) -> None:
+    def __init__(self, number: int, *, backend: Backend, place: DestinationFactory) -> None:
         self._number, self._backend, self._place = number, backend, place
         self._stores: dict[str, Store] = {}
         self._intakes: dict[tuple[str, str], WeightIntake] = {}

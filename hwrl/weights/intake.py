@@ -9,7 +9,7 @@ import torch
 from hwrl.comm import Store
 from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, Proposal, Vote, VoteKind
-from hwrl.weights.destination import Destination, Place
+from hwrl.weights.destination import Destination, DestinationFactory
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.participant import Participant
 from hwrl.weights.report import StageClock
@@ -32,7 +32,7 @@ class WeightIntake:
         *,
         name: str,
         backend: Backend,
-        place: Place,
+        place: DestinationFactory,
         slabs: int = 8,
         timing: ReceiverTiming,
         transports: Mapping[str, Transport] = TRANSPORTS,

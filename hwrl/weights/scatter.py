@@ -73,8 +73,6 @@ class Scattered:
     does not fit its tensor.
     """
 
-    keeps_old = False
-
     def __init__(
         self,
         layout: WeightLayout,

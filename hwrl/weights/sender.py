@@ -170,10 +170,10 @@ class WeightSender:
 
     def _connect(self, source: WeightSource) -> SenderLink:
         """Plan the layout, show it to the receivers, and open the transport."""
-        best_slab_nbytes, own_nbytes = _best_sizes(self._backend, senders=self.senders)
-        slab_nbytes = best_slab_nbytes if self._slab_nbytes is None else self._slab_nbytes
-        # Slabs of tensors that are nearly as large would be half empty.
-        own_nbytes = slab_nbytes if self._transport.packs_large_tensors else min(own_nbytes, slab_nbytes // 4)
+        streams = self._backend.supports(Capability.STREAMS).usable
+        slab_nbytes, own_nbytes = slab_sizes(streams=streams, senders=self.senders, slab_nbytes=self._slab_nbytes)
+        if self._transport.packs_large_tensors:
+            own_nbytes = slab_nbytes
         layout = WeightLayout.plan(source.metadata(), slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
         self._channel.put_layout(layout)
         context = SenderContext(
@@ -204,22 +204,20 @@ class WeightSender:
         return Shares(layout, sender_ranks(self.senders, source.shared.ranks))
 
 
-def _best_sizes(backend: Backend, *, senders: int) -> tuple[int, int]:
-    """Return the bytes of a slab, and of the smallest tensor that is sent as it lies; larger is no faster.
+def slab_sizes(*, streams: bool, senders: int = 1, slab_nbytes: int | None = None) -> tuple[int, int]:
+    """Return the bytes of a slab, ``slab_nbytes`` if given, and of the smallest tensor that is sent as it lies.
 
-    On a device with streams a collective needs 100 MiB to reach the wire's speed, and 20 µs of the host to begin.
-    Elsewhere the host does the work, and a slab should fit into its caches (docs/benchmarks.md). Several senders have
-    slower wires, and a receiver has a slab of each under way: theirs are smaller, so its ring needs no more memory.
+    On a device with ``streams`` a collective needs 100 MiB to reach the wire's speed, and 20 µs of the host to begin;
+    larger is no faster. Elsewhere the host does the work, and a slab should fit into its caches (docs/benchmarks.md).
+    Several senders have slower wires, and a receiver has a slab of each under way: theirs are smaller, so its ring
+    needs no more memory.
     """
-    return slab_sizes(streams=backend.supports(Capability.STREAMS).usable, senders=senders)
-
-
-def slab_sizes(*, streams: bool, senders: int = 1) -> tuple[int, int]:
-    """Return the bytes of a slab, and of the smallest tensor that is sent as it lies."""
+    best_nbytes, own_nbytes = 16 << 20, 4 << 20
     if streams:
-        slab_nbytes = max((256 << 20) // senders, 32 << 20)
-        return slab_nbytes - slab_nbytes % ALIGNMENT_NBYTES, 16 << 20
-    return 16 << 20, 4 << 20
+        best_nbytes, own_nbytes = max((256 << 20) // senders, 32 << 20), 16 << 20
+        best_nbytes -= best_nbytes % ALIGNMENT_NBYTES
+    chosen_nbytes = best_nbytes if slab_nbytes is None else slab_nbytes
+    return chosen_nbytes, min(own_nbytes, chosen_nbytes // 4)  # slabs of tensors nearly as large would be half empty
 
 
 def _check_timeout(timeout_s: float) -> None:

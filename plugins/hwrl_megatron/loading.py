@@ -12,7 +12,6 @@ import torch
 
 from hwrl.interfaces import Backend
 from hwrl.model_files import ModelFiles
-from hwrl.safetensors_files import TensorFiles
 from hwrl.train import open_model, read_on_all_ranks
 from hwrl_megatron.layout import SavedTensor
 from hwrl_megatron.weights import MappedWeight
@@ -39,7 +38,7 @@ def load_weights(
     level = logging.WARNING if group is None or group.rank == 0 else logging.DEBUG  # a run is told once
     _, reader = open_model(directory, group=group, backend=backend, level=level)
     if isinstance(reader, ModelFiles):
-        read = functools.partial(_read_parts, weights, reader, directory)
+        read = functools.partial(_read_parts, weights, reader)
         read_on_all_ranks(read, directory=directory, group=group, backend=backend)
         return
     for name, shape in {one.own_name: one.own_shape for one in saved}.items():
@@ -50,16 +49,13 @@ def load_weights(
                 weight.load(whole[weight.own_slices()])
 
 
-def _read_parts(weights: Sequence[MappedWeight], files: ModelFiles, directory: Path) -> None:
-    experts = TensorFiles.of(directory)
-    assert experts is not None, "the files can be read by parts"
+def _read_parts(weights: Sequence[MappedWeight], files: ModelFiles) -> None:
     for weight in weights:
         saved = weight.saved
         if saved.own_name != saved.name:  # transformers packs experts: read one of them
-            weight.load(experts.read(saved.name, weight.slices()))
+            weight.load(files.read_saved(saved.name, weight.slices()))
             continue
         part, dim = torch.empty(weight.local_shape(), dtype=weight.view.dtype), saved.dim or 0
         files.read(saved.name, part, dim=dim, start=weight.slices()[dim].start)
         weight.load(part)
     files.close()
-    experts.close()

@@ -116,3 +116,13 @@ def train(
     if group is not None:
         group.close()
     return {"metrics": metrics, "weights": weights, "logprobs": logprobs}
+
+
+def assert_same_training(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise unless two runs have the same ``weights``, ``metrics`` and, if present, ``logprobs``, but for rounding."""
+    for name, tensor in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, atol=5e-5, rtol=1e-4, msg=name)
+    for metrics, expected in zip(found["metrics"], wanted["metrics"], strict=True):
+        assert without_padding(metrics) == pytest.approx(without_padding(expected), rel=2e-3, abs=1e-5)
+    if "logprobs" in wanted:
+        torch.testing.assert_close(found["logprobs"], wanted["logprobs"], atol=2e-4, rtol=1e-4)

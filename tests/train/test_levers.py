@@ -16,7 +16,7 @@ from hwrl.interfaces import LoraSettings
 from hwrl.models import load_model
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, PolicyLoss
-from tests.support.fsdp_training import batch_of, engine_on, groups_of, join, without_padding
+from tests.support.fsdp_training import assert_same_training, batch_of, engine_on, groups_of, join, without_padding
 
 WAYS: dict[str, dict[str, Any]] = {
     "FSDP": {},
@@ -76,19 +76,12 @@ def alone(model_directory: Path) -> dict[str, Any]:
     return {"metrics": steps(engine, 0, 1, range(3)), "weights": weights_of(engine)}
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for mine, theirs in zip(found["metrics"], wanted["metrics"], strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-3, abs=1e-5)
-    for name, tensor in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][name], tensor, atol=5e-5, rtol=1e-4, msg=name)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_four_ranks_take_the_steps_of_one_in_each_way(
     on_four_ranks: list[dict[str, Any]], alone: dict[str, Any], way: str
 ) -> None:
     first, *others = on_four_ranks
-    assert_same(first[way], alone)
+    assert_same_training(first[way], alone)
     assert not any(other[way]["weights"] for other in others)  # the first rank has them whole, once
 
 
@@ -101,7 +94,7 @@ def test_a_checkpoint_of_copies_continues_on_one_rank(
         assert manager.resume(state) is not None
         engine.load_state_dict(state)
     found = {"metrics": steps(engine, 0, 1, range(3, 5)), "weights": weights_of(engine)}
-    assert_same(found, on_four_ranks[0]["next"])
+    assert_same_training(found, on_four_ranks[0]["next"])
 
 
 def test_several_ranks_export_what_transformers_loads(
@@ -144,7 +137,9 @@ def test_one_rank_that_steps_on_the_host_takes_the_same_steps(model_directory: P
         for mine, theirs in zip(found, wanted, strict=True):
             assert mine == pytest.approx(theirs, rel=2e-3 if dtype == torch.float32 else 0.05, abs=1e-5)
         if dtype == torch.float32:
-            assert_same({"metrics": [], "weights": weights_of(engine)}, {"metrics": [], "weights": weights_of(plain)})
+            assert_same_training(
+                {"metrics": [], "weights": weights_of(engine)}, {"metrics": [], "weights": weights_of(plain)}
+            )
     finally:
         engine.close()
 

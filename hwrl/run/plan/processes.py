@@ -18,14 +18,13 @@ from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.processes.settings import compute_dtype, engine_settings, rollout_settings
 from hwrl.saved_names import saved_weights
 from hwrl.train import certain_fsdp_memory, fsdp_memory
+from hwrl.train.activations import reserve_nbytes
 from hwrl.weights import TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
 
 CONTEXT_NBYTES = 1 << 30
 """The device's context of a process, and the buffers of its libraries: an estimate."""
 IMPORTS_NBYTES = 3 << 29
 """A process with torch and transformers, in host memory: an estimate."""
-RESERVE = 16
-"""One part in so many of a device stays free, for fragments of the allocator."""
 LINK_CAUSES = ("sender: ", "receiver: ")
 """How the names of causes begin that a weight link has, with any engine."""
 _VERSIONS = 3
@@ -103,16 +102,12 @@ def worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, .
         if config.rollout.sleep_level == 1:
             slept = sum(one.nbytes for one in causes if one.cause == "weights")
             causes.append(MemoryCause("weights of a sleeping replica", slept, "host"))
-    receiving = receiver_nbytes(sent_layout(config), keeps_old=keeps_old(config))
-    name = "receiver: two versions" if keeps_old(config) else "receiver: ring of slabs"
-    phases = ALWAYS if keeps_old(config) else ("transfer",)
+    keeps_old = config.weights.keep_old_version
+    receiving = receiver_nbytes(sent_layout(config), keeps_old=keeps_old)
+    name = "receiver: two versions" if keeps_old else "receiver: ring of slabs"
+    phases = ALWAYS if keeps_old else ("transfer",)
     causes.append(MemoryCause(name, receiving, phases=phases, certain=False))
     return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
-
-
-def keeps_old(config: Config) -> bool:
-    """Return whether a replica has room for two versions beside its engine."""
-    return config.weights.keep_old_version
 
 
 def plugin_memory(
@@ -150,7 +145,7 @@ def certain_worker_memory(config: Config, *, device_nbytes: int) -> tuple[Memory
 def _overhead(device_nbytes: int) -> list[MemoryCause]:
     return [
         MemoryCause("context and libraries", CONTEXT_NBYTES, certain=False),
-        MemoryCause("kept free for fragments", device_nbytes // RESERVE, certain=False),
+        MemoryCause("kept free for fragments", reserve_nbytes(device_nbytes), certain=False),
     ]
 
 
@@ -175,9 +170,7 @@ def base_nbytes(config: Config) -> int:
 @functools.lru_cache(maxsize=16)
 def _layout(directory: Path, dtype: torch.dtype, lora: LoraSettings | None, slab_mib: int | None) -> WeightLayout:
     base, adapter = saved_weights(described_model(directory, dtype=dtype, lora=lora))
-    slab_nbytes, own_nbytes = slab_sizes(streams=True)
-    if slab_mib is not None:
-        slab_nbytes, own_nbytes = slab_mib << 20, min(own_nbytes, slab_mib << 18)
+    slab_nbytes, own_nbytes = slab_sizes(streams=True, slab_nbytes=None if slab_mib is None else slab_mib << 20)
     sent: dict[int, torch.Tensor] = {}  # by the parameter, so that tied tensors stay tied
     named = []
     for name, tensor in (base if lora is None else adapter).items():
