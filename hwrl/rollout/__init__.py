@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
     from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
     from hwrl.rollout.reward import Reward as Reward
+    from hwrl.rollout.reward import RewardFunction as RewardFunction
+    from hwrl.rollout.reward import Scores as Scores
     from hwrl.rollout.reward import load_reward as load_reward
     from hwrl.rollout.reward_workers import RewardWorkers as RewardWorkers
     from hwrl.rollout.reward_workers import Scorer as Scorer
-    from hwrl.rollout.reward_workers import Scores as Scores
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
@@ -69,10 +70,11 @@ _MODULE_OF = {
     "ReceivedModels": "model_link",
     "RetryingReceiver": "model_link",
     "Reward": "reward",
+    "RewardFunction": "reward",
     "RewardWorkers": "reward_workers",
     "Rollouter": "rollouter",
     "Scorer": "reward_workers",
-    "Scores": "reward_workers",
+    "Scores": "reward",
     "WeightUpdater": "weight_updater",
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
@@ -111,6 +113,7 @@ __all__ = [
     "ReceivedModels",
     "RetryingReceiver",
     "Reward",
+    "RewardFunction",
     "RewardWorkers",
     "Rollouter",
     "Scorer",

@@ -11,7 +11,7 @@ import numpy as np
 from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward_workers import Scores
+from hwrl.rollout.reward import Scores
 
 
 @dataclass(eq=False)

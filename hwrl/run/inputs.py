@@ -11,7 +11,7 @@ from typing import Any
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
-from hwrl.rollout import check_prompts, load_reward
+from hwrl.rollout import RewardFunction, check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config
 
 
@@ -26,10 +26,10 @@ def check_inputs(config: Config) -> None:
     run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
-    check_prompts(config.data.train, key="data.train")
+    columns = RewardFunction(load_reward(config.reward.function)).columns.required
+    check_prompts(config.data.train, key="data.train", columns=columns)
     if config.data.eval is not None:
-        check_prompts(config.data.eval, key="data.eval")
-    load_reward(config.reward.function)
+        check_prompts(config.data.eval, key="data.eval", columns=columns)
     if config.model.lora_rank:
         require_peft()
     if config.train.engine != FSDP:
