@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
+    from hwrl.rollout.ledger import UntrainedPrompts as UntrainedPrompts
+    from hwrl.rollout.ledger import has_variance as has_variance
     from hwrl.rollout.memory import embedded_memory as embedded_memory
     from hwrl.rollout.memory import model_nbytes as model_nbytes
     from hwrl.rollout.model_link import INCARNATION as INCARNATION
@@ -73,11 +75,13 @@ _MODULE_OF = {
     "Rollouter": "rollouter",
     "Scorer": "reward_workers",
     "Scores": "reward_workers",
+    "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
     "check_vocabulary": "data",
     "embedded_memory": "memory",
+    "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
     "model_nbytes": "memory",
@@ -115,11 +119,13 @@ __all__ = [
     "Rollouter",
     "Scorer",
     "Scores",
+    "UntrainedPrompts",
     "WeightUpdater",
     "cache_token_nbytes",
     "check_prompts",
     "check_vocabulary",
     "embedded_memory",
+    "has_variance",
     "load_prompts",
     "load_reward",
     "model_nbytes",

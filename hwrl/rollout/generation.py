@@ -98,6 +98,10 @@ class GroupGenerator:
         """Advance the engine by one step; return the groups whose last response is finished. Blocks for the step."""
         return [group for completion in self._engine.step() if (group := self._add(completion)).is_generated]
 
+    def leases(self) -> list[PromptLease]:
+        """Return the leases of the present groups."""
+        return [group.lease for group in self._groups.values() if group.lease is not None]
+
     def drop(self) -> None:
         """Abort all groups."""
         self._engine.abort()

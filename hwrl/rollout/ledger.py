@@ -412,6 +412,16 @@ class PromptLedger:
         self._returned.sort()
 
 
+def count_prompts(state: Mapping[str, Any]) -> dict[PromptState, int]:
+    """Return the number of prompts in each state, by :meth:`PromptLedger.state_dict`."""
+    return {
+        "trained": int(state["trained"]),
+        "filtered": len(from_ranges(state.get("filtered", []))),
+        "failed": len(from_ranges(state.get("failed", []))),
+        "owed": len(state["owed"]),
+    }
+
+
 def to_ranges(numbers: Iterable[int]) -> list[list[int]]:
     """Return ``numbers`` as ascending ranges, each its first and its last number.
 
