@@ -152,7 +152,7 @@ async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowSettings:
-    """How workflows run: ``max_samples`` at the same time at most, each for ``timeout_s`` at most, in ``attempts`` tries.
+    """How workflows run: at most ``max_samples`` at once, each for ``timeout_s`` at most, in up to ``attempts`` tries.
 
     A conversation may have ``max_length`` tokens, of a ``vocabulary``. A group has ``group_size`` samples.
     """

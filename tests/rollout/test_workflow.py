@@ -35,9 +35,7 @@ def make() -> Iterator[Make]:
     def generator_of(workflow: Workflow, *, engine: RolloutEngine | None = None, **settings: Any) -> WorkflowGenerator:
         chosen = {"group_size": 2, "max_samples": 8, "max_length": 12, "vocabulary": 100, "timeout_s": 5.0, **settings}
         made.append(
-            WorkflowGenerator(
-                engine or CountingEngine(), workflow, tokenizer=None, settings=WorkflowSettings(**chosen)
-            )
+            WorkflowGenerator(engine or CountingEngine(), workflow, tokenizer=None, settings=WorkflowSettings(**chosen))
         )
         return made[-1]
 
@@ -123,11 +121,8 @@ def test_a_run_that_raises_is_repeated_and_then_fails_its_group(make: Make) -> N
     assert not group.is_generated and "the tool is away" in str(group.result().failure)
 
 
-@pytest.mark.parametrize(
-    ("result", "reason"),
-    [(None, "not None"), ([], r"not \[\]"), (3, "not 3")],
-)
-def test_a_run_without_trajectories_has_failed(make: Make, result: Any, reason: str) -> None:
+@pytest.mark.parametrize("result", [None, [], 3])
+def test_a_run_without_trajectories_has_failed(make: Make, result: Any) -> None:
     async def nothing(client: PolicyClient, prompt: Prompt) -> Any:
         return result
 
@@ -169,7 +164,9 @@ def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:
     step_to_the_end(generator)
     assert group.is_generated and len(errors) == 2 and "max_model_len" in errors[0].fix
     with pytest.raises(EngineError, match="no token 100"):
-        asyncio.run(PolicyClient(None, tokenizer=None, sampling=Sampling(1), max_length=9, vocabulary=100).generate([100]))  # type: ignore[arg-type]
+        asyncio.run(
+            PolicyClient(None, tokenizer=None, sampling=Sampling(1), max_length=9, vocabulary=100).generate([100])
+        )  # type: ignore[arg-type]
 
 
 def test_dropped_work_never_comes_back(make: Make) -> None:
@@ -198,10 +195,11 @@ def test_rewards_of_some_trajectories_only_fail_the_group(make: Make) -> None:
     calls: list[int] = []
 
     async def first_only(client: PolicyClient, prompt: Prompt) -> Sequence[Trajectory]:
-        calls.append(1)
+        calls.append(len(calls))
+        first = calls[-1] == 0
         trajectory = client.begin(prompt.token_ids)
         await trajectory.generate()
-        return [trajectory.finish(reward=1.0 if len(calls) == 1 else None)]
+        return [trajectory.finish(reward=1.0 if first else None)]
 
     generator = make(first_only)
     group = start(generator)
