@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -70,24 +70,24 @@ class LeaseQueue:
 class ProgressReports:
     """Reports to the ledger, about once a second, the leases with progress. Without progress a replica counts as hung.
 
-    The loop of the rollouter sends the reports, so a loop that hangs sends none. A lease in the engine, or waiting for
-    it, has progress if the engine has generated since the last report: a step of the engine returns when there is a new
-    token. A lease outside of the engine always has progress, because reward calls have a time limit of their own.
+    The loop of the rollouter sends the reports, so a loop that hangs sends none. Leases in generation, and those that
+    wait for it, have progress while the generator has (:meth:`~hwrl.rollout.generation.SampleGenerator.has_progress`).
+    A lease at the reward has it always, because the calls have a time limit of their own.
     """
 
     def __init__(self, ledger: LedgerClient) -> None:
         self._ledger = ledger
-        self._generated = False
         self._due_s = 0.0
+        self.generated = False
+        """Whether the generator has made a step since the last report."""
 
     def is_due(self, *, generated: bool) -> bool:
-        """Note whether the engine has ``generated`` in this turn of the loop; return whether a report is due."""
-        self._generated |= generated
+        """Note whether the generator has made a step in this turn of the loop; return whether a report is due."""
+        self.generated |= generated
         return time.monotonic() >= self._due_s
 
-    def send(self, *, generating: Iterable[PromptLease], outside: Iterable[PromptLease]) -> None:
-        """Report the leases of the engine, if it has generated, and those ``outside`` of it."""
-        leases = [*outside, *(generating if self._generated else ())]
-        self._generated, self._due_s = False, time.monotonic() + _REPORT_S
+    def send(self, leases: Sequence[PromptLease]) -> None:
+        """Report progress on ``leases``."""
+        self.generated, self._due_s = False, time.monotonic() + _REPORT_S
         if leases:
             self._ledger.renew(leases)
