@@ -27,10 +27,15 @@ if TYPE_CHECKING:
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
+    from hwrl.rollout.generation import GroupGenerator as GroupGenerator
+    from hwrl.rollout.generation import PendingGroup as PendingGroup
+    from hwrl.rollout.generation import SampleGenerator as SampleGenerator
     from hwrl.rollout.leases import LedgerClient as LedgerClient
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
+    from hwrl.rollout.ledger import UntrainedPrompts as UntrainedPrompts
+    from hwrl.rollout.ledger import has_variance as has_variance
     from hwrl.rollout.memory import embedded_memory as embedded_memory
     from hwrl.rollout.memory import model_nbytes as model_nbytes
     from hwrl.rollout.model_link import INCARNATION as INCARNATION
@@ -50,6 +55,13 @@ if TYPE_CHECKING:
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
+    from hwrl.rollout.workflow import PolicyClient as PolicyClient
+    from hwrl.rollout.workflow import TrajectoryBuilder as TrajectoryBuilder
+    from hwrl.rollout.workflow import Workflow as Workflow
+    from hwrl.rollout.workflow import WorkflowFactory as WorkflowFactory
+    from hwrl.rollout.workflow import WorkflowGenerator as WorkflowGenerator
+    from hwrl.rollout.workflow import WorkflowSettings as WorkflowSettings
+    from hwrl.rollout.workflow import single_turn as single_turn
 
 _MODULE_OF = {
     "AdapterUpdater": "weight_updater",
@@ -57,12 +69,15 @@ _MODULE_OF = {
     "EngineModels": "model_link",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
+    "GroupGenerator": "generation",
     "INCARNATION": "model_link",
     "LedgerClient": "leases",
     "LedgerCounts": "ledger",
     "LoopSettings": "rollouter",
     "ModelLink": "model_link",
     "ModelUpdater": "weight_updater",
+    "PendingGroup": "generation",
+    "PolicyClient": "workflow",
     "Prompt": "data",
     "PromptLease": "ledger",
     "PromptLedger": "ledger",
@@ -73,13 +88,21 @@ _MODULE_OF = {
     "RewardFunction": "reward",
     "RewardWorkers": "reward_workers",
     "Rollouter": "rollouter",
+    "SampleGenerator": "generation",
     "Scorer": "reward_workers",
     "Scores": "reward",
+    "TrajectoryBuilder": "workflow",
+    "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
+    "Workflow": "workflow",
+    "WorkflowFactory": "workflow",
+    "WorkflowGenerator": "workflow",
+    "WorkflowSettings": "workflow",
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
     "check_vocabulary": "data",
     "embedded_memory": "memory",
+    "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
     "model_nbytes": "memory",
@@ -92,6 +115,7 @@ _MODULE_OF = {
     "require_none_pending": "checks",
     "require_same_model": "checks",
     "require_weights": "checks",
+    "single_turn": "workflow",
 }
 
 __all__ = [
@@ -101,11 +125,14 @@ __all__ = [
     "EngineModels",
     "Evaluation",
     "Evaluator",
+    "GroupGenerator",
     "LedgerClient",
     "LedgerCounts",
     "LoopSettings",
     "ModelLink",
     "ModelUpdater",
+    "PendingGroup",
+    "PolicyClient",
     "Prompt",
     "PromptLease",
     "PromptLedger",
@@ -116,13 +143,21 @@ __all__ = [
     "RewardFunction",
     "RewardWorkers",
     "Rollouter",
+    "SampleGenerator",
     "Scorer",
     "Scores",
+    "TrajectoryBuilder",
+    "UntrainedPrompts",
     "WeightUpdater",
+    "Workflow",
+    "WorkflowFactory",
+    "WorkflowGenerator",
+    "WorkflowSettings",
     "cache_token_nbytes",
     "check_prompts",
     "check_vocabulary",
     "embedded_memory",
+    "has_variance",
     "load_prompts",
     "load_reward",
     "model_nbytes",
@@ -135,6 +170,7 @@ __all__ = [
     "require_none_pending",
     "require_same_model",
     "require_weights",
+    "single_turn",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

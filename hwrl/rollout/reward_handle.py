@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Response
+from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import Columns, Scores, short_repr
 from hwrl.rollout.reward_process import CALL, JOB, LOADED, RewardSettings, send_frame
@@ -35,7 +35,7 @@ class ScoringJob:
     """
 
     prompt: Prompt
-    responses: Sequence[Response]
+    responses: Sequence[Ints]
     number: int
     scores: Future[Scores] = field(default_factory=Future)
     queued_s: float = field(default_factory=time.monotonic)

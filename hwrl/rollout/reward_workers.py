@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Response
+from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import Scores, ToScore, short_repr
 from hwrl.rollout.reward_handle import RewardProcess, ScoringJob
@@ -39,10 +39,17 @@ _SENDS = 2
 
 
 class Scorer(Protocol):
-    """Scores responses beside generation, as :class:`RewardWorkers` does."""
+    """Scores responses beside generation, as :class:`RewardWorkers` does.
 
-    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
-        """Queue ``responses`` for scoring. Does not block. The future has no exception; it may be cancelled."""
+    It limits the time of its calls itself: every future must be answered, or cancelled. A replica with unanswered
+    futures counts as healthy.
+    """
+
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        """Queue ``responses`` (token ids) for scoring. Does not block.
+
+        The future has no exception; it may be cancelled.
+        """
         ...
 
     def close(self) -> None:
@@ -94,8 +101,8 @@ class RewardWorkers:
         self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
         self._thread.start()
 
-    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
-        """Queue ``responses`` for scoring. Does not block.
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        """Queue ``responses`` (token ids) for scoring. Does not block.
 
         The future never has an exception: a failure is part of the scores. The caller and :meth:`close` may cancel it.
         """
@@ -173,7 +180,7 @@ class RewardWorkers:
     def _give(self, job: ScoringJob, worker: RewardProcess) -> None:
         try:
             if not job.message:
-                job.texts = [self._decode(response.token_ids.tolist()) for response in job.responses]
+                job.texts = [self._decode(response.tolist()) for response in job.responses]
                 job.message = pickle.dumps(_to_score(job, worker))
         except Exception as exc:  # noqa: BLE001 - from a tokenizer or an answer's class; it is reported
             job.answer(_not_sent(exc))

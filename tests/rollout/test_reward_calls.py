@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Response
+from hwrl.interfaces import Ints
 from hwrl.rollout import Prompt, RewardFunction, RewardWorkers, Scores
 
 FUNCTIONS = "tests.support.reward_functions"
@@ -35,9 +35,8 @@ def start() -> Iterator[Start]:
         workers.close()
 
 
-def responses_of(lengths: Sequence[int]) -> list[Response]:
-    tokens = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
-    return [Response(ids, ids.astype(np.float32), ids, truncated=False) for ids in tokens]
+def responses_of(lengths: Sequence[int]) -> list[Ints]:
+    return [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
 
 
 def score(

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
+from hwrl.interfaces import Completion, GenerationRequest, Ints, PromptGroup, Response, RolloutEngine, Sampling
 from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, RewardFunction, Rollouter, Scorer, Scores
 from hwrl.rollout.reward import ToScore, score
 
@@ -59,6 +59,7 @@ class Desk:
         self.incarnation = 0
         self.groups: list[PromptGroup] = []
         self.failed: list[tuple[int, str]] = []
+        self.renewed: list[list[int]] = []
 
     def lease(self, count: int) -> Future[list[PromptLease]]:
         given, self.numbers = self.numbers[:count], self.numbers[count:]
@@ -71,6 +72,9 @@ class Desk:
 
     def fail(self, lease: PromptLease, reason: str) -> None:
         self.failed.append((lease.sequence_number, reason))
+
+    def renew(self, leases: Sequence[PromptLease]) -> None:
+        self.renewed.append([lease.sequence_number for lease in leases])
 
 
 class Updater:
@@ -115,8 +119,8 @@ class InlineScorer:
         self._reward, self._attempts = RewardFunction(reward), attempts
         self._thread = ThreadPoolExecutor(1)
 
-    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
-        texts = [" ".join(map(str, response.token_ids)) for response in responses]
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        texts = [" ".join(map(str, response)) for response in responses]
         return self._thread.submit(self._score, prompt, texts)
 
     def _score(self, prompt: Prompt, texts: list[str]) -> Scores:
