@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
     from hwrl.rollout.generation import PendingGroup as PendingGroup
     from hwrl.rollout.generation import SampleGenerator as SampleGenerator
+    from hwrl.rollout.judge import Judge as Judge
     from hwrl.rollout.leases import LedgerClient as LedgerClient
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
@@ -71,6 +72,7 @@ _MODULE_OF = {
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
     "INCARNATION": "model_link",
+    "Judge": "judge",
     "LedgerClient": "leases",
     "LedgerCounts": "ledger",
     "LoopSettings": "rollouter",
@@ -126,6 +128,7 @@ __all__ = [
     "Evaluation",
     "Evaluator",
     "GroupGenerator",
+    "Judge",
     "LedgerClient",
     "LedgerCounts",
     "LoopSettings",

@@ -15,6 +15,7 @@ import pytest
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints
 from hwrl.rollout import Prompt, RewardFunction, RewardWorkers, Scores
+from tests.support.sources import REPO
 
 FUNCTIONS = "tests.support.reward_functions"
 Start = Callable[..., RewardWorkers]
@@ -182,3 +183,30 @@ def test_a_process_with_a_call_that_does_not_end_is_replaced(start: Start, tmp_p
         assert score(workers, None).result(60).metrics[0]["pid"] != first
     finally:
         workers.close()
+
+
+# -- the page on rewards --------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_docs_judge(tmp_path: Path) -> None:
+    page = (REPO / "docs/rewards.md").read_text()
+    plain, columns, batch = [part.split("```")[0] for part in page.split("```python\n")[1:] if "Judge(" not in part]
+    numbers = Prompt("2 + 2 =", np.ones(1, dtype=np.int32), "4", row={"difficulty": 2, "unit": "km"}, source="sums")
+    expected = {
+        f"{plain}:score": [{"reward": 1.0, "length": 1.0}, {"reward": 0.0, "length": 4.0}],
+        f"{columns}:score": [{"reward": 1.0, "right/sums": 1.0, "difficulty": 2.0}] * 2,
+        f"{batch}:longest_right_answer": [{"reward": 0.0}, {"reward": 1.0}],
+    }
+    for number, (example, metrics) in enumerate(expected.items()):
+        code, _, name = example.rpartition(":")
+        (tmp_path / f"rewards{number}.py").write_text(code)
+        workers = RewardWorkers(
+            f"{tmp_path / f'rewards{number}.py'}:{name}",
+            decode=lambda ids: "4" if len(ids) == 1 else "4 km",
+            batch=name == "longest_right_answer",
+        )
+        try:
+            responses = [np.ones(length, dtype=np.int32) for length in (1, 2)]
+            assert workers.score(numbers, responses).result(60) == Scores(metrics)
+        finally:
+            workers.close()
