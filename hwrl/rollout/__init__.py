@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.checks import require_none_pending as require_none_pending
     from hwrl.rollout.checks import require_same_model as require_same_model
     from hwrl.rollout.checks import require_weights as require_weights
+    from hwrl.rollout.data import DataKeys as DataKeys
     from hwrl.rollout.data import Prompt as Prompt
-    from hwrl.rollout.data import PromptStream as PromptStream
     from hwrl.rollout.data import check_prompts as check_prompts
     from hwrl.rollout.data import check_vocabulary as check_vocabulary
     from hwrl.rollout.data import load_prompts as load_prompts
@@ -44,6 +44,11 @@ if TYPE_CHECKING:
     from hwrl.rollout.model_link import ModelLink as ModelLink
     from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
     from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
+    from hwrl.rollout.prompt_order import Curriculum as Curriculum
+    from hwrl.rollout.prompt_order import PromptOrder as PromptOrder
+    from hwrl.rollout.prompt_order import PromptSet as PromptSet
+    from hwrl.rollout.prompt_order import PromptStream as PromptStream
+    from hwrl.rollout.prompt_order import mixture as mixture
     from hwrl.rollout.reward import Reward as Reward
     from hwrl.rollout.reward import RewardFunction as RewardFunction
     from hwrl.rollout.reward import Scores as Scores
@@ -52,6 +57,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.reward_workers import Scorer as Scorer
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
+    from hwrl.rollout.rows import HUB as HUB
+    from hwrl.rollout.rows import digest_rows as digest_rows
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
@@ -66,11 +73,14 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "AdapterUpdater": "weight_updater",
+    "Curriculum": "prompt_order",
+    "DataKeys": "data",
     "EmbeddedEngine": "embedded",
     "EngineModels": "model_link",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
+    "HUB": "rows",
     "INCARNATION": "model_link",
     "Judge": "judge",
     "LedgerClient": "leases",
@@ -83,7 +93,9 @@ _MODULE_OF = {
     "Prompt": "data",
     "PromptLease": "ledger",
     "PromptLedger": "ledger",
-    "PromptStream": "data",
+    "PromptOrder": "prompt_order",
+    "PromptSet": "prompt_order",
+    "PromptStream": "prompt_order",
     "ReceivedModels": "model_link",
     "RetryingReceiver": "model_link",
     "Reward": "reward",
@@ -103,10 +115,12 @@ _MODULE_OF = {
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
     "check_vocabulary": "data",
+    "digest_rows": "rows",
     "embedded_memory": "memory",
     "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
+    "mixture": "prompt_order",
     "model_nbytes": "memory",
     "require_adapter": "checks",
     "require_awake": "checks",
@@ -121,8 +135,11 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "HUB",
     "INCARNATION",
     "AdapterUpdater",
+    "Curriculum",
+    "DataKeys",
     "EmbeddedEngine",
     "EngineModels",
     "Evaluation",
@@ -139,6 +156,8 @@ __all__ = [
     "Prompt",
     "PromptLease",
     "PromptLedger",
+    "PromptOrder",
+    "PromptSet",
     "PromptStream",
     "ReceivedModels",
     "RetryingReceiver",
@@ -159,10 +178,12 @@ __all__ = [
     "cache_token_nbytes",
     "check_prompts",
     "check_vocabulary",
+    "digest_rows",
     "embedded_memory",
     "has_variance",
     "load_prompts",
     "load_reward",
+    "mixture",
     "model_nbytes",
     "require_adapter",
     "require_awake",

@@ -15,10 +15,8 @@ from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, Sampling, TrainEngine
 from hwrl.models import (
-    encode_prompt,
     load_generation_config,
     load_tokenizer,
-    vocabulary_size,
 )
 from hwrl.rollout import (
     INCARNATION,
@@ -29,20 +27,17 @@ from hwrl.rollout import (
     LoopSettings,
     ModelLink,
     ModelUpdater,
-    Prompt,
-    PromptStream,
     ReceivedModels,
     RetryingReceiver,
     RewardWorkers,
     Rollouter,
     WeightUpdater,
-    check_vocabulary,
-    load_prompts,
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
+from hwrl.run.identity import REWARD, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
+from hwrl.run.processes.prompts import training_prompts
 from hwrl.run.processes.settings import engine_settings, rollout_settings
 from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
@@ -67,7 +62,7 @@ def build_rollouter(
         after_an_error.callback(rewards.close)
         engine = _build_rollout_engine(config, tokenizer, seed=seed)
         after_an_error.callback(engine.close)
-        prompts = PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed)
+        prompts = training_prompts(config, inputs)
         rewards.wait_until_ready()
         weights = _build_updater(config, engine, store_address=store_address, replica=replica)
         settings = _loop_settings(config)
@@ -99,13 +94,6 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
         batch=config.reward.batch,
         concurrency=config.reward.concurrency,
     )
-
-
-def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
-    """Return the prompts for evaluations: none if the configuration has no evaluation data."""
-    if config.data.eval is None:
-        return []
-    return _load_prompts(config, inputs, key=EVAL)[: config.eval.prompts]
 
 
 def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
@@ -141,18 +129,6 @@ def _transfer_timeout_s(config: Config) -> float:
     """Return how long the sender waits for replicas. Without partial rollout they first finish their responses."""
     drain_s = 0.0 if config.async_training.partial_rollout else config.rollout.group_timeout_s
     return config.weights.timeout_s + drain_s
-
-
-def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt]:
-    tokenizer, path = load_tokenizer(config.model.path), inputs.files[key].path
-    prompts = load_prompts(
-        path,
-        content=inputs.read(key),
-        encode=lambda prompt: encode_prompt(tokenizer, prompt),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-    )
-    check_vocabulary(prompts, path=path, vocabulary=vocabulary_size(config.model.path))
-    return prompts
 
 
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
