@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
+    from hwrl.rollout.generation import NoRewards as NoRewards
     from hwrl.rollout.generation import PendingGroup as PendingGroup
     from hwrl.rollout.generation import SampleGenerator as SampleGenerator
     from hwrl.rollout.leases import LedgerClient as LedgerClient
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.workflow import WorkflowFactory as WorkflowFactory
     from hwrl.rollout.workflow import WorkflowGenerator as WorkflowGenerator
     from hwrl.rollout.workflow import WorkflowSettings as WorkflowSettings
+    from hwrl.rollout.workflow import load_workflow as load_workflow
     from hwrl.rollout.workflow import single_turn as single_turn
 
 _MODULE_OF = {
@@ -73,6 +75,7 @@ _MODULE_OF = {
     "LoopSettings": "rollouter",
     "ModelLink": "model_link",
     "ModelUpdater": "weight_updater",
+    "NoRewards": "generation",
     "PendingGroup": "generation",
     "PolicyClient": "workflow",
     "Prompt": "data",
@@ -99,6 +102,7 @@ _MODULE_OF = {
     "embedded_memory": "memory",
     "load_prompts": "data",
     "load_reward": "reward",
+    "load_workflow": "workflow",
     "model_nbytes": "memory",
     "require_adapter": "checks",
     "require_awake": "checks",
@@ -125,6 +129,7 @@ __all__ = [
     "LoopSettings",
     "ModelLink",
     "ModelUpdater",
+    "NoRewards",
     "PendingGroup",
     "PolicyClient",
     "Prompt",
@@ -151,6 +156,7 @@ __all__ = [
     "embedded_memory",
     "load_prompts",
     "load_reward",
+    "load_workflow",
     "model_nbytes",
     "require_adapter",
     "require_awake",
