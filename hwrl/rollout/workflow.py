@@ -124,12 +124,14 @@ class TrajectoryBuilder:
         rewards[-1] = reward
         self._segments[last] = replace(self._segments[last], rewards=rewards)
 
-    def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self, reward: float | None = None, metrics: Mapping[str, float] | None = None, *, truncated: bool = False
+    ) -> Trajectory:
         """Return the trajectory. Without ``reward`` the run's reward function judges it.
 
-        It counts as truncated if a limit ended the policy's last turn.
+        It counts as truncated if a limit ended the policy's last turn, or with ``truncated``.
         """
-        return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated)
+        return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated or truncated)
 
 
 Workflow: TypeAlias = Callable[[PolicyClient, Prompt], Awaitable[Trajectory | Sequence[Trajectory]]]
