@@ -44,6 +44,7 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
             ("1+1", [49, 43, 49], "2", 7),
             ("ü", [252], "x", None),
         ]
+        assert [one.row for one in prompts] == [{"extra": 0}, {"extra": 1}]
 
 
 @pytest.mark.parametrize(
