@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
+    from hwrl.rollout.ledger import UntrainedPrompts as UntrainedPrompts
+    from hwrl.rollout.ledger import has_variance as has_variance
     from hwrl.rollout.memory import embedded_memory as embedded_memory
     from hwrl.rollout.memory import model_nbytes as model_nbytes
     from hwrl.rollout.model_link import INCARNATION as INCARNATION
@@ -91,6 +93,7 @@ _MODULE_OF = {
     "Scorer": "reward_workers",
     "Scores": "reward_workers",
     "TrajectoryBuilder": "workflow",
+    "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
     "Workflow": "workflow",
     "WorkflowFactory": "workflow",
@@ -100,6 +103,7 @@ _MODULE_OF = {
     "check_prompts": "data",
     "check_vocabulary": "data",
     "embedded_memory": "memory",
+    "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
     "load_workflow": "workflow",
@@ -145,6 +149,7 @@ __all__ = [
     "Scorer",
     "Scores",
     "TrajectoryBuilder",
+    "UntrainedPrompts",
     "WeightUpdater",
     "Workflow",
     "WorkflowFactory",
@@ -154,6 +159,7 @@ __all__ = [
     "check_prompts",
     "check_vocabulary",
     "embedded_memory",
+    "has_variance",
     "load_prompts",
     "load_reward",
     "load_workflow",

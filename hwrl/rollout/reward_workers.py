@@ -58,7 +58,11 @@ class Scores:
 
 
 class Scorer(Protocol):
-    """Scores responses beside generation, as :class:`RewardWorkers` does."""
+    """Scores responses beside generation, as :class:`RewardWorkers` does.
+
+    It limits the time of its calls itself: every future must be answered, or cancelled. A replica with unanswered
+    futures counts as healthy.
+    """
 
     def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
         """Queue ``responses`` (token ids) for scoring. Does not block.

@@ -148,14 +148,6 @@ def test_a_renamed_key_is_told_with_its_new_name(tmp_path: Path) -> None:
         load_config(path, ["reward.threads=2"])
 
 
-def test_a_call_of_the_reward_must_be_shorter_than_its_lease(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(MINIMAL))
-    with pytest.raises(ConfigError, match=r"reward\.timeout_s=300 must be less than rollout\.group_timeout_s=300"):
-        load_config(path, ["rollout.group_timeout_s=300"])
-    assert load_config(path, ["rollout.group_timeout_s=60", "reward.timeout_s=59"]).reward.timeout_s == 59
-
-
 def test_a_key_that_stands_twice_in_a_word_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(MINIMAL))

@@ -59,6 +59,7 @@ class Desk:
         self.incarnation = 0
         self.groups: list[PromptGroup] = []
         self.failed: list[tuple[int, str]] = []
+        self.renewed: list[list[int]] = []
 
     def lease(self, count: int) -> Future[list[PromptLease]]:
         given, self.numbers = self.numbers[:count], self.numbers[count:]
@@ -71,6 +72,9 @@ class Desk:
 
     def fail(self, lease: PromptLease, reason: str) -> None:
         self.failed.append((lease.sequence_number, reason))
+
+    def renew(self, leases: Sequence[PromptLease]) -> None:
+        self.renewed.append([lease.sequence_number for lease in leases])
 
 
 class Updater:

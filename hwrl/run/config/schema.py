@@ -82,7 +82,7 @@ class RewardConfig(Section):
     attempts: Positive = 3
     """Calls for one prompt, if the function raises, before the prompt has failed."""
     timeout_s: Seconds = 300.0
-    """Time limit of one call, less than ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
+    """Time limit of one call. A longer call is killed; its prompt has failed."""
     workers: Processes = 4
     """Most processes of each replica that call the function; another one starts when prompts wait."""
 
@@ -117,9 +117,13 @@ class RolloutConfig(Section):
     max_model_len: Positive | None = None
     """Most tokens of a trajectory, the prompt included; null: ``data.max_prompt_tokens`` + ``max_new_tokens``."""
     group_timeout_s: Seconds = 600.0
-    """Time limit of a replica for one prompt, its rewards included; then another replica gets it."""
+    """Time without [progress](training.md#progress) on a prompt; then its replica counts as hung and is replaced."""
     max_attempts: Positive = 3
-    """Failures of one prompt before the run ends with an error."""
+    """Failures of one prompt before it is given up."""
+    on_failure: Literal["stop", "skip"] = "stop"
+    """When a prompt is given up: ``stop`` the run with an error, or ``skip`` the prompt; another one is trained."""
+    max_skipped_in_a_row: Positive = 10
+    """Prompts that may be skipped with no finished prompt between them; the next one ends the run."""
     tensor_parallel: Processes = 1
     """Devices per replica, if its engine can divide a model. It shares none of them."""
     max_restarts: NotNegative = 3
@@ -295,6 +299,10 @@ class AlgorithmConfig(Section):
     """Passes over each batch."""
     mini_batches: Positive = 1
     """Optimizer steps per pass."""
+    filter_groups: bool = False
+    """Train only on prompts with different rewards ([dynamic sampling](training.md#dynamic-sampling))."""
+    max_filtered_in_a_row: Positive = 1000
+    """Prompts that may be filtered with no other finished prompt between them, before the run ends with an error."""
 
 
 class AsyncConfig(Section):
@@ -451,15 +459,6 @@ class Config(Section):
             raise ValueError(
                 f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
                 "models, with model.lora_rank=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_call_of_the_reward_ends_before_its_replica_counts_as_hung(self) -> Config:
-        if self.reward.timeout_s >= self.rollout.group_timeout_s:
-            raise ValueError(
-                f"reward.timeout_s={self.reward.timeout_s:g} must be less than rollout.group_timeout_s="
-                f"{self.rollout.group_timeout_s:g}: a replica that holds a prompt for so long is replaced"
             )
         return self
 
