@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.generation import NoRewards as NoRewards
     from hwrl.rollout.generation import PendingGroup as PendingGroup
     from hwrl.rollout.generation import SampleGenerator as SampleGenerator
+    from hwrl.rollout.judge import Judge as Judge
     from hwrl.rollout.leases import LedgerClient as LedgerClient
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
@@ -45,10 +46,11 @@ if TYPE_CHECKING:
     from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
     from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
     from hwrl.rollout.reward import Reward as Reward
+    from hwrl.rollout.reward import RewardFunction as RewardFunction
+    from hwrl.rollout.reward import Scores as Scores
     from hwrl.rollout.reward import load_reward as load_reward
     from hwrl.rollout.reward_workers import RewardWorkers as RewardWorkers
     from hwrl.rollout.reward_workers import Scorer as Scorer
-    from hwrl.rollout.reward_workers import Scores as Scores
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
@@ -72,6 +74,7 @@ _MODULE_OF = {
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
     "INCARNATION": "model_link",
+    "Judge": "judge",
     "LedgerClient": "leases",
     "LedgerCounts": "ledger",
     "LoopSettings": "rollouter",
@@ -87,11 +90,12 @@ _MODULE_OF = {
     "ReceivedModels": "model_link",
     "RetryingReceiver": "model_link",
     "Reward": "reward",
+    "RewardFunction": "reward",
     "RewardWorkers": "reward_workers",
     "Rollouter": "rollouter",
     "SampleGenerator": "generation",
     "Scorer": "reward_workers",
-    "Scores": "reward_workers",
+    "Scores": "reward",
     "TrajectoryBuilder": "workflow",
     "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
@@ -128,6 +132,7 @@ __all__ = [
     "Evaluation",
     "Evaluator",
     "GroupGenerator",
+    "Judge",
     "LedgerClient",
     "LedgerCounts",
     "LoopSettings",
@@ -143,6 +148,7 @@ __all__ = [
     "ReceivedModels",
     "RetryingReceiver",
     "Reward",
+    "RewardFunction",
     "RewardWorkers",
     "Rollouter",
     "SampleGenerator",

@@ -12,7 +12,8 @@ import numpy as np
 from hwrl.interfaces import Completion, GenerationRequest, Ints, PromptGroup, RolloutEngine, Sampling, Trajectory
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward_workers import Scorer, Scores
+from hwrl.rollout.reward import Scores
+from hwrl.rollout.reward_workers import Scorer
 
 
 @dataclass(eq=False)

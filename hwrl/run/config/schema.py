@@ -85,6 +85,10 @@ class RewardConfig(Section):
     """Time limit of one call. A longer call is killed; its prompt has failed."""
     workers: Processes = 4
     """Most processes of each replica that call the function; another one starts when prompts wait."""
+    batch: bool = False
+    """Call the function once per prompt, with lists: an element for each response, and so the result."""
+    concurrency: Positive = 64
+    """Calls of an async function at the same time, in each process."""
 
 
 class RolloutConfig(Section):

@@ -127,6 +127,8 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
         attempts=config.reward.attempts,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
+        batch=config.reward.batch,
+        concurrency=config.reward.concurrency,
     )
 
 
