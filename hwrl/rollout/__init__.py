@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
+    from hwrl.rollout.stops import StopFinder as StopFinder
+    from hwrl.rollout.stops import stop_finder as stop_finder
+    from hwrl.rollout.stops import text_decoder as text_decoder
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
@@ -73,6 +76,7 @@ _MODULE_OF = {
     "Rollouter": "rollouter",
     "Scorer": "reward_workers",
     "Scores": "reward_workers",
+    "StopFinder": "stops",
     "WeightUpdater": "weight_updater",
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
@@ -90,6 +94,8 @@ _MODULE_OF = {
     "require_none_pending": "checks",
     "require_same_model": "checks",
     "require_weights": "checks",
+    "stop_finder": "stops",
+    "text_decoder": "stops",
 }
 
 __all__ = [
@@ -115,6 +121,7 @@ __all__ = [
     "Rollouter",
     "Scorer",
     "Scores",
+    "StopFinder",
     "WeightUpdater",
     "cache_token_nbytes",
     "check_prompts",
@@ -132,6 +139,8 @@ __all__ = [
     "require_none_pending",
     "require_same_model",
     "require_weights",
+    "stop_finder",
+    "text_decoder",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
