@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
+    from hwrl.rollout.stops import StopFinder as StopFinder
+    from hwrl.rollout.stops import stop_finder as stop_finder
+    from hwrl.rollout.stops import text_decoder as text_decoder
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
@@ -96,6 +99,7 @@ _MODULE_OF = {
     "SampleGenerator": "generation",
     "Scorer": "reward_workers",
     "Scores": "reward",
+    "StopFinder": "stops",
     "TrajectoryBuilder": "workflow",
     "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
@@ -122,6 +126,8 @@ _MODULE_OF = {
     "require_same_model": "checks",
     "require_weights": "checks",
     "single_turn": "workflow",
+    "stop_finder": "stops",
+    "text_decoder": "stops",
 }
 
 __all__ = [
@@ -154,6 +160,7 @@ __all__ = [
     "SampleGenerator",
     "Scorer",
     "Scores",
+    "StopFinder",
     "TrajectoryBuilder",
     "UntrainedPrompts",
     "WeightUpdater",
@@ -180,6 +187,8 @@ __all__ = [
     "require_same_model",
     "require_weights",
     "single_turn",
+    "stop_finder",
+    "text_decoder",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -25,7 +25,11 @@ from hwrl.run.config.values import (
     Seed,
     Share,
     Temperature,
+    Texts,
     Threads,
+    TokenIds,
+    TopK,
+    TopP,
 )
 from hwrl.train import AdvantageName, LossName
 
@@ -106,6 +110,16 @@ class RolloutConfig(Section):
     """A longer response is cut off and counts as truncated."""
     temperature: Temperature = 1.0
     """Temperature of sampling, and of the trained policy."""
+    top_p: TopP = 1.0
+    """Sample among the fewest tokens with this probability together; 1: all ([sampling](training.md#sampling))."""
+    top_k: TopK = -1
+    """Sample among this number of the most probable tokens; -1: all."""
+    min_p: Share = 0.0
+    """Drop tokens below this share of the largest probability; 0: none."""
+    stop: Texts = ()
+    """Texts that end a response, and stay in it."""
+    stop_token_ids: TokenIds = ()
+    """Tokens that end a response, beside the model's end tokens."""
     max_running: Positive = 128
     """Responses in one replica at the same time."""
     workflow: Function | None = None

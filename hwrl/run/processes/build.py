@@ -13,7 +13,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.interfaces import RolloutEngine, Sampling, TrainEngine
+from hwrl.interfaces import RolloutEngine, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
@@ -48,7 +48,7 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, REWARD, TRAIN, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
-from hwrl.run.processes.settings import engine_settings, rollout_settings
+from hwrl.run.processes.settings import engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
@@ -90,7 +90,7 @@ def build_rollouter(
 
 def _loop_settings(config: Config) -> LoopSettings:
     return LoopSettings(
-        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+        sampling=rollout_sampling(config),
         group_size=config.rollout.n,
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
