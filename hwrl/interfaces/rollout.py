@@ -42,10 +42,45 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample a response. ``temperature`` 0 is greedy, with log-probabilities of temperature 1."""
+    """How to sample a response; ValueError for a value out of its range.
+
+    Tokens come from the softmax of the logits, divided by ``temperature``. Three filters shape it, in this order, and
+    each sees what the one before left, renormalised. ``min_p`` (0 to 1) drops tokens below this share of the largest
+    probability. ``top_k`` keeps that many of the most probable tokens, and equal ones; -1 keeps all. ``top_p`` (above
+    0, to 1) keeps the fewest of the most probable tokens with this probability together. A token's log-probability is
+    the one in the filtered distribution. ``temperature`` 0 is greedy, without filters, with log-probabilities of
+    temperature 1.
+
+    The texts ``stop`` and the tokens ``stop_token_ids`` end a response, as the end tokens do, and stay in it: its last
+    token is the first to complete a text. Special tokens count with their text. ``seed`` (not negative) makes the
+    tokens depend on the prompt and the weights alone; None: the engine's seed.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps all tokens")
+        if self.top_k < 1 and self.top_k != -1:
+            raise ValueError(f"top_k={self.top_k} must be a number of tokens, or -1 for all")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be from 0 to 1; 0 keeps all tokens")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop={self.stop!r} must be a tuple of texts, none of them empty")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative")
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a filter shapes the distribution."""
+        return self.temperature != 0 and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
