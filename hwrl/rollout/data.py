@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,23 @@ Messages = list[dict[str, Any]]
 Encode = Callable[[str | Messages], tuple[str, Sequence[int]]]
 """Turns a prompt (a string or messages) into the model's input, as text and as token ids."""
 
+_OWN_COLUMNS = ("prompt", "answer", "max_new_tokens")
+
 
 @dataclass(frozen=True)
 class Prompt:
     """One row: the prompt as text and as token ids (int32), and the ``answer`` for the reward function.
 
     A conversation's ``text`` comes from the chat template. ``max_new_tokens`` limits the responses to this prompt.
+    ``row`` has the row's other columns, by name. ``source`` names the data set; it is empty if there is only one.
     """
 
     text: str
     token_ids: Ints
     answer: Any
     max_new_tokens: int | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 class PromptStream:
@@ -69,7 +74,8 @@ def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int, content:
                 why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
                 fix="drop or shorten the row, or raise data.max_prompt_tokens",
             )
-        prompts.append(Prompt(text, token_ids, row["answer"], row.get("max_new_tokens")))
+        others = {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
+        prompts.append(Prompt(text, token_ids, row["answer"], row.get("max_new_tokens"), row=others))
     return prompts
 
 

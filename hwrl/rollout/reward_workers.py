@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Response
+from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.reward import short_repr
 from hwrl.rollout.reward_process import CALL, JOB, LOADED, receive_frame, send_frame
@@ -60,8 +60,11 @@ class Scores:
 class Scorer(Protocol):
     """Scores responses beside generation, as :class:`RewardWorkers` does."""
 
-    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
-        """Queue ``responses`` for scoring. Does not block. The future has no exception; it may be cancelled."""
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        """Queue ``responses`` (token ids) for scoring. Does not block.
+
+        The future has no exception; it may be cancelled.
+        """
         ...
 
     def close(self) -> None:
@@ -72,7 +75,7 @@ class Scorer(Protocol):
 @dataclass(eq=False)
 class _Job:
     prompt: Prompt
-    responses: Sequence[Response]
+    responses: Sequence[Ints]
     number: int
     scores: Future[Scores] = field(default_factory=Future)
     queued_s: float = field(default_factory=time.monotonic)
@@ -125,8 +128,8 @@ class RewardWorkers:
         self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
         self._thread.start()
 
-    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
-        """Queue ``responses`` for scoring. Does not block.
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        """Queue ``responses`` (token ids) for scoring. Does not block.
 
         The future never has an exception: a failure is part of the scores. The caller and :meth:`close` may cancel it.
         """
@@ -217,7 +220,7 @@ class RewardWorkers:
             if job.scores.cancelled():
                 continue
             try:
-                job.texts = [self._decode(response.token_ids.tolist()) for response in job.responses]
+                job.texts = [self._decode(response.tolist()) for response in job.responses]
                 return job, pickle.dumps((job.prompt.text, job.prompt.answer, job.texts))
             except Exception as exc:  # noqa: BLE001 - from a tokenizer or an answer's class; it is reported
                 job.answer(_not_sent(exc))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Response
+from hwrl.interfaces import Ints
 from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_workers
 from hwrl.rollout.reward_process import send_frame
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
@@ -41,9 +41,8 @@ def start() -> Iterator[Start]:
         workers.close()
 
 
-def responses_of(lengths: Sequence[int]) -> list[Response]:
-    tokens = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
-    return [Response(ids, ids.astype(np.float32), ids, truncated=False) for ids in tokens]
+def responses_of(lengths: Sequence[int]) -> list[Ints]:
+    return [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
 
 
 def prompt_of(answer: object) -> Prompt:
@@ -372,11 +371,10 @@ def test_processes_end_with_their_replica_also_inside_of_a_call(tmp_path: Path) 
     code = (
         "import sys, time\n"
         "import numpy as np\n"
-        "from hwrl.interfaces import Response\n"
         "from hwrl.rollout import Prompt, RewardWorkers\n"
         "ids = np.ones(1, dtype=np.int32)\n"
         "workers = RewardWorkers(sys.argv[1] + ':f', decode=str)\n"
-        "workers.score(Prompt('', ids, sys.argv[2]), [Response(ids, ids.astype(np.float32), ids, truncated=False)])\n"
+        "workers.score(Prompt('', ids, sys.argv[2]), [ids])\n"
         "time.sleep(1e6)\n"
     )
     file = tmp_path / "pid"

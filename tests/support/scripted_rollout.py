@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
+from hwrl.interfaces import Completion, GenerationRequest, Ints, PromptGroup, Response, RolloutEngine, Sampling
 from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, Rollouter, Scorer, Scores
 from hwrl.rollout.reward import score_texts
 
@@ -115,8 +115,8 @@ class InlineScorer:
         self._reward, self._attempts = reward, attempts
         self._thread = ThreadPoolExecutor(1)
 
-    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
-        texts = [" ".join(map(str, response.token_ids)) for response in responses]
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        texts = [" ".join(map(str, response)) for response in responses]
         return self._thread.submit(self._score, prompt, texts)
 
     def _score(self, prompt: Prompt, texts: list[str]) -> Scores:
