@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
+    from hwrl.rollout.generation import NoRewards as NoRewards
     from hwrl.rollout.generation import PendingGroup as PendingGroup
     from hwrl.rollout.generation import SampleGenerator as SampleGenerator
     from hwrl.rollout.leases import LedgerClient as LedgerClient
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.workflow import WorkflowFactory as WorkflowFactory
     from hwrl.rollout.workflow import WorkflowGenerator as WorkflowGenerator
     from hwrl.rollout.workflow import WorkflowSettings as WorkflowSettings
+    from hwrl.rollout.workflow import load_workflow as load_workflow
     from hwrl.rollout.workflow import single_turn as single_turn
 
 _MODULE_OF = {
@@ -80,6 +82,7 @@ _MODULE_OF = {
     "LoopSettings": "rollouter",
     "ModelLink": "model_link",
     "ModelUpdater": "weight_updater",
+    "NoRewards": "generation",
     "PendingGroup": "generation",
     "PolicyClient": "workflow",
     "Prompt": "data",
@@ -106,6 +109,7 @@ _MODULE_OF = {
     "embedded_memory": "memory",
     "load_prompts": "data",
     "load_reward": "reward",
+    "load_workflow": "workflow",
     "model_nbytes": "memory",
     "parse_tool_calls": "tool_calls",
     "require_adapter": "checks",
@@ -136,6 +140,7 @@ __all__ = [
     "LoopSettings",
     "ModelLink",
     "ModelUpdater",
+    "NoRewards",
     "PendingGroup",
     "PolicyClient",
     "Prompt",
@@ -162,6 +167,7 @@ __all__ = [
     "embedded_memory",
     "load_prompts",
     "load_reward",
+    "load_workflow",
     "model_nbytes",
     "parse_tool_calls",
     "require_adapter",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from hwrl.errors import EngineError, UnsupportedError
+from hwrl.errors import DataError, EngineError, UnsupportedError
 from hwrl.interfaces import (
     GenerationRequest,
     Ints,
@@ -36,6 +36,7 @@ from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward import short_repr
 from hwrl.rollout.tool_calls import parse_tool_calls
+from hwrl.user_code import load_function
 
 if TYPE_CHECKING:
     from hwrl.rollout.endpoint.server import EndpointServer
@@ -161,6 +162,29 @@ class WorkflowFactory(Protocol):
     def __call__(self, *, tokenizer: Any, **options: Any) -> Workflow:
         """Return the workflow."""
         ...
+
+
+def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, source: bytes | None = None) -> Workflow:
+    """Return the workflow of the factory at ``target``, made with ``options``.
+
+    ``source`` is as for :func:`~hwrl.user_code.load_function`. Raises DataError.
+    """
+    factory = load_function(target, key="rollout.workflow", source=source)
+    try:
+        workflow = factory(tokenizer=tokenizer, **options)
+    except Exception as exc:
+        raise DataError(
+            f"the factory {target} made no workflow",
+            why=f"called with tokenizer=… and rollout.workflow_options={dict(options)!r}, it raised {short_repr(exc)}",
+            fix="correct the options, or the factory",
+        ) from exc
+    if not callable(workflow):
+        raise DataError(
+            f"the factory {target} made no workflow",
+            why=f"it returned {short_repr(workflow)}",
+            fix="return an async function: workflow(client, prompt) -> Trajectory",
+        )
+    return workflow  # type: ignore[no-any-return] # the user's; its results are checked
 
 
 async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:

@@ -58,7 +58,11 @@ def test_the_template_ends_a_turn_that_the_policy_did_not_end(style: Style) -> N
 
 def test_another_end_token_than_the_templates_stays_alone() -> None:
     chat = STYLES["headers"].chat()
-    messages = [USER, {"role": "assistant", "content": "x", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
+    messages: Any = [
+        USER,
+        {"role": "assistant", "content": "x", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2"},
+    ]
     rest = chat.following(messages, at=1, said=chat.encode("x<|eom|>"))
     assert text_of(chat, rest).startswith("<|header|>ipython")
 

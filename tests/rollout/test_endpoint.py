@@ -70,7 +70,7 @@ async def test_an_answer_has_openais_form(endpoint: Endpoint, policy: ScriptedPo
 async def test_a_conversation_is_one_trajectory_of_the_engines_tokens(
     endpoint: Endpoint, policy: ScriptedPolicy
 ) -> None:
-    messages = [USER]
+    messages: list[Any] = [USER]
     for new in (AGAIN, AGAIN, None):
         answer = await chat(endpoint, messages)
         messages = [*messages, {**answer.message, "refusal": None}, *([new] if new else [])]
@@ -228,7 +228,8 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
 
 @with_policy("Two.")
 async def test_bad_messages_are_refused_with_their_number(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
-    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    bad: Any
     for bad, reason in [
         (image, "messages[1] has a part of the type 'image_url'"),
         ({"role": "judge", "content": "x"}, "messages[1] has the role 'judge'"),

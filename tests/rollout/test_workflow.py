@@ -165,8 +165,9 @@ def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:
     step_to_the_end(generator)
     assert group.is_generated and len(errors) == 2 and "max_model_len" in errors[0].fix
     with pytest.raises(EngineError, match="no token 100"):
+        unused: Any = None
         chat = ChatTokens(None, end_ids=())
-        client: Any = PolicyClient(None, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100, serve=None)  # type: ignore[arg-type] # never called
+        client = PolicyClient(unused, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100, serve=unused)
         asyncio.run(client.generate([100]))
 
 

@@ -113,7 +113,7 @@ class ChatFormat(AnswerFormat):
         """Return ``choice`` as a part of the whole answer."""
         calls = _tool_calls(choice)
         content = choice.parsed.content
-        message = {"role": "assistant", "content": (content or None) if calls else content}
+        message: _Json = {"role": "assistant", "content": (content or None) if calls else content}
         if calls:
             message["tool_calls"] = calls
         return {

@@ -39,7 +39,7 @@ def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int =
         dtype=compute_dtype(config),
         eos_ids=eos_ids,
         max_running=config.rollout.max_running,
-        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        max_length=config.max_model_len,
         seed=seed,
         temperature=config.rollout.temperature,
         lora=config.model.lora,
