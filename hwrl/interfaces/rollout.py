@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import UnsupportedError
+from hwrl.interfaces.chat import ToolParser
 from hwrl.interfaces.groups import Ints, Response
 from hwrl.interfaces.lora import LoraSettings
 
@@ -225,6 +226,17 @@ class RolloutEngine(ABC):
         cannot sleep.
         """
         raise _without_sleep()
+
+    def tool_parser(self, name: str, *, tokenizer: Any) -> ToolParser:
+        """Return the engine's own parser of tool calls with this ``name``; ``tokenizer`` is the model's.
+
+        Raises UnsupportedError if it has none of that name.
+        """
+        raise UnsupportedError(
+            f"this engine has no parser of tool calls with the name {name!r}",
+            why="it has no parsers",
+            fix="in a run, set rollout.tool_parser=hermes, the built-in one",
+        )
 
     def close(self) -> None:
         """Release the engine's resources."""

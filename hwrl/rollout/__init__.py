@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hwrl.rollout.chat import ChatTokens as ChatTokens
     from hwrl.rollout.checks import require_adapter as require_adapter
     from hwrl.rollout.checks import require_awake as require_awake
     from hwrl.rollout.checks import require_base as require_base
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.data import check_vocabulary as check_vocabulary
     from hwrl.rollout.data import load_prompts as load_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
+    from hwrl.rollout.endpoint.session import Endpoint as Endpoint
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.stops import StopFinder as StopFinder
     from hwrl.rollout.stops import stop_finder as stop_finder
     from hwrl.rollout.stops import text_decoder as text_decoder
+    from hwrl.rollout.tool_calls import HERMES as HERMES
+    from hwrl.rollout.tool_calls import parse_tool_calls as parse_tool_calls
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
@@ -71,11 +75,14 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "AdapterUpdater": "weight_updater",
+    "ChatTokens": "chat",
     "EmbeddedEngine": "embedded",
+    "Endpoint": "endpoint.session",
     "EngineModels": "model_link",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
+    "HERMES": "tool_calls",
     "INCARNATION": "model_link",
     "Judge": "judge",
     "LedgerClient": "leases",
@@ -116,6 +123,7 @@ _MODULE_OF = {
     "load_reward": "reward",
     "load_workflow": "workflow",
     "model_nbytes": "memory",
+    "parse_tool_calls": "tool_calls",
     "require_adapter": "checks",
     "require_awake": "checks",
     "require_base": "checks",
@@ -131,9 +139,12 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "HERMES",
     "INCARNATION",
     "AdapterUpdater",
+    "ChatTokens",
     "EmbeddedEngine",
+    "Endpoint",
     "EngineModels",
     "Evaluation",
     "Evaluator",
@@ -177,6 +188,7 @@ __all__ = [
     "load_reward",
     "load_workflow",
     "model_nbytes",
+    "parse_tool_calls",
     "require_adapter",
     "require_awake",
     "require_base",

@@ -134,6 +134,10 @@ class RolloutConfig(Section):
     """Runs of the workflow in one replica at the same time; null: ``max_running``."""
     max_model_len: Positive | None = None
     """Most tokens of a trajectory, the prompt included; null: ``data.max_prompt_tokens`` + ``max_new_tokens``."""
+    tool_parser: Name = "hermes"
+    """The form of [tool calls](agents.md#tools) in workflows: ``hermes``, or the name of a parser of the engine."""
+    endpoint_host: Name = "127.0.0.1"
+    """The address of a replica's machine at which [endpoints](agents.md) for agents listen; 0.0.0.0: all of them."""
     group_timeout_s: Seconds = 600.0
     """Time without [progress](training.md#progress) on a prompt; then its replica counts as hung and is replaced."""
     max_attempts: Positive = 3
