@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hwrl.rollout.chat import ChatTokens as ChatTokens
     from hwrl.rollout.checks import require_adapter as require_adapter
     from hwrl.rollout.checks import require_awake as require_awake
     from hwrl.rollout.checks import require_base as require_base
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from hwrl.rollout.data import check_vocabulary as check_vocabulary
     from hwrl.rollout.data import load_prompts as load_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
+    from hwrl.rollout.endpoint.session import Endpoint as Endpoint
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
+    from hwrl.rollout.generation import NoRewards as NoRewards
     from hwrl.rollout.generation import PendingGroup as PendingGroup
     from hwrl.rollout.generation import SampleGenerator as SampleGenerator
     from hwrl.rollout.judge import Judge as Judge
@@ -60,6 +63,11 @@ if TYPE_CHECKING:
     from hwrl.rollout.rows import HUB as HUB
     from hwrl.rollout.rows import digest_rows as digest_rows
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
+    from hwrl.rollout.stops import StopFinder as StopFinder
+    from hwrl.rollout.stops import stop_finder as stop_finder
+    from hwrl.rollout.stops import text_decoder as text_decoder
+    from hwrl.rollout.tool_calls import HERMES as HERMES
+    from hwrl.rollout.tool_calls import parse_tool_calls as parse_tool_calls
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
@@ -69,17 +77,21 @@ if TYPE_CHECKING:
     from hwrl.rollout.workflow import WorkflowFactory as WorkflowFactory
     from hwrl.rollout.workflow import WorkflowGenerator as WorkflowGenerator
     from hwrl.rollout.workflow import WorkflowSettings as WorkflowSettings
+    from hwrl.rollout.workflow import load_workflow as load_workflow
     from hwrl.rollout.workflow import single_turn as single_turn
 
 _MODULE_OF = {
     "AdapterUpdater": "weight_updater",
+    "ChatTokens": "chat",
     "Curriculum": "prompt_order",
     "DataKeys": "data",
     "EmbeddedEngine": "embedded",
+    "Endpoint": "endpoint.session",
     "EngineModels": "model_link",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
+    "HERMES": "tool_calls",
     "HUB": "rows",
     "INCARNATION": "model_link",
     "Judge": "judge",
@@ -88,6 +100,7 @@ _MODULE_OF = {
     "LoopSettings": "rollouter",
     "ModelLink": "model_link",
     "ModelUpdater": "weight_updater",
+    "NoRewards": "generation",
     "PendingGroup": "generation",
     "PolicyClient": "workflow",
     "Prompt": "data",
@@ -105,6 +118,7 @@ _MODULE_OF = {
     "SampleGenerator": "generation",
     "Scorer": "reward_workers",
     "Scores": "reward",
+    "StopFinder": "stops",
     "TrajectoryBuilder": "workflow",
     "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
@@ -120,8 +134,10 @@ _MODULE_OF = {
     "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
+    "load_workflow": "workflow",
     "mixture": "prompt_order",
     "model_nbytes": "memory",
+    "parse_tool_calls": "tool_calls",
     "require_adapter": "checks",
     "require_awake": "checks",
     "require_base": "checks",
@@ -132,15 +148,20 @@ _MODULE_OF = {
     "require_same_model": "checks",
     "require_weights": "checks",
     "single_turn": "workflow",
+    "stop_finder": "stops",
+    "text_decoder": "stops",
 }
 
 __all__ = [
+    "HERMES",
     "HUB",
     "INCARNATION",
     "AdapterUpdater",
+    "ChatTokens",
     "Curriculum",
     "DataKeys",
     "EmbeddedEngine",
+    "Endpoint",
     "EngineModels",
     "Evaluation",
     "Evaluator",
@@ -151,6 +172,7 @@ __all__ = [
     "LoopSettings",
     "ModelLink",
     "ModelUpdater",
+    "NoRewards",
     "PendingGroup",
     "PolicyClient",
     "Prompt",
@@ -168,6 +190,7 @@ __all__ = [
     "SampleGenerator",
     "Scorer",
     "Scores",
+    "StopFinder",
     "TrajectoryBuilder",
     "UntrainedPrompts",
     "WeightUpdater",
@@ -183,8 +206,10 @@ __all__ = [
     "has_variance",
     "load_prompts",
     "load_reward",
+    "load_workflow",
     "mixture",
     "model_nbytes",
+    "parse_tool_calls",
     "require_adapter",
     "require_awake",
     "require_base",
@@ -195,6 +220,8 @@ __all__ = [
     "require_same_model",
     "require_weights",
     "single_turn",
+    "stop_finder",
+    "text_decoder",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

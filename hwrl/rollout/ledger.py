@@ -49,8 +49,16 @@ PromptState = Literal["trained", "filtered", "failed", "owed"]
 
 
 def has_variance(group: PromptGroup) -> bool:
-    """Return whether the rewards of ``group`` differ: without a difference, all advantages are 0."""
-    return bool(group.rewards.min() < group.rewards.max())
+    """Return whether the rewards of the trajectories of ``group`` differ: without a difference, all advantages are 0.
+
+    With rewards of tokens, it is enough that the sums of two trajectories differ.
+    """
+    if group.rewards.min() < group.rewards.max():
+        return True
+    if group.token_rewards is None:
+        return False
+    sums = [float(group.token_rewards[row].sum()) for row in group.responses()]
+    return min(sums) < max(sums)
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,25 @@ from hwrl.user_code import load_function
 
 
 def check_inputs(config: Config) -> None:
-    """Raise an HwrlError if the model, the reward function or an engine is missing, or if a row is no prompt.
+    """Raise an HwrlError if the model, a user's function or an engine is missing, or if a row is no prompt.
 
     Reads only the headers of the weight files. The trainer checks later that they hold every tensor of the model:
     transformers renames and merges tensors as it loads them, so the names in the files are not enough. The processes
     also check later whatever needs the tokenizer.
 
-    Loading the reward function or a plugin runs its module. A plugin's ``hwrl_check_engine`` may raise too, unless the
+    Loading a function or a plugin runs its module. A plugin's ``hwrl_check_engine`` may raise too, unless the
     run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
-    columns = RewardFunction(load_reward(config.reward.function)).columns.required
+    reward = config.reward.function
+    columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
     for key, sets in (("data.train", config.data.train_sets), ("data.eval", config.data.eval_sets)):
         for one in sets:
             check_prompts(one.path, key=key, keys=DataKeys(*config.data.keys_of(one)), columns=columns)
     if config.data.curriculum is not None:
         load_function(config.data.curriculum, key="data.curriculum")
+    if config.rollout.workflow is not None:
+        load_function(config.rollout.workflow, key="rollout.workflow")
     if config.model.lora_rank:
         require_peft()
     if config.train.engine != FSDP:

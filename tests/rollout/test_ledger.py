@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -183,6 +185,14 @@ def test_a_filtered_group_is_replaced_at_once_and_the_stream_is_longer_by_it() -
     assert [ledger.state_of(number) for number in range(5)] == ["filtered", "trained", "trained", "owed", "owed"]
     with pytest.raises(ValueError, match="5 was never leased"):
         ledger.state_of(5)
+
+
+def test_rewards_of_tokens_are_variance_too() -> None:
+    (lease,) = ledger_of().lease(1, replica="a", now_s=0)
+    group = finished(lease, rewards=EQUAL)
+    assert not has_variance(group)
+    assert not has_variance(replace(group, token_rewards=np.array([0.5, 0.5], dtype=np.float32)))
+    assert has_variance(replace(group, token_rewards=np.array([0.5, 0.25], dtype=np.float32)))
 
 
 def test_too_many_filtered_groups_in_a_row_end_the_run_and_a_kept_one_begins_the_count_anew() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import MEMORY_TAGS, Completion, GenerationRequest
-from hwrl.rollout import Prompt, PromptLease, leases, sleeper
+from hwrl.rollout import Prompt, PromptLease, sleeper
 from tests.support.scripted_rollout import CountingEngine, Desk, Lengths, Updater, rollouter_of, step_until, steps
 
 
@@ -334,28 +334,3 @@ def test_an_engine_without_a_level_never_sleeps() -> None:
     step_until(rollouter, lambda: time.monotonic() > waited_until_s)
     assert not engine.naps
     assert "sleeps" not in rollouter.stats()
-
-
-def test_the_leases_with_progress_are_reported_in_the_engine_in_the_queue_and_at_the_reward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(leases, "_REPORT_S", 0.0)
-    scored, desk, updater = threading.Event(), Desk([0, 8]), Updater()
-    rollouter = rollouter_of(desk, updater=updater, partial=False, reward=lambda *_: float(scored.wait(10)))
-    steps(rollouter, 3)
-    assert desk.renewed[-1] == [0, 8], "0 waits for its reward, 8 is in the engine"
-    desk.numbers, updater.offered = [2], [7]
-    rollouter.step()
-    assert desk.renewed[-1] == [0, 8]
-    updater.engine.version = -1  # after a transfer that failed
-    updater.offered = []
-    steps(rollouter, 2)
-    assert rollouter.engine.pending() == 2 and desk.renewed[-1] == [0], "no token comes from an engine without weights"
-    scored.set()
-
-
-def test_progress_is_reported_about_once_a_second() -> None:
-    desk = Desk([8])
-    rollouter = rollouter_of(desk)
-    steps(rollouter, 5)
-    assert desk.renewed == [[8]]
