@@ -11,7 +11,7 @@ from typing import Any
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
-from hwrl.rollout import check_prompts
+from hwrl.rollout import RewardFunction, check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.user_code import load_function
 
@@ -27,12 +27,13 @@ def check_inputs(config: Config) -> None:
     run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
-    check_prompts(config.data.train, key="data.train")
+    reward = config.reward.function
+    columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
+    check_prompts(config.data.train, key="data.train", columns=columns)
     if config.data.eval is not None:
-        check_prompts(config.data.eval, key="data.eval")
-    for key, target in (("reward.function", config.reward.function), ("rollout.workflow", config.rollout.workflow)):
-        if target is not None:
-            load_function(target, key=key)
+        check_prompts(config.data.eval, key="data.eval", columns=columns)
+    if config.rollout.workflow is not None:
+        load_function(config.rollout.workflow, key="rollout.workflow")
     if config.model.lora_rank:
         require_peft()
     if config.train.engine != FSDP:

@@ -13,6 +13,7 @@ import pytest
 from hwrl.errors import EngineError
 from hwrl.interfaces import RolloutEngine, Sampling, Trajectory
 from hwrl.rollout import (
+    ChatTokens,
     LoopSettings,
     PolicyClient,
     Prompt,
@@ -165,7 +166,8 @@ def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:
     assert group.is_generated and len(errors) == 2 and "max_model_len" in errors[0].fix
     with pytest.raises(EngineError, match="no token 100"):
         unused: Any = None
-        client = PolicyClient(unused, tokenizer=None, sampling=Sampling(1), max_length=9, vocabulary=100)
+        chat = ChatTokens(None, end_ids=())
+        client = PolicyClient(unused, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100, serve=unused)
         asyncio.run(client.generate([100]))
 
 

@@ -25,7 +25,11 @@ from hwrl.run.config.values import (
     Seed,
     Share,
     Temperature,
+    Texts,
     Threads,
+    TokenIds,
+    TopK,
+    TopP,
 )
 from hwrl.train import AdvantageName, LossName
 
@@ -82,9 +86,13 @@ class RewardConfig(Section):
     attempts: Positive = 3
     """Calls for one prompt, if the function raises, before the prompt has failed."""
     timeout_s: Seconds = 300.0
-    """Time limit of one call, less than ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
+    """Time limit of one call. A longer call is killed; its prompt has failed."""
     workers: Processes = 4
     """Most processes of each replica that call the function; another one starts when prompts wait."""
+    batch: bool = False
+    """Call the function once per prompt, with lists: an element for each response, and so the result."""
+    concurrency: Positive = 64
+    """Calls of an async function at the same time, in each process."""
 
 
 class RolloutConfig(Section):
@@ -102,6 +110,16 @@ class RolloutConfig(Section):
     """A longer response is cut off and counts as truncated."""
     temperature: Temperature = 1.0
     """Temperature of sampling, and of the trained policy."""
+    top_p: TopP = 1.0
+    """Sample among the fewest tokens with this probability together; 1: all ([sampling](training.md#sampling))."""
+    top_k: TopK = -1
+    """Sample among this number of the most probable tokens; -1: all."""
+    min_p: Share = 0.0
+    """Drop tokens below this share of the largest probability; 0: none."""
+    stop: Texts = ()
+    """Texts that end a response, and stay in it."""
+    stop_token_ids: TokenIds = ()
+    """Tokens that end a response, beside the model's end tokens."""
     max_running: Positive = 128
     """Responses in one replica at the same time."""
     workflow: Function | None = None
@@ -116,10 +134,18 @@ class RolloutConfig(Section):
     """Runs of the workflow in one replica at the same time; null: ``max_running``."""
     max_model_len: Positive | None = None
     """Most tokens of a trajectory, the prompt included; null: ``data.max_prompt_tokens`` + ``max_new_tokens``."""
+    tool_parser: Name = "hermes"
+    """The form of [tool calls](agents.md#tools) in workflows: ``hermes``, or the name of a parser of the engine."""
+    endpoint_host: Name = "127.0.0.1"
+    """The address of a replica's machine at which [endpoints](agents.md) for agents listen; 0.0.0.0: all of them."""
     group_timeout_s: Seconds = 600.0
-    """Time limit of a replica for one prompt, its rewards included; then another replica gets it."""
+    """Time without [progress](training.md#progress) on a prompt; then its replica counts as hung and is replaced."""
     max_attempts: Positive = 3
-    """Failures of one prompt before the run ends with an error."""
+    """Failures of one prompt before it is given up."""
+    on_failure: Literal["stop", "skip"] = "stop"
+    """When a prompt is given up: ``stop`` the run with an error, or ``skip`` the prompt; another one is trained."""
+    max_skipped_in_a_row: Positive = 10
+    """Prompts that may be skipped with no finished prompt between them; the next one ends the run."""
     tensor_parallel: Processes = 1
     """Devices per replica, if its engine can divide a model. It shares none of them."""
     max_restarts: NotNegative = 3
@@ -295,6 +321,10 @@ class AlgorithmConfig(Section):
     """Passes over each batch."""
     mini_batches: Positive = 1
     """Optimizer steps per pass."""
+    filter_groups: bool = False
+    """Train only on prompts with different rewards ([dynamic sampling](training.md#dynamic-sampling))."""
+    max_filtered_in_a_row: Positive = 1000
+    """Prompts that may be filtered with no other finished prompt between them, before the run ends with an error."""
 
 
 class AsyncConfig(Section):
@@ -451,15 +481,6 @@ class Config(Section):
             raise ValueError(
                 f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
                 "models, with model.lora_rank=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_call_of_the_reward_ends_before_its_replica_counts_as_hung(self) -> Config:
-        if self.reward.timeout_s >= self.rollout.group_timeout_s:
-            raise ValueError(
-                f"reward.timeout_s={self.reward.timeout_s:g} must be less than rollout.group_timeout_s="
-                f"{self.rollout.group_timeout_s:g}: a replica that holds a prompt for so long is replaced"
             )
         return self
 

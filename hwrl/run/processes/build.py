@@ -13,7 +13,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.interfaces import RolloutEngine, Sampling, TrainEngine
+from hwrl.interfaces import RolloutEngine, ToolParser, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
@@ -21,6 +21,7 @@ from hwrl.models import (
     vocabulary_size,
 )
 from hwrl.rollout import (
+    HERMES,
     INCARNATION,
     AdapterUpdater,
     EmbeddedEngine,
@@ -43,12 +44,13 @@ from hwrl.rollout import (
     check_vocabulary,
     load_prompts,
     load_workflow,
+    parse_tool_calls,
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, REWARD, TRAIN, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
-from hwrl.run.processes.settings import engine_settings, rollout_settings
+from hwrl.run.processes.settings import engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
@@ -90,7 +92,7 @@ def build_rollouter(
 
 def _loop_settings(config: Config) -> LoopSettings:
     return LoopSettings(
-        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+        sampling=rollout_sampling(config),
         group_size=config.rollout.n,
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
@@ -113,8 +115,17 @@ def _build_generator(
         vocabulary=vocabulary_size(config.model.path),
         timeout_s=rollout.workflow_timeout_s,
         attempts=rollout.workflow_attempts,
+        end_ids=_eos_ids(config.model.path, tokenizer),
+        parse_tools=_tool_parser(config, engine, tokenizer),
+        endpoint_host=rollout.endpoint_host,
     )
     return WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
+
+
+def _tool_parser(config: Config, engine: RolloutEngine, tokenizer: Any) -> ToolParser:
+    if config.rollout.tool_parser == HERMES:
+        return parse_tool_calls
+    return engine.tool_parser(config.rollout.tool_parser, tokenizer=tokenizer)
 
 
 def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardWorkers:
@@ -127,6 +138,8 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
         attempts=config.reward.attempts,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
+        batch=config.reward.batch,
+        concurrency=config.reward.concurrency,
     )
 
 
