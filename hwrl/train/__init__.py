@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
+    from hwrl.train.reference import ReferenceModel as ReferenceModel
     from hwrl.train.rng import rng_state as rng_state
     from hwrl.train.rng import set_rng_state as set_rng_state
     from hwrl.train.scoring import OutputScorer as OutputScorer
@@ -52,6 +53,7 @@ _MODULE_OF = {
     "OutputScorer": "scoring",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
+    "ReferenceModel": "reference",
     "ShardedModel": "sharding",
     "StateMemory": "state_memory",
     "TrainedStep": "trainer",
@@ -84,6 +86,7 @@ __all__ = [
     "OutputScorer",
     "PolicyEngine",
     "PolicyLoss",
+    "ReferenceModel",
     "ShardedModel",
     "StateMemory",
     "TrainedStep",

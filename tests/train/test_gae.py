@@ -27,9 +27,7 @@ def test_advantages_of_one_response_are_those_worked_out_by_hand() -> None:
 
 
 def test_tokens_of_others_take_no_step_and_their_rewards_count_for_the_token_before() -> None:
-    plain = generalized_advantages(
-        row(0, 0, 0.3, 0, 1), row(*VALUES), row(0, 1, 1, 1, 1).bool(), gamma=0.5, lam=0.5
-    )
+    plain = generalized_advantages(row(0, 0, 0.3, 0, 1), row(*VALUES), row(0, 1, 1, 1, 1).bool(), gamma=0.5, lam=0.5)
     # The same row: a tool's two tokens lie behind the second one and bring its reward; padding ends it. Its values off
     # the mask are no numbers of the policy's, and a reward before its first token is nobody's.
     mask = row(0, 1, 1, 0, 0, 1, 1, 0).bool()
