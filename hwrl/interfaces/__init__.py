@@ -16,7 +16,7 @@ from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.comm import Group, Pending, ReduceOp
 from hwrl.interfaces.command import Command
 from hwrl.interfaces.devicemap import DeviceMap
-from hwrl.interfaces.groups import Floats, Ints, PromptGroup, Response
+from hwrl.interfaces.groups import Bools, Floats, Ints, PromptGroup, Response, Segment, Trajectory
 from hwrl.interfaces.handles import Handle
 from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
@@ -50,6 +50,7 @@ __all__ = [
     "Backend",
     "BackendInfo",
     "Batch",
+    "Bools",
     "Capability",
     "Command",
     "Completion",
@@ -81,10 +82,12 @@ __all__ = [
     "RolloutEngine",
     "RolloutSettings",
     "Sampling",
+    "Segment",
     "StreamLike",
     "Support",
     "TokenLoss",
     "TrainEngine",
+    "Trajectory",
     "Transfer",
     "WeightOffer",
     "peak_phase",

@@ -11,9 +11,9 @@ from hwrl.interfaces import Batch, PromptGroup
 
 
 def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor, rows: Sequence[int] | None = None) -> Batch:
-    """Return the batch of the responses of ``groups``, all or those with the indices ``rows``, in the order of these.
+    """Return the batch of the trajectories of ``groups``: all, or those with the indices ``rows``, in their order.
 
-    A response's index counts the responses of all groups in order. ``advantages`` has one number for each response.
+    A trajectory's index counts those of all groups in order. ``advantages`` has one number for each trajectory.
     """
     places = [(group, span) for group in groups for span in group.responses()]
     chosen = range(len(places)) if rows is None else rows
@@ -28,5 +28,5 @@ def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor, rows: Se
         tokens[index, :prompt] = group.prompt_ids
         tokens[index, prompt:end] = group.token_ids[span]
         logprobs[index, prompt:end] = group.logprobs[span]
-        mask[index, prompt:end] = True
+        mask[index, prompt:end] = group.loss_mask[span]
     return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs), advantages[list(chosen)])

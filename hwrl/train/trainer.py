@@ -195,7 +195,7 @@ class AsyncTrainer:
                 fix="take groups from a PromptLedger with the same max_staleness",
             )
         rewards = np.concatenate([group.rewards for group in groups])
-        lengths = np.concatenate([group.lengths for group in groups])
+        lengths = np.concatenate([group.policy_lengths for group in groups])
         spans = [group.newest_version - group.oldest_version for group in groups]
         extra = {name for group in groups for name in group.metrics} - {"reward"}
         return {
@@ -234,9 +234,9 @@ class _Work:
 
     @classmethod
     def of(cls, groups: Sequence[PromptGroup], model: ModelFlops | None) -> _Work:
-        responses = np.concatenate([group.lengths for group in groups]).astype(np.int64)
+        responses = np.concatenate([group.policy_lengths for group in groups]).astype(np.int64)
         prompts = np.repeat([len(group.prompt_ids) for group in groups], [group.size for group in groups])
-        lengths = prompts + responses
+        lengths = prompts + np.concatenate([group.lengths for group in groups])
         if model is None:
             return cls(lengths.tolist(), int(lengths.sum()), 0, None)
         costs: list[int] = model.training(lengths, responses=responses).tolist()
