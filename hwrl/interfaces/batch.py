@@ -17,7 +17,8 @@ class Batch:
     ``tokens`` (rows × length, int64), ``mask`` (rows × length, bool: true on the policy's tokens),
     ``behaviour_logprobs`` (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows,
     float32), ``proximal_logprobs`` (rows × length or None: the policy's at the start of the step, for the decoupled
-    loss).
+    loss). A critic adds its ``values`` before each token and the ``returns`` (rows × length or None, float32); the
+    advantages are then rows × length, too.
     """
 
     tokens: torch.Tensor
@@ -25,6 +26,8 @@ class Batch:
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
     proximal_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
     from hwrl.train.choices import AdvantageName as AdvantageName
     from hwrl.train.choices import LossName as LossName
+    from hwrl.train.critic import CriticEngine as CriticEngine
+    from hwrl.train.critic import ValueLoss as ValueLoss
     from hwrl.train.flops import ModelFlops as ModelFlops
     from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
@@ -46,6 +48,7 @@ _MODULE_OF = {
     "AdvantageName": "choices",
     "Algorithm": "trainer",
     "AsyncTrainer": "trainer",
+    "CriticEngine": "critic",
     "FsdpEngine": "fsdp",
     "LossName": "choices",
     "MicroBatch": "packing",
@@ -57,6 +60,7 @@ _MODULE_OF = {
     "ShardedModel": "sharding",
     "StateMemory": "state_memory",
     "TrainedStep": "trainer",
+    "ValueLoss": "critic",
     "VocabularyShard": "scoring",
     "apply_kernels": "kernels",
     "certain_fsdp_memory": "memory",
@@ -79,6 +83,7 @@ __all__ = [
     "AdvantageName",
     "Algorithm",
     "AsyncTrainer",
+    "CriticEngine",
     "FsdpEngine",
     "LossName",
     "MicroBatch",
@@ -90,6 +95,7 @@ __all__ = [
     "ShardedModel",
     "StateMemory",
     "TrainedStep",
+    "ValueLoss",
     "VocabularyShard",
     "apply_kernels",
     "certain_fsdp_memory",

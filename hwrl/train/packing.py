@@ -61,6 +61,8 @@ class MicroBatch:
     proximal_logprobs: torch.Tensor | None
     advantages: torch.Tensor
     real_tokens: int
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -177,7 +179,11 @@ def _micro_batch(
     wanted = torch.zeros(2, rounded(len(rows), bits=5), dtype=torch.long)
     wanted[0, : len(rows)], wanted[1, : len(rows)] = place[trained], batch.tokens[rows, columns]
     places, targets = wanted.to(device)
-    proximal = batch.proximal_logprobs
+
+    def of_targets(column: torch.Tensor | None) -> torch.Tensor | None:
+        return None if column is None else column[rows, columns].to(device)
+
+    advantages = batch.advantages
     return MicroBatch(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
@@ -187,7 +193,9 @@ def _micro_batch(
         rows=rows,
         columns=columns,
         behaviour_logprobs=batch.behaviour_logprobs[rows, columns].to(device),
-        proximal_logprobs=None if proximal is None else proximal[rows, columns].to(device),
-        advantages=batch.advantages[rows].to(device),
+        proximal_logprobs=of_targets(batch.proximal_logprobs),
+        advantages=(advantages[rows] if advantages.ndim == 1 else advantages[rows, columns]).to(device),
         real_tokens=len(row),
+        values=of_targets(batch.values),
+        returns=of_targets(batch.returns),
     )

