@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hwrl.train.choices import LossName as LossName
     from hwrl.train.critic import CriticEngine as CriticEngine
     from hwrl.train.critic import ValueLoss as ValueLoss
+    from hwrl.train.engines import Engines as Engines
     from hwrl.train.flops import ModelFlops as ModelFlops
     from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
@@ -49,6 +50,7 @@ _MODULE_OF = {
     "Algorithm": "trainer",
     "AsyncTrainer": "trainer",
     "CriticEngine": "critic",
+    "Engines": "engines",
     "FsdpEngine": "fsdp",
     "LossName": "choices",
     "MicroBatch": "packing",
@@ -84,6 +86,7 @@ __all__ = [
     "Algorithm",
     "AsyncTrainer",
     "CriticEngine",
+    "Engines",
     "FsdpEngine",
     "LossName",
     "MicroBatch",

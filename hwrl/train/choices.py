@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Literal
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo"]
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "gae"]
 LossName = Literal["ppo_clip", "tis", "decoupled"]

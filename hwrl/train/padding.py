@@ -30,3 +30,14 @@ def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor, rows: Se
         logprobs[index, prompt:end] = group.logprobs[span]
         mask[index, prompt:end] = group.loss_mask[span]
     return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs), advantages[list(chosen)])
+
+
+def token_rewards(groups: Sequence[PromptGroup]) -> torch.Tensor:
+    """Return one reward for each of the groups' ``token_ids`` (float32): a trajectory's own is at its last token."""
+    found = []
+    for group in groups:
+        own = group.token_rewards
+        rewards = np.zeros(len(group.token_ids), dtype=np.float32) if own is None else own.astype(np.float32)
+        rewards[group.lengths.cumsum() - 1] += group.rewards
+        found.append(rewards)
+    return torch.from_numpy(np.concatenate(found))

@@ -16,20 +16,25 @@ from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
 from hwrl.train.balance import divide_rows, imbalance
 from hwrl.train.choices import AdvantageName
 from hwrl.train.losses import PolicyLoss, group_advantages
-from hwrl.train.padding import collate
+from hwrl.train.padding import collate, token_rewards
 
 if TYPE_CHECKING:
+    from hwrl.train.critic import CriticEngine
     from hwrl.train.flops import ModelFlops
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How a batch becomes optimizer steps: ``ppo_epochs`` passes over it, each in ``mini_batches`` parts."""
+    """How a batch becomes optimizer steps: ``ppo_epochs`` passes over it, each in ``mini_batches`` parts.
+
+    In the first ``critic_warmup`` steps of a run only the critic learns.
+    """
 
     loss: PolicyLoss
     advantage: AdvantageName = "grpo"
     ppo_epochs: int = 1
     mini_batches: int = 1
+    critic_warmup: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,11 @@ class AsyncTrainer:
             if trained.publishes:
                 with trainer.sending():
                     ...  # send the engine's weights as version trainer.version
-        metrics = {**trained.metrics, **move_metrics(moved), **trainer.timing()}
+        critic = trainer.train_critic()
+        metrics = {**trained.metrics, **critic, **move_metrics(moved), **trainer.timing()}
+
+    The advantages come from the rewards of a trajectory's group or, with a ``critic``, from it (PPO). The critic trains
+    after the policy, and after the transfer: the replicas do not wait for it, and both need no memory at one time.
     """
 
     def __init__(
@@ -92,8 +101,10 @@ class AsyncTrainer:
         trigger_parameter_sync_step: int = 1,
         incarnation: int = 0,
         flops: ModelFlops | None = None,
+        critic: CriticEngine | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self._critic = engine, critic
+        self._for_critic: list[Batch] = []
         self._flops = flops
         self._incarnation, self._algorithm = incarnation, algorithm
         self._max_staleness = max_staleness
@@ -108,7 +119,10 @@ class AsyncTrainer:
         return self.steps_done // self._trigger_parameter_sync_step
 
     def step(self, groups: Sequence[PromptGroup]) -> TrainedStep:
-        """Train on ``groups``. ``steps_done`` goes up, and with it perhaps ``version``."""
+        """Train on ``groups``. ``steps_done`` goes up, and with it perhaps ``version``.
+
+        With a critic, :meth:`train_critic` must follow before anything else.
+        """
         consumed = self._consumed_metrics(groups)
         work = _Work.of(groups, self._flops)
         division = divide_rows(
@@ -124,6 +138,18 @@ class AsyncTrainer:
             tokens=work.tokens * self._algorithm.ppo_epochs,
             flops=work.flops(self._algorithm),
         )
+
+    def train_critic(self) -> dict[str, float]:
+        """Train the critic on the newest step's batch; return its metrics, none without a critic.
+
+        Outside of :meth:`stepping`, offloaded parameters of the policy leave it the device.
+        """
+        parts, self._for_critic = self._for_critic, []
+        if self._critic is None or not parts:
+            return {}
+        with self._clock.during("critic"), self._critic.on_device(optimizer=True):
+            metrics = [self._critic.fit(part) for _ in range(self._algorithm.ppo_epochs) for part in parts]
+        return _join(metrics, of="critic")
 
     # -- times and moves of the parts of a step --------------------------------------------------------------------
 
@@ -153,6 +179,7 @@ class AsyncTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state. The engine's tensors have their own ``state_dict``."""
+        assert not self._for_critic, "train_critic comes first"
         return {"steps_done": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,16 +190,31 @@ class AsyncTrainer:
 
     def _train(self, groups: Sequence[PromptGroup], share: Sequence[Sequence[int]]) -> dict[str, float]:
         """Train on ``share``: the rows of this rank in each mini-batch."""
-        advantages = group_advantages(groups, estimator=self._algorithm.advantage)
+        if self._critic is None:
+            advantages = group_advantages(groups, estimator=self._algorithm.advantage)
+        else:
+            advantages = token_rewards(groups)  # the critic turns them into advantages
         batch = collate(groups, advantages=advantages, rows=[row for part in share for row in part])
+        estimated: dict[str, float] = {}
+        if self._critic is not None:
+            batch, estimated = self._critic.estimate(batch, batch.advantages)
         loss = self._algorithm.loss
         if loss.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
         parts = _split(batch, [len(part) for part in share])
-        metrics = [
-            self.engine.train_batch(part, loss=loss) for _ in range(self._algorithm.ppo_epochs) for part in parts
-        ]
-        return _join(metrics)
+        if self._critic is not None:
+            self._for_critic = parts
+        metrics = [{f"critic/{name}": value for name, value in estimated.items()}]
+        if self.steps_done >= self._algorithm.critic_warmup:
+            metrics.append(self._train_policy(parts))
+        return {name: value for some in metrics for name, value in some.items()}
+
+    def _train_policy(self, parts: Sequence[Batch]) -> dict[str, float]:
+        loss = self._algorithm.loss
+        return _join(
+            [self.engine.train_batch(part, loss=loss) for _ in range(self._algorithm.ppo_epochs) for part in parts],
+            of="actor",
+        )
 
     def _require_published(self, groups: Sequence[PromptGroup]) -> None:
         """Raise unless this incarnation has published the weights of every token. So no age is below 0."""
@@ -255,12 +297,16 @@ def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     return [batch] if len(sizes) == 1 else [batch.select(rows) for rows in torch.arange(batch.rows).split(list(sizes))]
 
 
-def _join(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step from those of its mini-batches: means, but the sum of the recompilations."""
+def _join(metrics: Sequence[Mapping[str, float]], *, of: str) -> dict[str, float]:
+    """Return the metrics of a step from those of its mini-batches: means, but the sum of the recompilations.
+
+    Those of the engine's speed belong to the policy: a critic's are left out.
+    """
     joined = {name: float(np.mean([row[name] for row in metrics])) for name in metrics[0]}
     if "recompilations" in joined:
         joined["recompilations"] *= len(metrics)
-    return {f"perf/{name}" if name in _SPEED_METRICS else f"actor/{name}": value for name, value in joined.items()}
+    speed = {f"perf/{name}": joined.pop(name) for name in _SPEED_METRICS if name in joined}
+    return {**{f"{of}/{name}": value for name, value in joined.items()}, **(speed if of == "actor" else {})}
 
 
 _SPEED_METRICS = ("padding_share", "recompilations")

@@ -147,10 +147,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _a_group_fits(self) -> RolloutConfig:
-        if self.n < 2:
-            raise ValueError(
-                f"n={self.n} teaches nothing: a response's advantage comes from the others; set n=2 or more"
-            )
         if self.max_running < self.n:
             raise ValueError(
                 f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together"
@@ -264,7 +260,7 @@ class AlgorithmConfig(Section):
     """Advantages and loss; see :mod:`hwrl.train.losses`."""
 
     advantage: AdvantageName = "grpo"
-    """``grpo``, ``dr_grpo`` or ``rloo``."""
+    """``grpo``, ``dr_grpo`` or ``rloo``: from the rewards of a prompt's group. ``gae``: from a [critic](#critic)."""
     loss: LossName = "ppo_clip"
     """``ppo_clip``, ``tis`` or ``decoupled``."""
     clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
@@ -277,6 +273,31 @@ class AlgorithmConfig(Section):
     """Passes over each batch."""
     mini_batches: Positive = 1
     """Optimizer steps per pass."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic makes the advantages."""
+        return self.advantage == "gae"
+
+
+class CriticConfig(Section):
+    """The critic of PPO, with ``algorithm.advantage=gae``: a second model, with one output, the value of each token.
+
+    It has the policy's ``train``, ``optimizer`` and adapter settings, but for these.
+    """
+
+    path: AbsolutePath | None = None
+    """The directory of the model that it starts from, with a new output layer; null: ``model.path``."""
+    learning_rate: PositiveReal = 1e-5
+    """Its highest value."""
+    cliprange_value: PositiveReal = 0.2
+    """How far from the old value the loss follows a value."""
+    gamma: Annotated[PositiveReal, Field(le=1)] = 1.0
+    """Discount of rewards, for each token of the policy."""
+    lam: Share = 0.95
+    """λ of generalized advantages: 1 trusts the rewards alone, 0 the next value alone."""
+    warmup_steps: NotNegative = 0
+    """Training steps at the start in which the critic learns and the policy does not."""
 
 
 class AsyncConfig(Section):
@@ -366,6 +387,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     async_training: AsyncConfig = AsyncConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -418,6 +440,19 @@ class Config(Section):
             raise ValueError(
                 f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
                 "models, with model.lora_rank=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantages_have_a_source(self) -> Config:
+        if self.rollout.n < 2 and not self.algorithm.has_critic:
+            raise ValueError(
+                f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
+                "rollout.n=2 or more, or algorithm.advantage=gae"
+            )
+        if self.algorithm.has_critic and self.train.engine != FSDP:
+            raise ValueError(
+                f"algorithm.advantage=gae needs train.engine={FSDP}: {self.train.engine} has no critic for its ranks"
             )
         return self
 

@@ -43,8 +43,17 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
-from hwrl.run.processes.settings import engine_settings, rollout_settings
-from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
+from hwrl.run.processes.settings import critic_settings, engine_settings, rollout_settings
+from hwrl.train import (
+    Algorithm,
+    AsyncTrainer,
+    CriticEngine,
+    Engines,
+    FsdpEngine,
+    PolicyLoss,
+    ValueLoss,
+    read_model_flops,
+)
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
 
@@ -189,8 +198,27 @@ def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Gr
     return Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=config.train.ranks)
 
 
-def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
-    """Return the train engine with the model's weights."""
+def build_engines(config: Config, *, group: Group | None) -> Engines:
+    """Return the policy's engine with the model's weights, and the critic if the advantages come from one."""
+    critic = (
+        _build_critic(config, group) if config.algorithm.has_critic else None
+    )  # first: the policy uses what is left
+    return Engines(_build_policy(config, group), critic)
+
+
+def _build_critic(config: Config, group: Group | None) -> CriticEngine:
+    settings = config.critic
+    return CriticEngine(
+        critic_settings(config),
+        backend=get_backend(),
+        group=group,
+        gamma=settings.gamma,
+        lam=settings.lam,
+        loss=ValueLoss(settings.cliprange_value),
+    )
+
+
+def _build_policy(config: Config, group: Group | None) -> TrainEngine:
     settings = engine_settings(config)
     if config.train.engine == FSDP:
         return FsdpEngine(settings, backend=get_backend(), group=group)
@@ -200,7 +228,7 @@ def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
     return engine
 
 
-def build_trainer(config: Config, engine: TrainEngine, *, incarnation: int) -> AsyncTrainer:
+def build_trainer(config: Config, engines: Engines, *, incarnation: int) -> AsyncTrainer:
     """Return the trainer of this rank."""
     settings = config.algorithm
     loss = PolicyLoss(
@@ -210,8 +238,11 @@ def build_trainer(config: Config, engine: TrainEngine, *, incarnation: int) -> A
         is_threshold=settings.rollout_is_threshold,
     )
     return AsyncTrainer(
-        engine,
-        algorithm=Algorithm(loss, settings.advantage, settings.ppo_epochs, settings.mini_batches),
+        engines.policy,
+        critic=engines.critic,
+        algorithm=Algorithm(
+            loss, settings.advantage, settings.ppo_epochs, settings.mini_batches, config.critic.warmup_steps
+        ),
         max_staleness=config.async_training.staleness_threshold,
         trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
         incarnation=incarnation,
