@@ -146,7 +146,7 @@ class CriticEngine(FsdpEngine):
         """
         return self.train_batch(batch, loss=_NO_POLICY)
 
-    def _knowing(self, *args: Any) -> AbstractContextManager[None]:
+    def _scoring_for(self, *args: Any) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def _loss(

@@ -12,10 +12,10 @@ import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
-from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
+from hwrl.interfaces import Batch, Moved, PromptGroup, TokenLoss, TrainEngine
 from hwrl.train.balance import divide_rows, imbalance
 from hwrl.train.choices import AdvantageName
-from hwrl.train.losses import PolicyLoss, group_advantages
+from hwrl.train.losses import group_advantages
 from hwrl.train.padding import collate, token_rewards
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Algorithm:
     In the first ``critic_warmup`` steps of a run only the critic learns.
     """
 
-    loss: PolicyLoss
+    loss: TokenLoss
     advantage: AdvantageName = "grpo"
     ppo_epochs: int = 1
     mini_batches: int = 1
@@ -190,24 +190,32 @@ class AsyncTrainer:
 
     def _train(self, groups: Sequence[PromptGroup], share: Sequence[Sequence[int]]) -> dict[str, float]:
         """Train on ``share``: the rows of this rank in each mini-batch."""
-        if self._critic is None:
-            advantages = group_advantages(groups, estimator=self._algorithm.advantage)
-        else:
-            advantages = token_rewards(groups)  # the critic turns them into advantages
-        batch = collate(groups, advantages=advantages, rows=[row for part in share for row in part])
-        estimated: dict[str, float] = {}
-        if self._critic is not None:
-            batch, estimated = self._critic.estimate(batch, batch.advantages)
+        rows = [row for part in share for row in part]
+        batch, metrics = self._estimated(groups, rows)
         loss = self._algorithm.loss
         if loss.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
+        if loss.needs_reference:
+            batch = replace(batch, reference_logprobs=self.engine.reference_logprobs(batch))
         parts = _split(batch, [len(part) for part in share])
         if self._critic is not None:
             self._for_critic = parts
-        metrics = [{f"critic/{name}": value for name, value in estimated.items()}]
-        if self.steps_done >= self._algorithm.critic_warmup:
-            metrics.append(self._train_policy(parts))
-        return {name: value for some in metrics for name, value in some.items()}
+        if self.steps_done < self._algorithm.critic_warmup:
+            return metrics
+        return {**metrics, **self._train_policy(parts)}
+
+    def _estimated(self, groups: Sequence[PromptGroup], rows: Sequence[int]) -> tuple[Batch, dict[str, float]]:
+        """Return the batch of ``rows`` with advantages, and metrics of the critic, if there is one."""
+        if self._critic is None:
+            return collate(
+                groups, advantages=group_advantages(groups, estimator=self._algorithm.advantage), rows=rows
+            ), {}
+        batch = collate(groups, advantages=token_rewards(groups), rows=rows)
+        rewards = batch.advantages
+        if rewards.ndim == 1:  # every row has one token
+            rewards = rewards[:, None] * batch.mask
+        batch, metrics = self._critic.estimate(batch, rewards)
+        return batch, {f"critic/{name}": value for name, value in metrics.items()}
 
     def _train_policy(self, parts: Sequence[Batch]) -> dict[str, float]:
         loss = self._algorithm.loss
@@ -289,7 +297,8 @@ class _Work:
         """Return the FLOPs of all passes over the rows; None without ``model``."""
         if self.model is None:
             return None
-        return float(sum(self.costs) * algorithm.ppo_epochs + self.forward * algorithm.loss.needs_proximal)
+        further = algorithm.loss.needs_proximal + algorithm.loss.needs_reference
+        return float(sum(self.costs) * algorithm.ppo_epochs + self.forward * further)
 
 
 def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:

@@ -169,12 +169,12 @@ def test_a_reward_comes_from_a_module_or_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("nothing", "names no reward function"),
+        ("nothing", "reward.function=nothing names no function"),
         ("no.such.module:f", "cannot be imported"),
         ("no_such_file.py:f", "there is no file"),
         ("hwrl.run.demo:absent", "no function 'absent'(.|\n)*reward.function=hwrl"),
         ("hwrl.run.demo:sort_rewrad", "did you mean 'sort_reward'"),
-        ("nothing", "reward.function=my_rewards"),
+        ("nothing", "for example reward.function=my_code"),
     ],
 )
 def test_a_reward_that_cannot_be_found_is_said(target: str, message: str) -> None:

@@ -141,23 +141,20 @@ def test_while_the_critic_warms_up_the_policy_stays(model_directory: Path) -> No
 def rollout(engines: Engines, rng: np.random.Generator, *, version: int) -> list[PromptGroup]:
     """Let the policy answer prompts of one digit with two tokens each: the digit, and then the next one, is right."""
     model = engines.policy.model  # type: ignore[attr-defined]
+    digits = torch.from_numpy(rng.integers(3, 9, size=32))
+    tokens = torch.stack([torch.full((32,), 2), digits, torch.full((32,), 13)], 1)
+    chosen = []
+    for _ in range(2):
+        with torch.no_grad():
+            scores = model(tokens).logits[:, -1].log_softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(scores.exp(), 1)], 1)
+        chosen.append(scores.gather(1, tokens[:, -1:]))
+    logprobs, rewards = torch.cat(chosen, 1), (tokens[:, 3:] == torch.stack([digits, digits + 1], 1)).float().mean(1)
     groups = []
-    for number in range(32):
-        digit = int(rng.integers(3, 9))
-        row, logprobs = [2, digit, 13], []
-        for _ in range(2):
-            with torch.no_grad():
-                scores = model(torch.tensor([row])).logits[0, -1].log_softmax(-1)
-            row.append(int(torch.multinomial(scores.exp(), 1)))
-            logprobs.append(float(scores[row[-1]]))
-        right = [float(row[3] == digit), float(row[4] == digit + 1)]
-        response = Response(
-            np.array(row[3:], np.int32), np.array(logprobs, np.float32), np.full(2, version, np.int32), truncated=False
-        )
+    for number, row in enumerate(tokens.int().numpy()):
+        response = Response(row[3:], logprobs[number].numpy(), np.full(2, version, np.int32), truncated=False)
         places: dict[str, Any] = {"sequence_number": number, "lease_id": number, "incarnation": 0, "metrics": {}}
-        groups.append(
-            PromptGroup.join([response], prompt_ids=np.array(row[:3], np.int32), rewards=[sum(right) / 2], **places)
-        )
+        groups.append(PromptGroup.join([response], prompt_ids=row[:3], rewards=[float(rewards[number])], **places))
     return groups
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hwrl.interfaces import LoraSettings
 from hwrl.run.config.values import (
     AbsolutePath,
     Decay,
     Finite,
+    Function,
     Layers,
     Mebibytes,
     Name,
@@ -77,7 +77,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """The reward of a response."""
 
-    function: Name
+    function: Function
     """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
     attempts: Positive = 3
     """Calls for one prompt, if the function raises, before the prompt has failed."""
@@ -85,12 +85,6 @@ class RewardConfig(Section):
     """Time limit of one call, less than ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
     workers: Processes = 4
     """Most processes of each replica that call the function; another one starts when prompts wait."""
-
-    @field_validator("function")
-    @classmethod
-    def _a_file_is_absolute(cls, function: str) -> str:
-        place, colon, name = function.rpartition(":")
-        return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else function
 
 
 class RolloutConfig(Section):

@@ -44,6 +44,11 @@ def _check_layers(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
     return value
 
 
+def _make_file_absolute(target: str) -> str:
+    place, colon, name = target.rpartition(":")
+    return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else target
+
+
 _NUMBER = BeforeValidator(_check_no_boolean)
 
 Positive = Annotated[int, Field(gt=0, le=_LARGEST_INT), _NUMBER]
@@ -70,5 +75,7 @@ Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Layers = Annotated[str | tuple[str, ...], AfterValidator(_check_layers)]
 AbsolutePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.absolute)]
 """A path. A relative one is made absolute at once, because a worker process may have another working directory."""
+Function = Annotated[Name, AfterValidator(_make_file_absolute)]
+"""A user's function: ``package.module:function`` or ``file.py:function``. The file's path is made absolute."""
 Options = Annotated[dict[Name, JsonValue], AfterValidator(_check_finite)]
 """A plugin's own settings. The plugin checks them."""

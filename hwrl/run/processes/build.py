@@ -98,10 +98,9 @@ def _loop_settings(config: Config) -> LoopSettings:
 
 def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardWorkers:
     """Return reward workers, which begin to load the function."""
-    file = inputs.files.get(REWARD)
     return RewardWorkers(
         config.reward.function,
-        source=inputs.read(REWARD) if file is not None and file.path.suffix == ".py" else None,
+        source=inputs.source(REWARD),
         decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         attempts=config.reward.attempts,
         workers=config.reward.workers,
