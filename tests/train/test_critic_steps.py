@@ -141,8 +141,8 @@ def test_while_the_critic_warms_up_the_policy_stays(model_directory: Path) -> No
 def rollout(engines: Engines, rng: np.random.Generator, *, version: int) -> list[PromptGroup]:
     """Let the policy answer prompts of one digit with two tokens each: the digit, and then the next one, is right."""
     model = engines.policy.model  # type: ignore[attr-defined]
-    digits = torch.from_numpy(rng.integers(3, 9, size=32))
-    tokens = torch.stack([torch.full((32,), 2), digits, torch.full((32,), 13)], 1)
+    digits = torch.from_numpy(rng.integers(3, 9, size=128))
+    tokens = torch.stack([torch.full((128,), 2), digits, torch.full((128,), 13)], 1)
     chosen = []
     for _ in range(2):
         with torch.no_grad():
@@ -162,6 +162,6 @@ def test_ppo_learns_from_one_answer_a_prompt(model_directory: Path) -> None:
     torch.manual_seed(0)
     engines, rng = engines_on(model_directory, micro_batch_tokens=4096), np.random.default_rng(0)
     trainer = trainer_of(engines, ppo_epochs=2)
-    rewards = [step(trainer, rollout(engines, rng, version=trainer.version))["reward/mean"] for _ in range(40)]
-    assert sum(rewards[:4]) / 4 < 0.2
+    rewards = [step(trainer, rollout(engines, rng, version=trainer.version))["reward/mean"] for _ in range(35)]
+    assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-4:]) / 4 > 0.6
