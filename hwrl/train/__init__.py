@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hwrl.train.choices import KlEstimator as KlEstimator
     from hwrl.train.choices import LossName as LossName
     from hwrl.train.choices import RejectionMode as RejectionMode
+    from hwrl.train.critic import CriticEngine as CriticEngine
+    from hwrl.train.critic import ValueLoss as ValueLoss
+    from hwrl.train.engines import Engines as Engines
     from hwrl.train.flops import ModelFlops as ModelFlops
     from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
+    from hwrl.train.reference import ReferenceModel as ReferenceModel
     from hwrl.train.rng import rng_state as rng_state
     from hwrl.train.rng import set_rng_state as set_rng_state
     from hwrl.train.scoring import OutputScorer as OutputScorer
@@ -54,6 +58,8 @@ _MODULE_OF = {
     "AggregationMode": "choices",
     "Algorithm": "algorithm",
     "AsyncTrainer": "trainer",
+    "CriticEngine": "critic",
+    "Engines": "engines",
     "FsdpEngine": "fsdp",
     "ImportanceLevel": "choices",
     "KlEstimator": "choices",
@@ -65,12 +71,14 @@ _MODULE_OF = {
     "Overlong": "overlong",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
+    "ReferenceModel": "reference",
     "Rejection": "objective",
     "RejectionMode": "choices",
     "ShardedModel": "sharding",
     "StateMemory": "state_memory",
     "TrainedStep": "trainer",
     "UserLoss": "objective",
+    "ValueLoss": "critic",
     "VocabularyShard": "scoring",
     "apply_kernels": "kernels",
     "certain_fsdp_memory": "memory",
@@ -94,6 +102,8 @@ __all__ = [
     "AggregationMode",
     "Algorithm",
     "AsyncTrainer",
+    "CriticEngine",
+    "Engines",
     "FsdpEngine",
     "ImportanceLevel",
     "KlEstimator",
@@ -105,12 +115,14 @@ __all__ = [
     "Overlong",
     "PolicyEngine",
     "PolicyLoss",
+    "ReferenceModel",
     "Rejection",
     "RejectionMode",
     "ShardedModel",
     "StateMemory",
     "TrainedStep",
     "UserLoss",
+    "ValueLoss",
     "VocabularyShard",
     "apply_kernels",
     "certain_fsdp_memory",

@@ -27,7 +27,8 @@ def group_advantages(groups: Sequence[PromptGroup], *, estimator: str | Advantag
     rewards are all equal gives zeros, except with ``reinforce_plus_plus``.
 
     ``mean`` and ``std`` are of the samples of a prompt. A sample with several rows counts once, by the mean of its
-    rows' rewards. With rewards per token, r is the reward of the row without the rewards before the token.
+    rows' rewards. The reward of a row is its own and those of its tokens; for one of its tokens, r is the row's own and
+    those from this token on.
 
     Raises DataError if a user's function returns other shapes or numbers that are not finite.
     """
@@ -75,24 +76,22 @@ _ESTIMATORS = {
 
 def _of_group(group: PromptGroup, estimator: _Estimator, *, per_token: bool) -> Doubles:
     """Return the advantages of the group's rows, or of their tokens."""
-    rewards = group.rewards.astype(np.float64)
+    rewards = group.rewards.astype(np.float64) + _sums(group)
     _, sample = np.unique(group.samples, return_inverse=True)
     samples = np.bincount(sample, weights=rewards) / np.bincount(sample)
     baseline, scale = estimator.baseline(samples)[sample], estimator.scale(samples)
     if not per_token:
         return (rewards - baseline) * scale
-    rewards, baseline = np.repeat(rewards, group.lengths), np.repeat(baseline, group.lengths)
-    return (rewards - _earned_before(group) - baseline) * scale
+    earned = np.zeros(len(group.token_ids)) if group.token_rewards is None else group.token_rewards.astype(np.float64)
+    later = [earned[span][::-1].cumsum()[::-1] for span in group.responses()]
+    return (np.concatenate(later) + np.repeat(group.rewards - baseline, group.lengths)) * scale
 
 
-def _earned_before(group: PromptGroup) -> Doubles:
-    """Return the sum of the rewards of the tokens before each token, in its row."""
+def _sums(group: PromptGroup) -> Doubles:
+    """Return the sum of each row's rewards of tokens."""
     if group.token_rewards is None:
-        return np.zeros(len(group.token_ids))
-    earned = np.zeros(len(group.token_ids))
-    for span in group.responses():
-        earned[span] = np.cumsum(group.token_rewards[span], dtype=np.float64) - group.token_rewards[span]
-    return earned
+        return np.zeros(group.size)
+    return np.array([group.token_rewards[span].sum(dtype=np.float64) for span in group.responses()])
 
 
 def _whiten(values: Doubles, groups: Sequence[PromptGroup], *, per_token: bool) -> Doubles:

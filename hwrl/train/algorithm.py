@@ -14,7 +14,8 @@ class Algorithm:
     """How a batch becomes optimizer steps: ``ppo_epochs`` passes over it, each in ``mini_batches`` parts.
 
     ``advantage`` is a name of :data:`~hwrl.train.AdvantageName`, or a function. ``aggregation`` makes one number of the
-    tokens' losses; ``loss_constant`` is the divisor of its mode ``seq-mean-token-sum-norm``.
+    tokens' losses; ``loss_constant`` is the divisor of its mode ``seq-mean-token-sum-norm``. In the first
+    ``critic_warmup`` steps of a run only the critic learns.
     """
 
     loss: TokenLoss
@@ -24,3 +25,4 @@ class Algorithm:
     aggregation: AggregationMode = "token-mean"
     loss_constant: float = 1.0
     overlong: Overlong | None = None
+    critic_warmup: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 LossName = Literal["ppo_clip", "tis", "decoupled", "gspo", "cispo"]
 AggregationMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How the losses of tokens become one number; a seq is a row."""
