@@ -36,6 +36,9 @@ def check_inputs(config: Config) -> None:
         load_function(config.data.curriculum, key="data.curriculum")
     if config.rollout.workflow is not None:
         load_function(config.rollout.workflow, key="rollout.workflow")
+    for key, target in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
+        if ":" in target:
+            load_function(target, key=key)
     if config.model.lora_rank:
         require_peft()
     if config.train.engine != FSDP:
