@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
+    from hwrl.train.memory import add_in_turns as add_in_turns
     from hwrl.train.memory import certain_fsdp_memory as certain_fsdp_memory
     from hwrl.train.memory import fsdp_memory as fsdp_memory
+    from hwrl.train.memory import reference_memory as reference_memory
     from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
@@ -64,6 +66,7 @@ _MODULE_OF = {
     "TrainedStep": "trainer",
     "ValueLoss": "critic",
     "VocabularyShard": "scoring",
+    "add_in_turns": "memory",
     "apply_kernels": "kernels",
     "certain_fsdp_memory": "memory",
     "collate": "padding",
@@ -76,6 +79,7 @@ _MODULE_OF = {
     "read_model_flops": "flops",
     "read_on_all_ranks": "loading",
     "read_weights": "loading",
+    "reference_memory": "memory",
     "rng_state": "rng",
     "set_rng_state": "rng",
 }
@@ -100,6 +104,7 @@ __all__ = [
     "TrainedStep",
     "ValueLoss",
     "VocabularyShard",
+    "add_in_turns",
     "apply_kernels",
     "certain_fsdp_memory",
     "collate",
@@ -112,6 +117,7 @@ __all__ = [
     "read_model_flops",
     "read_on_all_ranks",
     "read_weights",
+    "reference_memory",
     "rng_state",
     "set_rng_state",
 ]
