@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hwrl.interfaces import Backend, Batch, EngineSettings
-from hwrl.models import logits_at
+from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings
+from hwrl.lora import with_adapter
+from hwrl.models import build_meta_model, logits_at
 from hwrl.train.causal import CausalModel, model_inputs
 from hwrl.train.fsdp import FsdpEngine
 from hwrl.train.gae import generalized_advantages
@@ -59,6 +62,21 @@ class ValueHead(torch.nn.Module):
         return (hidden.float() @ weight.float())[..., None]
 
 
+def with_value_head(model: Any, *, seed: int) -> Any:
+    """Replace the output layer of ``model``, in place, by a :class:`ValueHead` on the host; return the model."""
+    width = model.get_output_embeddings().weight.shape[1]
+    model.set_output_embeddings(ValueHead(width, seed=seed))
+    return model
+
+
+@functools.lru_cache(maxsize=4)
+def described_critic(directory: Path, *, dtype: torch.dtype, lora: LoraSettings | None) -> Any:
+    """Return the critic on the meta device but for its output layer: only to look at. See :func:`described_model`."""
+    model = build_meta_model(directory, dtype=torch.float32)
+    adapted = model if lora is None else with_adapter(model, lora, seed=0, base_dtype=dtype)
+    return with_value_head(adapted, seed=0)
+
+
 class ValueModel(CausalModel):
     """How to call a model with a :class:`ValueHead`. Its scores are the values, and zeros (2 × targets, float32)."""
 
@@ -104,11 +122,8 @@ class CriticEngine(FsdpEngine):
         super().__init__(settings, backend=backend, group=group)
 
     def _adapted(self, model: Any) -> Any:
-        width = model.get_output_embeddings().weight.shape[1]
-        adapted = super()._adapted(model)
-        adapted.set_output_embeddings(ValueHead(width, seed=self.settings.seed))
-        self._vocabulary = width  # of the same size as the scores: the hidden states in float32
-        return adapted
+        self._vocabulary = model.get_output_embeddings().weight.shape[1]  # the scores are the states, in float32
+        return with_value_head(super()._adapted(model), seed=self.settings.seed)
 
     # -- values ---------------------------------------------------------------------------------------------------
 

@@ -282,6 +282,12 @@ def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) 
 
 def _build_critic(config: Config, group: Group | None) -> CriticEngine:
     settings = config.critic
+    if settings.path is not None and vocabulary_size(settings.path) < vocabulary_size(config.model.path):
+        raise ConfigError(
+            f"the model in {settings.path} cannot be the critic of {config.model.path}",
+            why="its vocabulary is smaller, so it cannot read all tokens of the policy",
+            fix="set critic.path to a model with the same tokenizer, or to null",
+        )
     return CriticEngine(
         critic_settings(config),
         backend=get_backend(),
