@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints
+from hwrl.rollout.reward import check_columns
 
 Messages = list[dict[str, Any]]
 """A conversation. Each message has the strings ``role`` and ``content``, and any other keys for the chat template."""
@@ -74,19 +75,22 @@ def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int, content:
                 why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
                 fix="drop or shorten the row, or raise data.max_prompt_tokens",
             )
-        others = {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
-        prompts.append(Prompt(text, token_ids, row["answer"], row.get("max_new_tokens"), row=others))
+        prompts.append(Prompt(text, token_ids, row["answer"], row.get("max_new_tokens"), row=_other_columns(row)))
     return prompts
 
 
-def check_prompts(path: Path, *, key: str) -> None:
+def _other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
+
+
+def check_prompts(path: Path, *, key: str, columns: Collection[str] = ()) -> None:
     """Check the rows of ``path`` without a tokenizer. ``key`` is the configuration key with the path.
 
     Raises DataError if the file is missing, empty or of an unknown kind, and, with the row's place, if a row is not a
-    prompt with an answer.
+    prompt with an answer, or lacks one of ``columns``, which the reward function gets.
     """
-    for _ in _rows(path, key=key):
-        pass
+    for place, row in _rows(path, key=key):
+        check_columns(columns, _other_columns(row), place=place)
 
 
 def _check_row(row: Any, *, place: str) -> None:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, RolloutEngine, Sampling, Trajectory
+from hwrl.interfaces import Completion, GenerationRequest, Ints, PromptGroup, RolloutEngine, Sampling, Trajectory
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward_workers import Scorer, Scores
+from hwrl.rollout.reward import Scores
+from hwrl.rollout.reward_workers import Scorer
 
 
 @dataclass(eq=False)
@@ -92,6 +93,19 @@ class PendingGroup:
             rewards=[row["reward"] for row in metrics],
             metrics=mean_metrics(metrics),
         )
+
+
+class NoRewards:
+    """The scorer of a run whose workflow gives the rewards; a trajectory without one has failed."""
+
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        return _done(Scores(failure="the workflow gave no reward, and reward.function is not set"))
+
+    def wait_until_ready(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class SampleGenerator(ABC):

@@ -7,18 +7,19 @@ the workflows' requests, and hands them their responses.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from hwrl.errors import EngineError
+from hwrl.errors import DataError, EngineError, UnsupportedError
 from hwrl.interfaces import (
     GenerationRequest,
     Ints,
@@ -26,12 +27,20 @@ from hwrl.interfaces import (
     RolloutEngine,
     Sampling,
     Segment,
+    ToolParser,
     Trajectory,
 )
+from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward import short_repr
+from hwrl.rollout.tool_calls import parse_tool_calls
+from hwrl.user_code import load_function
+
+if TYPE_CHECKING:
+    from hwrl.rollout.endpoint.server import EndpointServer
+    from hwrl.rollout.endpoint.session import Endpoint
 
 _log = logging.getLogger(__name__)
 _END_S = 5.0
@@ -42,20 +51,23 @@ class PolicyClient:
     """The policy, for one run of a workflow; its methods belong to the workflows' event loop.
 
     ``tokenizer`` is the model's. ``sampling`` is the run's, with the prompt's own limits. A conversation may have
-    ``max_length`` tokens, those to generate included; their ids are less than ``vocabulary``.
+    ``max_length`` tokens, those to generate included; their ids are less than ``vocabulary``. ``chat`` turns messages
+    into tokens, and the policy's tokens into messages.
     """
 
     def __init__(
         self,
         generate: Callable[[Ints, Sampling], Awaitable[Response]],
         *,
-        tokenizer: Any,
+        chat: ChatTokens,
         sampling: Sampling,
         max_length: int,
         vocabulary: int,
+        serve: Callable[[], EndpointServer],
     ) -> None:
-        self._generate, self._vocabulary = generate, vocabulary
-        self.tokenizer, self.sampling, self.max_length = tokenizer, sampling, max_length
+        self._generate, self._vocabulary, self._serve = generate, vocabulary, serve
+        self.tokenizer, self.chat = chat.tokenizer, chat
+        self.sampling, self.max_length = sampling, max_length
 
     async def generate(self, token_ids: Sequence[int] | Ints, sampling: Sampling | None = None) -> Response:
         """Return the policy's continuation of ``token_ids``. New weights may arrive between two of its tokens.
@@ -83,6 +95,15 @@ class PolicyClient:
     def begin(self, prompt_ids: Sequence[int] | Ints) -> TrajectoryBuilder:
         """Return a trajectory that begins with ``prompt_ids`` and grows turn by turn."""
         return TrajectoryBuilder(self, prompt_ids)
+
+    @contextlib.asynccontextmanager
+    async def endpoint(self) -> AsyncIterator[Endpoint]:
+        """Serve the policy over HTTP to an agent, within the block; see :class:`Endpoint`.
+
+        Raises UnsupportedError if hwrl's extra ``agents`` is not installed.
+        """
+        with self._serve().open(self, chat=self.chat) as endpoint:
+            yield endpoint
 
 
 class TrajectoryBuilder:
@@ -123,12 +144,14 @@ class TrajectoryBuilder:
         rewards[-1] = reward
         self._segments[last] = replace(self._segments[last], rewards=rewards)
 
-    def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self, reward: float | None = None, metrics: Mapping[str, float] | None = None, *, truncated: bool = False
+    ) -> Trajectory:
         """Return the trajectory. Without ``reward`` the run's reward function judges it.
 
-        It counts as truncated if a limit ended the policy's last turn.
+        It counts as truncated if a limit ended the policy's last turn, or with ``truncated``.
         """
-        return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated)
+        return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated or truncated)
 
 
 Workflow: TypeAlias = Callable[[PolicyClient, Prompt], Awaitable[Trajectory | Sequence[Trajectory]]]
@@ -143,6 +166,29 @@ class WorkflowFactory(Protocol):
         ...
 
 
+def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, source: bytes | None = None) -> Workflow:
+    """Return the workflow of the factory at ``target``, made with ``options``.
+
+    ``source`` is as for :func:`~hwrl.user_code.load_function`. Raises DataError.
+    """
+    factory = load_function(target, key="rollout.workflow", source=source)
+    try:
+        workflow = factory(tokenizer=tokenizer, **options)
+    except Exception as exc:
+        raise DataError(
+            f"the factory {target} made no workflow",
+            why=f"called with tokenizer=… and rollout.workflow_options={dict(options)!r}, it raised {short_repr(exc)}",
+            fix="correct the options, or the factory",
+        ) from exc
+    if not callable(workflow):
+        raise DataError(
+            f"the factory {target} made no workflow",
+            why=f"it returned {short_repr(workflow)}",
+            fix="return an async function: workflow(client, prompt) -> Trajectory",
+        )
+    return workflow  # type: ignore[no-any-return] # the user's; its results are checked
+
+
 async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:
     """Return one response; the same as a run without a workflow, and the model of others."""
     trajectory = client.begin(prompt.token_ids)
@@ -154,7 +200,9 @@ async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:
 class WorkflowSettings:
     """How workflows run: at most ``max_samples`` at once, each for ``timeout_s`` at most, in up to ``attempts`` tries.
 
-    A conversation may have ``max_length`` tokens, of a ``vocabulary``. A group has ``group_size`` samples.
+    A conversation may have ``max_length`` tokens, of a ``vocabulary``. A group has ``group_size`` samples. The tokens
+    ``end_ids`` end a response. ``parse_tools`` reads tool calls. Endpoints listen at ``endpoint_host``, an address of
+    this machine.
     """
 
     group_size: int
@@ -163,6 +211,9 @@ class WorkflowSettings:
     vocabulary: int
     timeout_s: float = 600.0
     attempts: int = 2
+    end_ids: Collection[int] = ()
+    parse_tools: ToolParser = parse_tool_calls
+    endpoint_host: str = "127.0.0.1"
 
 
 @dataclass(eq=False)
@@ -198,7 +249,9 @@ class WorkflowGenerator(SampleGenerator):
     def __init__(
         self, engine: RolloutEngine, workflow: Workflow, *, tokenizer: Any, settings: WorkflowSettings
     ) -> None:
-        self._engine, self._workflow, self._tokenizer, self._settings = engine, workflow, tokenizer, settings
+        self._engine, self._workflow, self._settings = engine, workflow, settings
+        self._chat = ChatTokens(tokenizer, end_ids=settings.end_ids, parse_tools=settings.parse_tools)
+        self._server: EndpointServer | None = None
         self._runs: set[_GroupRun] = set()
         self._requests: deque[_Request] = deque()
         self._running: dict[int, _Request] = {}
@@ -228,10 +281,11 @@ class WorkflowGenerator(SampleGenerator):
         group = PendingGroup(prompt, size, lease)
         client = PolicyClient(
             functools.partial(self._generate, life=self._life),
-            tokenizer=self._tokenizer,
+            chat=self._chat,
             sampling=limited(sampling, prompt),
             max_length=self._settings.max_length,
             vocabulary=self._settings.vocabulary,
+            serve=self._serve,
         )
         run = _GroupRun(group, client)
         self._runs.add(run)
@@ -280,16 +334,20 @@ class WorkflowGenerator(SampleGenerator):
             self._loop.close()
 
     def _submit(self) -> None:
-        """Give the waiting requests to the engine, but those from before the last drop."""
-        requests = []
+        """Give the waiting requests to the engine, but those from before the last drop; hand back a refusal."""
         while self._requests:
             request = self._requests.popleft()
-            if request.life == self._life and not request.answer.done():
-                number = next(self._numbers)
+            if request.life != self._life or request.answer.done():
+                continue
+            number = next(self._numbers)
+            try:
+                self._engine.submit([GenerationRequest(number, request.token_ids, request.sampling)])
+            except EngineError as exc:
+                if self._engine.version < 0:
+                    raise  # it has failed
+                self._loop.call_soon_threadsafe(_refuse, request.answer, exc)
+            else:
                 self._running[number] = request
-                requests.append(GenerationRequest(number, request.token_ids, request.sampling))
-        if requests:
-            self._engine.submit(requests)
 
     def _collect(self) -> list[PendingGroup]:
         """Take the results of runs; return the groups that are complete, or have failed."""
@@ -312,6 +370,12 @@ class WorkflowGenerator(SampleGenerator):
 
     def _note_turn(self) -> None:
         self._loop_turned = True
+
+    def _serve(self) -> EndpointServer:
+        """Return the server of all endpoints; the first call starts it."""
+        if self._server is None:
+            self._server = _start_server(self._settings.endpoint_host)
+        return self._server
 
     def _begin(self, run: _GroupRun) -> None:
         run.tasks += [self._loop.create_task(self._make_sample(run, index)) for index in range(run.group.size)]
@@ -352,6 +416,25 @@ def _answer(answers: Sequence[tuple[asyncio.Future[Response], Response]]) -> Non
     for future, response in answers:
         if not future.done():  # else the workflow was cancelled, or has timed out
             future.set_result(response)
+
+
+def _refuse(answer: asyncio.Future[Response], error: EngineError) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+
+
+def _start_server(host: str) -> EndpointServer:
+    try:
+        from hwrl.rollout.endpoint.server import EndpointServer
+    except ImportError as exc:
+        raise UnsupportedError(
+            "this process cannot serve endpoints",
+            why=f"a package is not installed: {exc}",
+            fix="pip install 'hwrl[agents]', on every machine with replicas",
+        ) from exc
+    server = EndpointServer(host=host)
+    server.start()
+    return server
 
 
 async def _stop(loop: asyncio.AbstractEventLoop) -> None:

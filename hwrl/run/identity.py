@@ -34,12 +34,12 @@ from hwrl.run.config import Config
 from hwrl.user_code import function_file
 
 TRAIN, EVAL, REWARD, MODEL = "data.train", "data.eval", "reward.function", "model.path"
-LOSS, ADVANTAGE = "algorithm.loss", "algorithm.advantage"
+LOSS, ADVANTAGE, WORKFLOW = "algorithm.loss", "algorithm.advantage", "rollout.workflow"
 MODEL_CONFIG = f"{MODEL}/config.json"
 
 Role = Literal["trainer", "rollout"]
 
-_FUNCTIONS: dict[str, Role] = {REWARD: "rollout", LOSS: "trainer", ADVANTAGE: "trainer"}
+_FUNCTIONS: dict[str, Role] = {REWARD: "rollout", WORKFLOW: "rollout", LOSS: "trainer", ADVANTAGE: "trainer"}
 """The keys with import paths of users' functions, and the processes that call these functions."""
 
 _WEIGHTS = (".safetensors", ".bin")

@@ -13,6 +13,7 @@ import pytest
 from hwrl.errors import EngineError
 from hwrl.interfaces import RolloutEngine, Sampling, Trajectory
 from hwrl.rollout import (
+    ChatTokens,
     LoopSettings,
     PolicyClient,
     Prompt,
@@ -164,9 +165,10 @@ def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:
     step_to_the_end(generator)
     assert group.is_generated and len(errors) == 2 and "max_model_len" in errors[0].fix
     with pytest.raises(EngineError, match="no token 100"):
-        asyncio.run(
-            PolicyClient(None, tokenizer=None, sampling=Sampling(1), max_length=9, vocabulary=100).generate([100])
-        )  # type: ignore[arg-type]
+        unused: Any = None
+        chat = ChatTokens(None, end_ids=())
+        client = PolicyClient(unused, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100, serve=unused)
+        asyncio.run(client.generate([100]))
 
 
 def test_dropped_work_never_comes_back(make: Make) -> None:

@@ -29,8 +29,10 @@ MAY_BE_ZERO = {
     "async_training.staleness_threshold",
     "checkpoint.save_every_steps",
     "eval.every_steps",
+    "rollout.min_p",
 }
-MAY_BE_NEGATIVE = {"goals"}
+MAY_BE_NEGATIVE = {"goals", "rollout.top_k"}
+MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids"}
 
 
 def fields() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -58,13 +60,15 @@ def bad_values(key: str, schema: dict[str, Any]) -> list[object]:
             return [5, [5], {"": 1.0}, {3: 1.0}, *({"x": number} for number in numbers)]
         case "array" if schema.get("prefixItems", [{}])[0].get("type") == "number":
             return [5, [], [0.5], [0.5, 0.5, 0.5], *([0.5, number] for number in numbers)]
+        case "array" if schema.get("items", {}).get("type") == "integer":
+            return [5, {}, [1.5], [-1], [10**30], *([number] for number in (NAN, True, "", "x", [], {}))]
         case kind:
             return {
                 "integer": [*numbers, 1.5, 10**30],
                 "number": [*numbers, 1e-300 if key.endswith("_s") else NAN],
                 "boolean": ["maybe", 2, NAN, [], {}],
                 "string": ["", 5, NAN, {}] if schema.get("format") != "path" else ["", 5, "a\0b", [], {}],
-                "array": [[], [""], [5], 5, {}],
+                "array": [*([] if key in MAY_BE_EMPTY else [[]]), [""], [5], 5, {}],
                 "object": [5, [5], {"x": NAN}, {"x": {"y": [INFINITE]}}, {3: 1}, {"x": {1, 2}}],
             }[kind]
 
