@@ -8,7 +8,7 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.schema import EMBEDDED, FSDP, Config, Section
+from hwrl.run.config.schema import EMBEDDED, FSDP, Config, DataSetConfig, Section
 
 __all__ = [
     "EMBEDDED",
@@ -16,6 +16,7 @@ __all__ = [
     "RUN_CONFIG",
     "RUN_HEADER",
     "Config",
+    "DataSetConfig",
     "Section",
     "dump_config",
     "dump_run_config",
