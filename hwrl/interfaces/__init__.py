@@ -39,6 +39,7 @@ from hwrl.interfaces.rollout import (
     Sampling,
     WeightOffer,
 )
+from hwrl.interfaces.tracking import RunStatus, TrackedRun, Tracker
 from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
 
 __all__ = [
@@ -81,11 +82,14 @@ __all__ = [
     "Response",
     "RolloutEngine",
     "RolloutSettings",
+    "RunStatus",
     "Sampling",
     "Segment",
     "StreamLike",
     "Support",
     "TokenLoss",
+    "TrackedRun",
+    "Tracker",
     "TrainEngine",
     "Trajectory",
     "Transfer",

@@ -8,13 +8,14 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.schema import EMBEDDED, FSDP, Config, Section
+from hwrl.run.config.schema import EMBEDDED, FSDP, TENSORBOARD, Config, Section
 
 __all__ = [
     "EMBEDDED",
     "FSDP",
     "RUN_CONFIG",
     "RUN_HEADER",
+    "TENSORBOARD",
     "Config",
     "Section",
     "dump_config",
