@@ -13,6 +13,7 @@ from hwrl.interfaces.backend import (
     Support,
 )
 from hwrl.interfaces.batch import Batch
+from hwrl.interfaces.chat import ParsedAnswer, ToolCall, ToolParser, Tools
 from hwrl.interfaces.comm import Group, Pending, ReduceOp
 from hwrl.interfaces.command import Command
 from hwrl.interfaces.devicemap import DeviceMap
@@ -20,6 +21,7 @@ from hwrl.interfaces.groups import Bools, Floats, Ints, PromptGroup, Response, S
 from hwrl.interfaces.handles import Handle
 from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces.losses import Advantage, LossInputs, TokenLoss
 from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
 from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, Place, peak_phase, phase_nbytes
 from hwrl.interfaces.probing import (
@@ -40,7 +42,7 @@ from hwrl.interfaces.rollout import (
     WeightOffer,
 )
 from hwrl.interfaces.tracking import RunStatus, TrackedRun, Tracker
-from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces.train import EngineSettings, TrainEngine
 
 __all__ = [
     "ACTIVE",
@@ -48,6 +50,7 @@ __all__ = [
     "API_VERSION",
     "MEMORY_TAGS",
     "PROBE_ROOT",
+    "Advantage",
     "Backend",
     "BackendInfo",
     "Batch",
@@ -67,10 +70,12 @@ __all__ = [
     "LentState",
     "LentTensor",
     "LoraSettings",
+    "LossInputs",
     "MemoryCause",
     "MemoryInfo",
     "Moved",
     "OffloadedState",
+    "ParsedAnswer",
     "PciDevice",
     "Pending",
     "Phase",
@@ -88,6 +93,9 @@ __all__ = [
     "StreamLike",
     "Support",
     "TokenLoss",
+    "ToolCall",
+    "ToolParser",
+    "Tools",
     "TrackedRun",
     "Tracker",
     "TrainEngine",

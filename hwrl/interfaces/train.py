@@ -7,32 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces.losses import TokenLoss
 from hwrl.interfaces.memory import Moved, OffloadedState
 
 if TYPE_CHECKING:
     import torch
-
-
-class TokenLoss(Protocol):
-    """A policy loss, token by token; :class:`~hwrl.train.PolicyLoss` is one."""
-
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        *,
-        behaviour: torch.Tensor,
-        proximal: torch.Tensor | None,
-        advantages: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of each token, and metrics of each token (detached), all of ``logprobs``'s shape.
-
-        ``logprobs`` carries the gradient. ``behaviour`` and ``proximal`` are constants of the same shape;
-        ``advantages`` broadcasts to it.
-        """
 
 
 def _float32() -> torch.dtype:
@@ -120,6 +103,8 @@ class TrainEngine(ABC):
     @abstractmethod
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         """Take one optimizer step on ``batch`` (this rank's rows); return metrics averaged over all ranks' tokens.
+
+        The loss is the same average, of each token's loss times its row's weight.
 
         Raises EngineError on all ranks, with unchanged weights, if the gradients are not finite.
         """

@@ -12,7 +12,7 @@ machine may have its own copy.
   thread per file and about 2 GB/s per thread. The trainer then finds the file in the page cache. Another process trusts
   a large file with the driver's inode, size and change times. Each write changes them, and only a clock that is set
   back could restore them. If they differ, the process hashes the file itself.
-- Reward function: its file counts, and the modules imported by this file do not.
+- Functions of the user: their files count, and the modules imported by these files do not.
 
 The configuration itself needs no comparison: the driver passes it to every process by value.
 """
@@ -20,7 +20,6 @@ The configuration itself needs no comparison: the driver passes it to every proc
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -32,11 +31,16 @@ from typing import Any, Literal
 
 from hwrl.errors import ConfigError, DataError, InputChangedError
 from hwrl.run.config import Config
+from hwrl.user_code import function_file
 
 TRAIN, EVAL, REWARD, MODEL = "data.train", "data.eval", "reward.function", "model.path"
+LOSS, ADVANTAGE, WORKFLOW = "algorithm.loss", "algorithm.advantage", "rollout.workflow"
 MODEL_CONFIG = f"{MODEL}/config.json"
 
 Role = Literal["trainer", "rollout"]
+
+_FUNCTIONS: dict[str, Role] = {REWARD: "rollout", WORKFLOW: "rollout", LOSS: "trainer", ADVANTAGE: "trainer"}
+"""The keys with import paths of users' functions, and the processes that call these functions."""
 
 _WEIGHTS = (".safetensors", ".bin")
 LARGE_NBYTES = 32 << 20
@@ -76,6 +80,11 @@ class RunInputs:
         if hashlib.sha256(content).hexdigest() != self.files[key].sha256:
             raise _changed(key, path, "its content has changed")
         return content
+
+    def source(self, key: str) -> bytes | None:
+        """Return the source of the user's function ``key``, as :meth:`read` does; None if it has no Python file."""
+        file = self.files.get(key)
+        return self.read(key) if file is not None and file.path.suffix == ".py" else None
 
     @contextmanager
     def unchanged(self, role: Role, *, large_nbytes: int = LARGE_NBYTES) -> Iterator[None]:
@@ -160,25 +169,16 @@ def _find_files(config: Config) -> dict[str, Path]:
     paths = {TRAIN: config.data.train}
     if config.data.eval is not None:
         paths[EVAL] = config.data.eval
-    if (reward := _reward_file(config.reward.function)) is not None and reward.is_file():
-        paths[REWARD] = reward
+    for key in _FUNCTIONS:
+        section, name = key.split(".")
+        target = str(getattr(getattr(config, section), name))
+        if ":" in target and (path := function_file(target)) is not None and path.is_file():  # else it is built in
+            paths[key] = path
     model = config.model.path
     for path in sorted([*model.glob("*"), *model.glob("additional_chat_templates/*")]):
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
             paths[f"{MODEL}/{path.relative_to(model).as_posix()}"] = path
     return paths
-
-
-def _reward_file(target: str) -> Path | None:
-    """Return the Python file of the reward function; None if there is none."""
-    module = target.rpartition(":")[0]
-    if module.endswith(".py"):
-        return Path(module)
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
 
 
 def _reads(role: Role, key: str) -> bool:
@@ -187,6 +187,8 @@ def _reads(role: Role, key: str) -> bool:
     Replicas get weights from the trainer, and :meth:`RunInputs.read` compares prompts. A trainer reads no prompts, but
     the ledger's state in its checkpoint belongs to them.
     """
+    if key in _FUNCTIONS:
+        return role == _FUNCTIONS[key]
     if role == "trainer":
         return key == TRAIN or key.startswith(MODEL)
     return key not in (TRAIN, EVAL) and not key.endswith(_WEIGHTS)

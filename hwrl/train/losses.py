@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hwrl.interfaces import PromptGroup
+from hwrl.interfaces import LossInputs, PromptGroup
 from hwrl.train.choices import AdvantageName, LossName
 
 
@@ -61,19 +61,28 @@ class PolicyLoss:
     is_threshold: float = 2.0
 
     @property
+    def token_local(self) -> bool:
+        """Whether a token's loss depends on this token alone."""
+        return True
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether the log-probabilities at the start of the step must be computed."""
         return self.name == "decoupled"
 
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        *,
-        behaviour: torch.Tensor,
-        proximal: torch.Tensor | None,
-        advantages: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen policy's log-probabilities must be computed: never."""
+        return False
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the entropy needs a gradient: never."""
+        return False
+
+    def __call__(self, inputs: LossInputs, /) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and the metrics of each token, as :class:`~hwrl.interfaces.TokenLoss` says."""
+        logprobs, behaviour, advantages = inputs.logprobs, inputs.behaviour, inputs.advantages
         weight = (logprobs.detach() - behaviour).exp()
         if self.name == "tis":
             truncated = weight.clamp(max=self.is_threshold)
@@ -81,6 +90,7 @@ class PolicyLoss:
         if self.name == "ppo_clip":
             loss, clipped = self._clipped(logprobs, behaviour, advantages)
             return loss, {"is_weight": weight, "clipped": clipped}
+        proximal = inputs.proximal
         assert proximal is not None, "the decoupled loss needs proximal log-probabilities"
         correction = (proximal - behaviour).exp().clamp(max=self.is_threshold)
         loss, clipped = self._clipped(logprobs, proximal, advantages)

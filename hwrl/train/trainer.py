@@ -12,10 +12,10 @@ import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
-from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
+from hwrl.interfaces import Batch, Moved, PromptGroup, TokenLoss, TrainEngine
 from hwrl.train.balance import divide_rows, imbalance
 from hwrl.train.choices import AdvantageName
-from hwrl.train.losses import PolicyLoss, group_advantages
+from hwrl.train.losses import group_advantages
 from hwrl.train.padding import collate
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Algorithm:
     """How a batch becomes optimizer steps: ``ppo_epochs`` passes over it, each in ``mini_batches`` parts."""
 
-    loss: PolicyLoss
+    loss: TokenLoss
     advantage: AdvantageName = "grpo"
     ppo_epochs: int = 1
     mini_batches: int = 1

@@ -13,7 +13,7 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.interfaces import RolloutEngine, Sampling, TrainEngine
+from hwrl.interfaces import RolloutEngine, ToolParser, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
@@ -21,6 +21,7 @@ from hwrl.models import (
     vocabulary_size,
 )
 from hwrl.rollout import (
+    HERMES,
     INCARNATION,
     AdapterUpdater,
     EmbeddedEngine,
@@ -29,21 +30,27 @@ from hwrl.rollout import (
     LoopSettings,
     ModelLink,
     ModelUpdater,
+    NoRewards,
     Prompt,
     PromptStream,
     ReceivedModels,
     RetryingReceiver,
     RewardWorkers,
     Rollouter,
+    SampleGenerator,
     WeightUpdater,
+    WorkflowGenerator,
+    WorkflowSettings,
     check_vocabulary,
     load_prompts,
+    load_workflow,
+    parse_tool_calls,
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
+from hwrl.run.identity import EVAL, REWARD, TRAIN, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
-from hwrl.run.processes.settings import engine_settings, rollout_settings
+from hwrl.run.processes.settings import engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
@@ -63,16 +70,21 @@ def build_rollouter(
     """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
     tokenizer = load_tokenizer(config.model.path)
     with ExitStack() as after_an_error:
-        rewards = _start_rewards(config, inputs, tokenizer)
+        rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
         after_an_error.callback(rewards.close)
         engine = _build_rollout_engine(config, tokenizer, seed=seed)
         after_an_error.callback(engine.close)
         prompts = PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed)
         rewards.wait_until_ready()
         weights = _build_updater(config, engine, store_address=store_address, replica=replica)
-        settings = _loop_settings(config)
         rollouter = Rollouter(
-            engine, ledger=ledger, prompts=prompts, rewards=rewards, weights=weights, settings=settings
+            engine,
+            ledger=ledger,
+            prompts=prompts,
+            rewards=rewards,
+            weights=weights,
+            settings=_loop_settings(config),
+            generator=_build_generator(config, inputs, engine, tokenizer),
         )
         after_an_error.pop_all()
     return rollouter
@@ -80,23 +92,54 @@ def build_rollouter(
 
 def _loop_settings(config: Config) -> LoopSettings:
     return LoopSettings(
-        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+        sampling=rollout_sampling(config),
         group_size=config.rollout.n,
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
     )
 
 
+def _build_generator(
+    config: Config, inputs: RunInputs, engine: RolloutEngine, tokenizer: Any
+) -> SampleGenerator | None:
+    """Return the generator of the run's workflow; None for single turns."""
+    rollout = config.rollout
+    if rollout.workflow is None:
+        return None
+    source = inputs.source(WORKFLOW)
+    workflow = load_workflow(rollout.workflow, rollout.workflow_options, tokenizer=tokenizer, source=source)
+    settings = WorkflowSettings(
+        group_size=rollout.n,
+        max_samples=rollout.max_trajectories or rollout.max_running,
+        max_length=config.max_model_len,
+        vocabulary=vocabulary_size(config.model.path),
+        timeout_s=rollout.workflow_timeout_s,
+        attempts=rollout.workflow_attempts,
+        end_ids=_eos_ids(config.model.path, tokenizer),
+        parse_tools=_tool_parser(config, engine, tokenizer),
+        endpoint_host=rollout.endpoint_host,
+    )
+    return WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
+
+
+def _tool_parser(config: Config, engine: RolloutEngine, tokenizer: Any) -> ToolParser:
+    if config.rollout.tool_parser == HERMES:
+        return parse_tool_calls
+    return engine.tool_parser(config.rollout.tool_parser, tokenizer=tokenizer)
+
+
 def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardWorkers:
     """Return reward workers, which begin to load the function."""
-    file = inputs.files.get(REWARD)
+    assert config.reward.function is not None, "its caller has asked"
     return RewardWorkers(
         config.reward.function,
-        source=inputs.read(REWARD) if file is not None and file.path.suffix == ".py" else None,
+        source=inputs.source(REWARD),
         decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         attempts=config.reward.attempts,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
+        batch=config.reward.batch,
+        concurrency=config.reward.concurrency,
     )
 
 
