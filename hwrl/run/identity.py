@@ -135,7 +135,8 @@ class RunInputs:
         """Return a sentence for each file that has changed since the checkpoint with ``extra``, and may change.
 
         Raises ConfigError if the training prompts, the model's configuration or its tokenizer have changed, or the
-        weights of a reference model: the run could not continue its training with them. A checkpoint from an older hwrl has only the first two.
+        weights of a reference model: the run could not continue its training with them. A checkpoint from an older hwrl
+        has only the first two.
         """
         saved = extra.get("inputs") or {TRAIN: extra["data"], MODEL_CONFIG: extra["model"]}
         now = self.digests()
@@ -166,8 +167,8 @@ class RunInputs:
         if weights and self.config.has_reference_copy:
             raise ConfigError(
                 f"the weights in {self.config.model.path} are not the checkpoint's reference",
-                why=f"changed since the checkpoint was saved: {', '.join(weights)}; algorithm.kl_coeff keeps the policy "
-                "near the model that the run began with",
+                why=f"changed since the checkpoint was saved: {', '.join(weights)}; algorithm.kl_coeff keeps the "
+                "policy near the model that the run began with",
                 fix="restore the old files, or start a new run in another dir=…",
             )
         return [

@@ -12,7 +12,8 @@ from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
 from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
-from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.run.config import EMBEDDED, FSDP, TENSORBOARD, Config
+from hwrl.run.report.trackers import make_tracker
 from hwrl.user_code import load_function
 
 
@@ -47,6 +48,9 @@ def check_inputs(config: Config) -> None:
     if config.rollout.engine != EMBEDDED:
         load_rollout_engine(config)
         _check_engine(config.rollout.engine, "rollout.engine", config.rollout.engine_options)
+    for name in config.report.trackers:
+        if name != TENSORBOARD:
+            make_tracker(config, name)
 
 
 def is_local() -> bool:

@@ -14,7 +14,7 @@ from hwrl.errors import EngineError
 from hwrl.rollout import Evaluation, UntrainedPrompts
 from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.processes.actors import BatchInfo, RestoredRun
+from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
 from hwrl.run.report import PROMPTS, read_metrics
 from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
@@ -52,7 +52,7 @@ class TrainerDiesInStepTwo(StandInFleet):
         self.batches += 1
         return BatchInfo([self._step + 1], {}, {"replica-0#0": {"idle_s": 0.0, "generate_s": 10.0 * self.batches}})
 
-    def step(self, groups: list[Any]) -> dict[str, float]:
+    def step(self, groups: list[Any]) -> StepOutcome:
         if self._step == 1 and not self.died:
             self.died = True
             raise TrainerDiedError("killed")

@@ -50,6 +50,8 @@ FSDP = "fsdp"
 """The train engine that needs no plugin."""
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
+TENSORBOARD = "tensorboard"
+"""The tracker that needs no plugin."""
 
 
 class ModelConfig(Section):
@@ -452,6 +454,34 @@ class EvalConfig(Section):
         return self
 
 
+class ReportConfig(Section):
+    """What a run records about itself, and where its metrics go."""
+
+    samples_per_step: NotNegative = 4
+    """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
+    trackers: tuple[Name, ...] = (TENSORBOARD,)
+    """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
+    tracker_options: dict[Name, Options] = {}
+    """By the name of a plugin's tracker: its own settings, checked by the plugin."""
+    run_name: Name | None = None
+    """The run's name in trackers; null: the last part of ``dir``."""
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> ReportConfig:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers={list(self.trackers)} has a name twice")
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_a_trackers(self) -> ReportConfig:
+        unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
+        if unused:
+            raise ValueError(
+                f"tracker_options are for plugins in trackers={list(self.trackers)}, not for {', '.join(unused)}"
+            )
+        return self
+
+
 class TimeoutConfig(Section):
     """Time limits for the run's own processes. The run logs each wait of more than ten seconds."""
 
@@ -488,6 +518,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    report: ReportConfig = ReportConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")
