@@ -461,7 +461,7 @@ class ReportConfig(Section):
     """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
     trackers: tuple[Name, ...] = (TENSORBOARD,)
     """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
-    tracker_options: dict[Name, Options] = {}
+    tracker_options: dict[Name, Options] = Field(default_factory=dict)
     """By the name of a plugin's tracker: its own settings, checked by the plugin."""
     run_name: Name | None = None
     """The run's name in trackers; null: the last part of ``dir``."""
