@@ -13,6 +13,7 @@ from hwrl.interfaces.backend import (
     Support,
 )
 from hwrl.interfaces.batch import Batch
+from hwrl.interfaces.chat import ParsedAnswer, ToolCall, ToolParser, Tools
 from hwrl.interfaces.comm import Group, Pending, ReduceOp
 from hwrl.interfaces.command import Command
 from hwrl.interfaces.devicemap import DeviceMap
@@ -73,6 +74,7 @@ __all__ = [
     "MemoryInfo",
     "Moved",
     "OffloadedState",
+    "ParsedAnswer",
     "PciDevice",
     "Pending",
     "Phase",
@@ -89,6 +91,9 @@ __all__ = [
     "StreamLike",
     "Support",
     "TokenLoss",
+    "ToolCall",
+    "ToolParser",
+    "Tools",
     "TrainEngine",
     "Trajectory",
     "Transfer",

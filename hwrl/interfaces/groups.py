@@ -21,13 +21,15 @@ class Response:
     """One generated response: each token's id, log-probability under the behaviour policy, and weight version.
 
     The three arrays have one element per generated token, including the end-of-sequence token. ``truncated`` is true
-    if the length limit ended the response.
+    if the length limit ended the response. ``stop`` is the stop text or the stop token (``Sampling``) at its end; None
+    after another end.
     """
 
     token_ids: Ints
     logprobs: Floats
     versions: Ints
     truncated: bool
+    stop: str | int | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hwrl.rollout.chat import ChatTokens as ChatTokens
     from hwrl.rollout.checks import require_adapter as require_adapter
     from hwrl.rollout.checks import require_awake as require_awake
     from hwrl.rollout.checks import require_base as require_base
@@ -25,12 +26,20 @@ if TYPE_CHECKING:
     from hwrl.rollout.data import check_vocabulary as check_vocabulary
     from hwrl.rollout.data import load_prompts as load_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
+    from hwrl.rollout.endpoint.session import Endpoint as Endpoint
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
+    from hwrl.rollout.generation import GroupGenerator as GroupGenerator
+    from hwrl.rollout.generation import NoRewards as NoRewards
+    from hwrl.rollout.generation import PendingGroup as PendingGroup
+    from hwrl.rollout.generation import SampleGenerator as SampleGenerator
+    from hwrl.rollout.judge import Judge as Judge
     from hwrl.rollout.leases import LedgerClient as LedgerClient
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
     from hwrl.rollout.ledger import PromptLedger as PromptLedger
+    from hwrl.rollout.ledger import UntrainedPrompts as UntrainedPrompts
+    from hwrl.rollout.ledger import has_variance as has_variance
     from hwrl.rollout.memory import embedded_memory as embedded_memory
     from hwrl.rollout.memory import model_nbytes as model_nbytes
     from hwrl.rollout.model_link import INCARNATION as INCARNATION
@@ -39,29 +48,51 @@ if TYPE_CHECKING:
     from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
     from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
     from hwrl.rollout.reward import Reward as Reward
+    from hwrl.rollout.reward import RewardFunction as RewardFunction
+    from hwrl.rollout.reward import Scores as Scores
     from hwrl.rollout.reward import load_reward as load_reward
     from hwrl.rollout.reward_workers import RewardWorkers as RewardWorkers
     from hwrl.rollout.reward_workers import Scorer as Scorer
-    from hwrl.rollout.reward_workers import Scores as Scores
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
+    from hwrl.rollout.stops import StopFinder as StopFinder
+    from hwrl.rollout.stops import stop_finder as stop_finder
+    from hwrl.rollout.stops import text_decoder as text_decoder
+    from hwrl.rollout.tool_calls import HERMES as HERMES
+    from hwrl.rollout.tool_calls import parse_tool_calls as parse_tool_calls
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
+    from hwrl.rollout.workflow import PolicyClient as PolicyClient
+    from hwrl.rollout.workflow import TrajectoryBuilder as TrajectoryBuilder
+    from hwrl.rollout.workflow import Workflow as Workflow
+    from hwrl.rollout.workflow import WorkflowFactory as WorkflowFactory
+    from hwrl.rollout.workflow import WorkflowGenerator as WorkflowGenerator
+    from hwrl.rollout.workflow import WorkflowSettings as WorkflowSettings
+    from hwrl.rollout.workflow import load_workflow as load_workflow
+    from hwrl.rollout.workflow import single_turn as single_turn
 
 _MODULE_OF = {
     "AdapterUpdater": "weight_updater",
+    "ChatTokens": "chat",
     "EmbeddedEngine": "embedded",
+    "Endpoint": "endpoint.session",
     "EngineModels": "model_link",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
+    "GroupGenerator": "generation",
+    "HERMES": "tool_calls",
     "INCARNATION": "model_link",
+    "Judge": "judge",
     "LedgerClient": "leases",
     "LedgerCounts": "ledger",
     "LoopSettings": "rollouter",
     "ModelLink": "model_link",
     "ModelUpdater": "weight_updater",
+    "NoRewards": "generation",
+    "PendingGroup": "generation",
+    "PolicyClient": "workflow",
     "Prompt": "data",
     "PromptLease": "ledger",
     "PromptLedger": "ledger",
@@ -69,18 +100,30 @@ _MODULE_OF = {
     "ReceivedModels": "model_link",
     "RetryingReceiver": "model_link",
     "Reward": "reward",
+    "RewardFunction": "reward",
     "RewardWorkers": "reward_workers",
     "Rollouter": "rollouter",
+    "SampleGenerator": "generation",
     "Scorer": "reward_workers",
-    "Scores": "reward_workers",
+    "Scores": "reward",
+    "StopFinder": "stops",
+    "TrajectoryBuilder": "workflow",
+    "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
+    "Workflow": "workflow",
+    "WorkflowFactory": "workflow",
+    "WorkflowGenerator": "workflow",
+    "WorkflowSettings": "workflow",
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
     "check_vocabulary": "data",
     "embedded_memory": "memory",
+    "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
+    "load_workflow": "workflow",
     "model_nbytes": "memory",
+    "parse_tool_calls": "tool_calls",
     "require_adapter": "checks",
     "require_awake": "checks",
     "require_base": "checks",
@@ -90,20 +133,31 @@ _MODULE_OF = {
     "require_none_pending": "checks",
     "require_same_model": "checks",
     "require_weights": "checks",
+    "single_turn": "workflow",
+    "stop_finder": "stops",
+    "text_decoder": "stops",
 }
 
 __all__ = [
+    "HERMES",
     "INCARNATION",
     "AdapterUpdater",
+    "ChatTokens",
     "EmbeddedEngine",
+    "Endpoint",
     "EngineModels",
     "Evaluation",
     "Evaluator",
+    "GroupGenerator",
+    "Judge",
     "LedgerClient",
     "LedgerCounts",
     "LoopSettings",
     "ModelLink",
     "ModelUpdater",
+    "NoRewards",
+    "PendingGroup",
+    "PolicyClient",
     "Prompt",
     "PromptLease",
     "PromptLedger",
@@ -111,18 +165,30 @@ __all__ = [
     "ReceivedModels",
     "RetryingReceiver",
     "Reward",
+    "RewardFunction",
     "RewardWorkers",
     "Rollouter",
+    "SampleGenerator",
     "Scorer",
     "Scores",
+    "StopFinder",
+    "TrajectoryBuilder",
+    "UntrainedPrompts",
     "WeightUpdater",
+    "Workflow",
+    "WorkflowFactory",
+    "WorkflowGenerator",
+    "WorkflowSettings",
     "cache_token_nbytes",
     "check_prompts",
     "check_vocabulary",
     "embedded_memory",
+    "has_variance",
     "load_prompts",
     "load_reward",
+    "load_workflow",
     "model_nbytes",
+    "parse_tool_calls",
     "require_adapter",
     "require_awake",
     "require_base",
@@ -132,6 +198,9 @@ __all__ = [
     "require_none_pending",
     "require_same_model",
     "require_weights",
+    "single_turn",
+    "stop_finder",
+    "text_decoder",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ import numpy as np
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints
+from hwrl.rollout.reward import check_columns
 
 Messages = list[dict[str, Any]]
 """A conversation. Each message has the strings ``role`` and ``content``, and any other keys for the chat template."""
 Encode = Callable[[str | Messages], tuple[str, Sequence[int]]]
 """Turns a prompt (a string or messages) into the model's input, as text and as token ids."""
+
+_OWN_COLUMNS = ("prompt", "answer", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,15 @@ class Prompt:
     """One row: the prompt as text and as token ids (int32), and the ``answer`` for the reward function.
 
     A conversation's ``text`` comes from the chat template. ``max_new_tokens`` limits the responses to this prompt.
+    ``row`` has the row's other columns, by name. ``source`` names the data set; it is empty if there is only one.
     """
 
     text: str
     token_ids: Ints
     answer: Any
     max_new_tokens: int | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 class PromptStream:
@@ -69,18 +75,22 @@ def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int, content:
                 why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
                 fix="drop or shorten the row, or raise data.max_prompt_tokens",
             )
-        prompts.append(Prompt(text, token_ids, row["answer"], row.get("max_new_tokens")))
+        prompts.append(Prompt(text, token_ids, row["answer"], row.get("max_new_tokens"), row=_other_columns(row)))
     return prompts
 
 
-def check_prompts(path: Path, *, key: str) -> None:
+def _other_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
+
+
+def check_prompts(path: Path, *, key: str, columns: Collection[str] = ()) -> None:
     """Check the rows of ``path`` without a tokenizer. ``key`` is the configuration key with the path.
 
     Raises DataError if the file is missing, empty or of an unknown kind, and, with the row's place, if a row is not a
-    prompt with an answer.
+    prompt with an answer, or lacks one of ``columns``, which the reward function gets.
     """
-    for _ in _rows(path, key=key):
-        pass
+    for place, row in _rows(path, key=key):
+        check_columns(columns, _other_columns(row), place=place)
 
 
 def _check_row(row: Any, *, place: str) -> None:

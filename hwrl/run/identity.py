@@ -34,13 +34,13 @@ from hwrl.run.config import Config
 from hwrl.user_code import function_file
 
 TRAIN, EVAL, REWARD, MODEL = "data.train", "data.eval", "reward.function", "model.path"
-LOSS, ADVANTAGE = "algorithm.loss", "algorithm.advantage"
+LOSS, ADVANTAGE, WORKFLOW = "algorithm.loss", "algorithm.advantage", "rollout.workflow"
 CRITIC = "critic.path"
 MODEL_CONFIG = f"{MODEL}/config.json"
 
 Role = Literal["trainer", "rollout"]
 
-_FUNCTIONS: dict[str, Role] = {REWARD: "rollout", LOSS: "trainer", ADVANTAGE: "trainer"}
+_FUNCTIONS: dict[str, Role] = {REWARD: "rollout", WORKFLOW: "rollout", LOSS: "trainer", ADVANTAGE: "trainer"}
 """The keys with import paths of users' functions, and the processes that call these functions."""
 
 _WEIGHTS = (".safetensors", ".bin")
@@ -119,7 +119,8 @@ class RunInputs:
         """Return a sentence for each file that has changed since the checkpoint with ``extra``, and may change.
 
         Raises ConfigError if the training prompts, the model's configuration or its tokenizer have changed, or the
-        weights of a reference model: the run could not continue its training with them. A checkpoint from an older hwrl has only the first two.
+        weights of a reference model: the run could not continue its training with them. A checkpoint from an older
+        hwrl has only the first two.
         """
         saved = extra.get("inputs") or {TRAIN: extra["data"], MODEL_CONFIG: extra["model"]}
         now = self.digests()
@@ -149,8 +150,8 @@ class RunInputs:
         if weights and self.config.has_reference_copy:
             raise ConfigError(
                 f"the weights in {self.config.model.path} are not the checkpoint's reference",
-                why=f"changed since the checkpoint was saved: {', '.join(weights)}; algorithm.kl_coeff keeps the policy "
-                "near the model that the run began with",
+                why=f"changed since the checkpoint was saved: {', '.join(weights)}; algorithm.kl_coeff keeps the "
+                "policy near the model that the run began with",
                 fix="restore the old files, or start a new run in another dir=…",
             )
         return [

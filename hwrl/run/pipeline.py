@@ -6,7 +6,9 @@ the handles of the actors (``handles.py``) into the actors' processes (``actors.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Mapping
 
 from ray.exceptions import RayError
 
@@ -191,14 +193,24 @@ class Pipeline:
         return True
 
     def _record_step(self, metrics: Metrics, info: BatchInfo) -> Metrics:
+        self._log_failed(info.untrained.failed)
         line = self._report.add(
-            self.step, {**metrics, **self._rates.metrics(metrics, info)}, prompts=info.sequence_numbers
+            self.step,
+            {**metrics, **self._rates.metrics(metrics, info)},
+            prompts=info.sequence_numbers,
+            untrained=info.untrained,
         )
         if self.step == self._first_step:
             evaluates = self._config.data.eval is not None
             for sentence in unknown_goals(self._config.goals, line, evaluates=evaluates):
                 self._view.log(sentence)
         return line
+
+    def _log_failed(self, failed: Mapping[int, str]) -> None:
+        """Log the skipped prompts of a step, with the reason of the first one."""
+        for number, reason in itertools.islice(failed.items(), 1):
+            others = f" (and {len(failed) - 1} others)" if len(failed) > 1 else ""
+            self._view.log(f"prompt {number}{others} failed rollout.max_attempts times and is skipped: {reason}")
 
     def _finish_profile(self) -> None:
         """Log the outcome of the profile if there is one."""

@@ -11,8 +11,14 @@ from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
+    from hwrl.train.advantages import group_advantages as group_advantages
+    from hwrl.train.algorithm import Algorithm as Algorithm
     from hwrl.train.choices import AdvantageName as AdvantageName
+    from hwrl.train.choices import AggregationMode as AggregationMode
+    from hwrl.train.choices import ImportanceLevel as ImportanceLevel
+    from hwrl.train.choices import KlEstimator as KlEstimator
     from hwrl.train.choices import LossName as LossName
+    from hwrl.train.choices import RejectionMode as RejectionMode
     from hwrl.train.critic import CriticEngine as CriticEngine
     from hwrl.train.critic import ValueLoss as ValueLoss
     from hwrl.train.engines import Engines as Engines
@@ -24,12 +30,15 @@ if TYPE_CHECKING:
     from hwrl.train.loading import read_on_all_ranks as read_on_all_ranks
     from hwrl.train.loading import read_weights as read_weights
     from hwrl.train.losses import PolicyLoss as PolicyLoss
-    from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
     from hwrl.train.memory import add_in_turns as add_in_turns
     from hwrl.train.memory import certain_fsdp_memory as certain_fsdp_memory
     from hwrl.train.memory import fsdp_memory as fsdp_memory
     from hwrl.train.memory import reference_memory as reference_memory
+    from hwrl.train.objective import Objective as Objective
+    from hwrl.train.objective import Rejection as Rejection
+    from hwrl.train.objective import UserLoss as UserLoss
+    from hwrl.train.overlong import Overlong as Overlong
     from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
@@ -41,7 +50,6 @@ if TYPE_CHECKING:
     from hwrl.train.sharding import ShardedModel as ShardedModel
     from hwrl.train.sharding import layers_of as layers_of
     from hwrl.train.state_memory import StateMemory as StateMemory
-    from hwrl.train.trainer import Algorithm as Algorithm
     from hwrl.train.trainer import AsyncTrainer as AsyncTrainer
     from hwrl.train.trainer import TrainedStep as TrainedStep
     from hwrl.train.trainer import move_metrics as move_metrics
@@ -49,21 +57,29 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "ActivationCheckpointing": "activations",
     "AdvantageName": "choices",
-    "Algorithm": "trainer",
+    "AggregationMode": "choices",
+    "Algorithm": "algorithm",
     "AsyncTrainer": "trainer",
     "CriticEngine": "critic",
     "Engines": "engines",
     "FsdpEngine": "fsdp",
+    "ImportanceLevel": "choices",
+    "KlEstimator": "choices",
     "LossName": "choices",
     "MicroBatch": "packing",
     "ModelFlops": "flops",
+    "Objective": "objective",
     "OutputScorer": "scoring",
+    "Overlong": "overlong",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
     "ReferenceModel": "reference",
+    "Rejection": "objective",
+    "RejectionMode": "choices",
     "ShardedModel": "sharding",
     "StateMemory": "state_memory",
     "TrainedStep": "trainer",
+    "UserLoss": "objective",
     "ValueLoss": "critic",
     "VocabularyShard": "scoring",
     "add_in_turns": "memory",
@@ -71,7 +87,7 @@ _MODULE_OF = {
     "certain_fsdp_memory": "memory",
     "collate": "padding",
     "fsdp_memory": "memory",
-    "group_advantages": "losses",
+    "group_advantages": "advantages",
     "layers_of": "sharding",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
@@ -87,21 +103,29 @@ _MODULE_OF = {
 __all__ = [
     "ActivationCheckpointing",
     "AdvantageName",
+    "AggregationMode",
     "Algorithm",
     "AsyncTrainer",
     "CriticEngine",
     "Engines",
     "FsdpEngine",
+    "ImportanceLevel",
+    "KlEstimator",
     "LossName",
     "MicroBatch",
     "ModelFlops",
+    "Objective",
     "OutputScorer",
+    "Overlong",
     "PolicyEngine",
     "PolicyLoss",
     "ReferenceModel",
+    "Rejection",
+    "RejectionMode",
     "ShardedModel",
     "StateMemory",
     "TrainedStep",
+    "UserLoss",
     "ValueLoss",
     "VocabularyShard",
     "add_in_turns",

@@ -8,33 +8,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
-from hwrl.interfaces import Batch, Moved, PromptGroup, TokenLoss, TrainEngine
+from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
+from hwrl.train.advantages import group_advantages
+from hwrl.train.aggregation import row_weights
+from hwrl.train.algorithm import Algorithm
 from hwrl.train.balance import divide_rows, imbalance
-from hwrl.train.choices import AdvantageName
-from hwrl.train.losses import group_advantages
 from hwrl.train.padding import collate, token_rewards
 
 if TYPE_CHECKING:
     from hwrl.train.critic import CriticEngine
     from hwrl.train.flops import ModelFlops
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """How a batch becomes optimizer steps: ``ppo_epochs`` passes over it, each in ``mini_batches`` parts.
-
-    In the first ``critic_warmup`` steps of a run only the critic learns.
-    """
-
-    loss: TokenLoss
-    advantage: AdvantageName = "grpo"
-    ppo_epochs: int = 1
-    mini_batches: int = 1
-    critic_warmup: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,16 +112,18 @@ class AsyncTrainer:
         With a critic, :meth:`train_critic` must follow before anything else.
         """
         consumed = self._consumed_metrics(groups)
+        overlong = self._algorithm.overlong
+        groups, shaped = (groups, {}) if overlong is None else overlong.apply(groups)
         work = _Work.of(groups, self._flops)
         division = divide_rows(
             work.costs, mini_batches=self._algorithm.mini_batches, shares=self.engine.data_parallel_size
         )
         with self.stepping():
-            trained = self._train(groups, [part[self.engine.data_parallel_rank] for part in division])
+            trained = self._train(groups, division)
         self.steps_done += 1
         balance = {"perf/imbalance": imbalance(division, work.costs), "weights/version": float(self.version)}
         return TrainedStep(
-            {**consumed, **trained, **balance},
+            {**consumed, **shaped, **trained, **balance},
             publishes=self.steps_done % self._trigger_parameter_sync_step == 0,
             tokens=work.tokens * self._algorithm.ppo_epochs,
             flops=work.flops(self._algorithm),
@@ -188,10 +178,14 @@ class AsyncTrainer:
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _train(self, groups: Sequence[PromptGroup], share: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Train on ``share``: the rows of this rank in each mini-batch."""
+    def _train(self, groups: Sequence[PromptGroup], division: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
+        """Train on this rank's share of each mini-batch of ``division``."""
+        share = [part[self.engine.data_parallel_rank] for part in division]
         rows = [row for part in share for row in part]
         batch, metrics = self._estimated(groups, rows)
+        weights = self._row_weights(groups, division)
+        if weights is not None:
+            batch = replace(batch, weights=torch.from_numpy(weights[rows]))
         loss = self._algorithm.loss
         if loss.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
@@ -222,6 +216,18 @@ class AsyncTrainer:
         return _join(
             [self.engine.train_batch(part, loss=loss) for _ in range(self._algorithm.ppo_epochs) for part in parts],
             of="actor",
+        )
+
+    def _row_weights(
+        self, groups: Sequence[PromptGroup], division: Sequence[Sequence[Sequence[int]]]
+    ) -> npt.NDArray[np.float32] | None:
+        """Return the weight of each row in the loss; None: all have the same."""
+        algorithm = self._algorithm
+        return row_weights(
+            [int(length) for group in groups for length in group.policy_lengths],
+            [[row for rows in part for row in rows] for part in division],
+            mode=algorithm.aggregation,
+            constant=algorithm.loss_constant,
         )
 
     def _require_published(self, groups: Sequence[PromptGroup]) -> None:
@@ -286,10 +292,10 @@ class _Work:
     def of(cls, groups: Sequence[PromptGroup], model: ModelFlops | None) -> _Work:
         responses = np.concatenate([group.policy_lengths for group in groups]).astype(np.int64)
         prompts = np.repeat([len(group.prompt_ids) for group in groups], [group.size for group in groups])
-        lengths = prompts + np.concatenate([group.lengths for group in groups])
+        lengths = (prompts + np.concatenate([group.lengths for group in groups])) * (responses > 0)
         if model is None:
-            return cls(lengths.tolist(), int(lengths.sum()), 0, None)
-        costs: list[int] = model.training(lengths, responses=responses).tolist()
+            return cls(lengths.clip(min=1).tolist(), int(lengths.sum()), 0, None)
+        costs: list[int] = model.training(lengths, responses=responses).clip(min=1).tolist()
         forward = sum(model.forward(lengths, responses=responses).tolist())
         return cls(costs, int(lengths.sum()), forward, model)
 

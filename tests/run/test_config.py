@@ -154,7 +154,8 @@ def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("word", "remedy"), [("reward=x.py:f", r"reward\.function\?"), ("eval=5", r"eval\.every_steps or eval\.prompts\?")]
+    ("word", "remedy"),
+    [("reward=x.py:f", r"reward\.function or "), ("eval=5", r"eval\.every_steps or eval\.prompts\?")],
 )
 def test_a_value_for_a_section_is_answered_with_its_keys(tmp_path: Path, word: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=f"it is a section, not a value; did you mean {remedy}"):

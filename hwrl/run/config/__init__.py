@@ -8,7 +8,8 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.schema import EMBEDDED, FSDP, Config, Section
+from hwrl.run.config.schema import EMBEDDED, FSDP, Config
+from hwrl.run.config.section import Section
 
 __all__ = [
     "EMBEDDED",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from hwrl.interfaces import LoraSettings
+from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
+from hwrl.run.config.section import Section
 from hwrl.run.config.values import (
     AbsolutePath,
     Decay,
@@ -25,20 +27,17 @@ from hwrl.run.config.values import (
     Seed,
     Share,
     Temperature,
+    Texts,
     Threads,
+    TokenIds,
+    TopK,
+    TopP,
 )
-from hwrl.train import AdvantageName, LossName
 
 FSDP = "fsdp"
 """The train engine that needs no plugin."""
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
-
-
-class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -77,14 +76,18 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """The reward of a response."""
 
-    function: Function
-    """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
+    function: Function | None = None
+    """``package.module:function`` or ``file.py:function``, of (prompt, response, answer). null: the workflow's."""
     attempts: Positive = 3
     """Calls for one prompt, if the function raises, before the prompt has failed."""
     timeout_s: Seconds = 300.0
-    """Time limit of one call, less than ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
+    """Time limit of one call. A longer call is killed; its prompt has failed."""
     workers: Processes = 4
     """Most processes of each replica that call the function; another one starts when prompts wait."""
+    batch: bool = False
+    """Call the function once per prompt, with lists: an element for each response, and so the result."""
+    concurrency: Positive = 64
+    """Calls of an async function at the same time, in each process."""
 
 
 class RolloutConfig(Section):
@@ -92,7 +95,7 @@ class RolloutConfig(Section):
 
     engine: Name = EMBEDDED
     """``embedded``: a transformers model in the replica's process; or the name of a plugin's engine."""
-    engine_options: Options = {}
+    engine_options: Options = Field(default_factory=dict)
     """The plugin's own settings, checked by the plugin."""
     replicas: Processes = 1
     """Rollout processes, each with its own model."""
@@ -102,12 +105,42 @@ class RolloutConfig(Section):
     """A longer response is cut off and counts as truncated."""
     temperature: Temperature = 1.0
     """Temperature of sampling, and of the trained policy."""
+    top_p: TopP = 1.0
+    """Sample among the fewest tokens with this probability together; 1: all ([sampling](training.md#sampling))."""
+    top_k: TopK = -1
+    """Sample among this number of the most probable tokens; -1: all."""
+    min_p: Share = 0.0
+    """Drop tokens below this share of the largest probability; 0: none."""
+    stop: Texts = ()
+    """Texts that end a response, and stay in it."""
+    stop_token_ids: TokenIds = ()
+    """Tokens that end a response, beside the model's end tokens."""
     max_running: Positive = 128
     """Responses in one replica at the same time."""
+    workflow: Function | None = None
+    """``package.module:factory`` or ``file.py:factory`` of a [workflow](workflows.md); null: one response, one turn."""
+    workflow_options: Options = Field(default_factory=dict)
+    """Further arguments of the factory."""
+    workflow_timeout_s: Seconds = 300.0
+    """Time limit of one run of the workflow. A longer run is cancelled, and has failed."""
+    workflow_attempts: Positive = 2
+    """Runs of the workflow for one sample, if it fails, before the prompt has failed."""
+    max_trajectories: Positive | None = None
+    """Runs of the workflow in one replica at the same time; null: ``max_running``."""
+    max_model_len: Positive | None = None
+    """Most tokens of a trajectory, the prompt included; null: ``data.max_prompt_tokens`` + ``max_new_tokens``."""
+    tool_parser: Name = "hermes"
+    """The form of [tool calls](agents.md#tools) in workflows: ``hermes``, or the name of a parser of the engine."""
+    endpoint_host: Name = "127.0.0.1"
+    """The address of a replica's machine at which [endpoints](agents.md) for agents listen; 0.0.0.0: all of them."""
     group_timeout_s: Seconds = 600.0
-    """Time limit of a replica for one prompt, its rewards included; then another replica gets it."""
+    """Time without [progress](training.md#progress) on a prompt; then its replica counts as hung and is replaced."""
     max_attempts: Positive = 3
-    """Failures of one prompt before the run ends with an error."""
+    """Failures of one prompt before it is given up."""
+    on_failure: Literal["stop", "skip"] = "stop"
+    """When a prompt is given up: ``stop`` the run with an error, or ``skip`` the prompt; another one is trained."""
+    max_skipped_in_a_row: Positive = 10
+    """Prompts that may be skipped with no finished prompt between them; the next one ends the run."""
     tensor_parallel: Processes = 1
     """Devices per replica, if its engine can divide a model. It shares none of them."""
     max_restarts: NotNegative = 3
@@ -137,6 +170,18 @@ class RolloutConfig(Section):
     def _only_a_sleeper_has_a_level(self) -> RolloutConfig:
         if self.sleep_level == 2 and not self.free_cache_engine:
             raise ValueError("sleep_level=2 is for replicas that sleep; set free_cache_engine=true, too")
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_workflow_has_settings(self) -> RolloutConfig:
+        settings = {name: getattr(self, name) for name in ("workflow_options", "max_trajectories", "max_model_len")}
+        given = [name for name, value in settings.items() if value]
+        if self.workflow is None and given:
+            raise ValueError(f"{' and '.join(given)} must stay away without a workflow; set workflow, too")
+        if self.max_trajectories is not None and self.max_trajectories < self.n:
+            raise ValueError(
+                f"max_trajectories={self.max_trajectories} must be at least n={self.n}: a prompt's runs go together"
+            )
         return self
 
     @model_validator(mode="after")
@@ -170,7 +215,7 @@ class TrainConfig(Section):
 
     engine: Name = FSDP
     """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of a plugin's engine."""
-    engine_options: Options = {}
+    engine_options: Options = Field(default_factory=dict)
     """The plugin's own settings, checked by the plugin."""
     ranks: Processes = 1
     """Training processes. They share one model."""
@@ -248,50 +293,6 @@ class TrainConfig(Section):
                 f"steps=1 … {self.steps}"
             )
         return self
-
-
-class AlgorithmConfig(Section):
-    """Advantages and loss; see :mod:`hwrl.train.losses`."""
-
-    advantage: AdvantageName = "grpo"
-    """``grpo``, ``dr_grpo`` or ``rloo``: from the rewards of a prompt's group. ``gae``: from a [critic](#critic)."""
-    loss: LossName = "ppo_clip"
-    """``ppo_clip``, ``tis`` or ``decoupled``."""
-    clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
-    """How far the ratio may fall below 1."""
-    clip_ratio_high: PositiveReal = 0.28
-    """How far the ratio may rise above 1."""
-    rollout_is_threshold: PositiveReal = 2.0
-    """Upper limit of importance weights of off-policy tokens (``tis`` and ``decoupled``)."""
-    ppo_epochs: Positive = 1
-    """Passes over each batch."""
-    mini_batches: Positive = 1
-    """Optimizer steps per pass."""
-
-    @property
-    def has_critic(self) -> bool:
-        """Whether a critic makes the advantages."""
-        return self.advantage == "gae"
-
-
-class CriticConfig(Section):
-    """The critic of PPO, with ``algorithm.advantage=gae``: a second model, with one output, the value of each token.
-
-    It has the policy's ``train``, ``optimizer`` and adapter settings, but for these.
-    """
-
-    path: AbsolutePath | None = None
-    """The directory of the model that it starts from, with a new output layer; null: ``model.path``."""
-    learning_rate: PositiveReal = 1e-5
-    """Its highest value."""
-    cliprange_value: PositiveReal = 0.2
-    """How far from the old value the loss follows a value."""
-    gamma: Annotated[PositiveReal, Field(le=1)] = 1.0
-    """Discount of rewards, for each token of the policy."""
-    lam: Share = 0.95
-    """λ of generalized advantages: 1 trusts the rewards alone, 0 the next value alone."""
-    warmup_steps: NotNegative = 0
-    """Training steps at the start in which the critic learns and the policy does not."""
 
 
 class AsyncConfig(Section):
@@ -372,11 +373,11 @@ class Config(Section):
     """Seed of the order of prompts and of sampling."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
-    goals: dict[Name, Finite] = {}
+    goals: dict[Name, Finite] = Field(default_factory=dict)
     """Metrics to reach in the last training step and the last evaluation; else the exit status is 1."""
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -401,6 +402,21 @@ class Config(Section):
                 f"the {responses} responses of a step (train.batch_groups={self.train.batch_groups} * rollout.n="
                 f"{self.rollout.n}) must be at least one for each rank in each mini-batch: {each} * "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trajectories_are_rewarded(self) -> Config:
+        if self.reward.function is None and self.rollout.workflow is None:
+            raise ValueError("reward.function is missing: without rollout.workflow nothing else gives a reward")
+        return self
+
+    @model_validator(mode="after")
+    def _a_prompt_leaves_room(self) -> Config:
+        if self.max_model_len <= self.data.max_prompt_tokens:
+            raise ValueError(
+                f"rollout.max_model_len={self.max_model_len} must be more than data.max_prompt_tokens="
+                f"{self.data.max_prompt_tokens}: a prompt needs room for a response"
             )
         return self
 
@@ -444,20 +460,32 @@ class Config(Section):
                 f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
                 "rollout.n=2 or more, or algorithm.advantage=gae"
             )
-        if self.algorithm.has_critic and self.train.engine != FSDP:
+        if self.train.engine != FSDP and (self.algorithm.has_critic or self.algorithm.kl_coeff):
+            key = "advantage=gae" if self.algorithm.has_critic else f"kl_coeff={self.algorithm.kl_coeff:g}"
+            missing = "critic" if self.algorithm.has_critic else "reference model"
             raise ValueError(
-                f"algorithm.advantage=gae needs train.engine={FSDP}: {self.train.engine} has no critic for its ranks"
+                f"algorithm.{key} needs train.engine={FSDP}: {self.train.engine} has no {missing} for its ranks"
             )
         return self
 
     @model_validator(mode="after")
-    def _a_call_of_the_reward_ends_before_its_replica_counts_as_hung(self) -> Config:
-        if self.reward.timeout_s >= self.rollout.group_timeout_s:
+    def _the_overlong_buffer_is_in_the_limit(self) -> Config:
+        if self.algorithm.overlong_buffer_tokens > self.rollout.max_new_tokens:
             raise ValueError(
-                f"reward.timeout_s={self.reward.timeout_s:g} must be less than rollout.group_timeout_s="
-                f"{self.rollout.group_timeout_s:g}: a replica that holds a prompt for so long is replaced"
+                f"algorithm.overlong_buffer_tokens={self.algorithm.overlong_buffer_tokens} must be at most "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}: it is the last part of it"
             )
         return self
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a trajectory, the prompt included."""
+        return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def has_reference_copy(self) -> bool:
+        """Whether a frozen copy of the model is the reference of ``algorithm.kl_coeff``; an adapter has its base."""
+        return self.algorithm.kl_coeff != 0 and self.model.lora is None
 
     @property
     def groups_per_version(self) -> int:

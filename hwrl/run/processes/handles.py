@@ -135,12 +135,16 @@ class LedgerHandle(ActorHandle):
         """Report a failed prompt."""
         return _send(self._actor.fail, lease, reason)
 
+    def renew(self, leases: Sequence[PromptLease], replica_id: str) -> Answer[None]:
+        """Report progress on prompts of a replica."""
+        return _send(self._actor.renew, leases, replica_id)
+
     def forget(self, replica_id: str) -> Answer[int]:
         """Take back all prompts of a dead replica; the answer is their number."""
         return _send(self._actor.forget, replica_id)
 
     def expire_overdue(self) -> Answer[list[str]]:
-        """Take back prompts after their deadline; the answer has the ids of the replicas that held them."""
+        """Take back prompts without progress; the answer has the ids of the replicas that held them."""
         return _send(self._actor.expire_overdue)
 
     def take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:

@@ -17,6 +17,7 @@ from hwrl.run.identity import RunInputs
 from hwrl.run.plan import check_rank
 from hwrl.run.processes.actors import RestoredRun
 from hwrl.run.processes.build import (
+    build_algorithm,
     build_checkpoints,
     build_co_senders,
     build_engines,
@@ -55,7 +56,8 @@ class TrainerRank:
         self._group = join_ranks(config, store, rank=rank, incarnation=incarnation)
         alone = store_address.startswith("127.0.0.1")  # a run on one machine serves its store there
         check_rank(config, get_backend(), rank=rank, alone=alone)
-        self._engines = build_engines(config, group=self._group)
+        algorithm = build_algorithm(config, inputs)
+        self._engines = build_engines(config, group=self._group, algorithm=algorithm)
         self._engine = self._engines.policy
         self._sender = (
             build_sender(config, store, transport, senders=senders, base=self._engine.base, incarnation=incarnation)
@@ -63,7 +65,7 @@ class TrainerRank:
             else None
         )
         self._co_senders = build_co_senders(store) if rank and senders > 1 else {}
-        self._trainer = build_trainer(config, self._engines, incarnation=incarnation)
+        self._trainer = build_trainer(config, self._engines, algorithm=algorithm, incarnation=incarnation)
         self._checkpoints = build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
         self._profile = _profile_of(config) if rank == 0 else None

@@ -62,6 +62,7 @@ class StepRates:
         trainer_s = sum(value for name, value in trained.items() if name.startswith("timing_s/"))
         metrics = {
             **{f"ledger/{name}": float(value) for name, value in batch.counts.items()},
+            **_untrained(batch),
             "response/tokens_total": self._trained_tokens,
             "trainer/tokens_per_s": trained["response/tokens"] / elapsed_s,
             "trainer/idle_ratio": trained["timing_s/wait"] / max(trainer_s, 1e-9),
@@ -95,3 +96,13 @@ class StepRates:
 
 def _busy_s(totals: dict[str, float]) -> float:
     return sum(totals.get(name, 0.0) for name in BUSY_SECONDS)
+
+
+def _untrained(batch: BatchInfo) -> Metrics:
+    """Return the numbers of prompts that were settled without training since the last batch."""
+    filtered = len(batch.untrained.filtered)
+    return {
+        "groups/filtered": float(filtered),
+        "groups/filtered_ratio": filtered / max(1, filtered + len(batch.sequence_numbers)),
+        "groups/failed": float(len(batch.untrained.failed)),
+    }

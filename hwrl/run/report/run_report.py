@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import RunDirectoryError, attempt_all
 from hwrl.run.report.curve import draw_curve
 from hwrl.run.report.event_files import AppendedFile, EventFile
 from hwrl.run.report.records import Metrics, encode_records, join_ranges, read_records
+
+if TYPE_CHECKING:
+    from hwrl.rollout import UntrainedPrompts
 
 METRICS = "metrics.jsonl"
 PROMPTS = "trained_prompts.jsonl"
@@ -25,7 +29,8 @@ class RunReport:
 
     - ``metrics.jsonl`` has one JSON object per training step: ``step``, ``time_s`` (seconds of training, summed over
       resumes) and the step's metrics.
-    - ``trained_prompts.jsonl`` has the sequence numbers of the prompts in each step.
+    - ``trained_prompts.jsonl`` has the sequence numbers of the prompts in each step; then ``filtered`` and ``failed``,
+      if there are any: the prompts that were settled without training since the line before, failed ones with reasons.
 
     The run must not lose these two files: a failed write raises RunDirectoryError. A file with missing or damaged lines
     up to ``resume_step`` is reported through ``log``.
@@ -53,14 +58,17 @@ class RunReport:
         """Count ``time_s`` from now on. Call this when every process is ready: the start-up is not training time."""
         self._started_s = time.perf_counter()
 
-    def add(self, step: int, metrics: Mapping[str, float], *, prompts: list[int]) -> Metrics:
+    def add(
+        self, step: int, metrics: Mapping[str, float], *, prompts: list[int], untrained: UntrainedPrompts | None = None
+    ) -> Metrics:
         """Record a training step; return the line in ``metrics.jsonl``."""
         self._step = step
         elapsed_s = self._earlier_s + time.perf_counter() - self._started_s
         line: Metrics = {"step": step, "time_s": round(elapsed_s, 3), **{k: _round(v) for k, v in metrics.items()}}
         self.history.append(line)
+        settled = {name: numbers for name, numbers in asdict(untrained).items() if numbers} if untrained else {}
         attempt_all(
-            partial(self._append, PROMPTS, self._prompts, {"step": step, "sequence_numbers": prompts}),
+            partial(self._append, PROMPTS, self._prompts, {"step": step, "sequence_numbers": prompts, **settled}),
             partial(self._append, METRICS, self._metrics, line),
         )
         self._add_events(metrics, step=step)
