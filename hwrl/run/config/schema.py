@@ -615,6 +615,11 @@ class Config(Section):
         return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
+    def has_reference_copy(self) -> bool:
+        """Whether a frozen copy of the model is the reference of ``algorithm.kl_coeff``; an adapter has its base."""
+        return self.algorithm.kl_coeff != 0 and self.model.lora is None
+
+    @property
     def groups_per_version(self) -> int:
         """Prompts trained with one weight version."""
         return self.train.batch_groups * self.async_training.trigger_parameter_sync_step
