@@ -17,8 +17,9 @@ from hwrl.rollout.reward import check_columns
 
 Messages = list[dict[str, Any]]
 """A conversation. Each message has the strings ``role`` and ``content``, and any other keys for the chat template."""
-Encode = Callable[[str | Messages], tuple[str, Sequence[int]]]
-"""Turns a prompt (a string or messages) into the model's input, as text and as token ids."""
+Encode = Callable[..., tuple[str, Sequence[int]]]
+"""Turns a prompt (a string or messages) into the model's input, as text and as token ids. It gets ``tools=``, the row's
+column of this name, if the row has one."""
 
 _OWN_COLUMNS = ("prompt", "answer", "max_new_tokens")
 
@@ -68,7 +69,7 @@ def load_prompts(path: Path, *, encode: Encode, max_prompt_tokens: int, content:
     """
     prompts = []
     for place, row in _rows(path, content=content):
-        text, token_ids = _encoded(row["prompt"], encode, place=place)
+        text, token_ids = _encoded(row, encode, place=place)
         if not 1 <= len(token_ids) <= max_prompt_tokens:
             raise DataError(
                 f"{place} has a prompt of {len(token_ids)} tokens",
@@ -119,14 +120,15 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _encoded(prompt: str | Messages, encode: Encode, *, place: str) -> tuple[str, Ints]:
+def _encoded(row: Mapping[str, Any], encode: Encode, *, place: str) -> tuple[str, Ints]:
+    given = {} if row.get("tools") is None else {"tools": row["tools"]}
     try:
-        text, token_ids = encode(prompt)
+        text, token_ids = encode(row["prompt"], **given)
     except Exception as exc:  # a chat template may raise anything, and refuses roles by raising
         raise DataError(
             f"the prompt of {place} cannot be encoded",
             why=str(exc) or repr(exc),
-            fix="fix the row; or write the prompt as a string, if the model's tokenizer has no chat template",
+            fix="fix the row; without a chat template of the tokenizer, set data.chat_template, or write a string",
         ) from exc
     return text, np.array(token_ids, dtype=np.int32)
 

@@ -35,6 +35,7 @@ from hwrl.user_code import function_file
 
 TRAIN, EVAL, REWARD, MODEL = "data.train", "data.eval", "reward.function", "model.path"
 LOSS, ADVANTAGE, WORKFLOW = "algorithm.loss", "algorithm.advantage", "rollout.workflow"
+TEMPLATE = "data.chat_template"
 MODEL_CONFIG = f"{MODEL}/config.json"
 
 Role = Literal["trainer", "rollout"]
@@ -169,6 +170,8 @@ def _find_files(config: Config) -> dict[str, Path]:
     paths = {TRAIN: config.data.train}
     if config.data.eval is not None:
         paths[EVAL] = config.data.eval
+    if (template := config.data.chat_template_file) is not None:
+        paths[TEMPLATE] = template
     for key in _FUNCTIONS:
         section, name = key.split(".")
         target = str(getattr(getattr(config, section), name))

@@ -27,6 +27,7 @@ def check_inputs(config: Config) -> None:
     run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
+    _check_template(config.data.chat_template_file)
     reward = config.reward.function
     columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
     check_prompts(config.data.train, key="data.train", columns=columns)
@@ -81,6 +82,15 @@ def _check_model(config: Config) -> None:
             f"the model in {path} is damaged or incomplete",
             why="; ".join(f"{name}: {why}" for name, why in damaged.items()),
             fix="download or save the model again",
+        )
+
+
+def _check_template(file: Path | None) -> None:
+    if file is not None and not file.is_file():
+        raise ConfigError(
+            f"there is no file {file}",
+            why="data.chat_template names it: without a '{' it is no template itself",
+            fix="correct the path, or write the template's text",
         )
 
 

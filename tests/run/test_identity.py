@@ -13,10 +13,13 @@ import pytest
 from hwrl.errors import ConfigError, HwrlError, InputChangedError
 from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.config import Config, load_config
+from hwrl.run.config.schema import DataConfig
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
+from hwrl.run.inputs import check_inputs
 from hwrl.run.processes.actors import ProcessSetup, RolloutActor, TrainActor
 from hwrl.run.processes.handles import LedgerHandle
+from hwrl.run.processes.tokenizer import run_tokenizer
 
 REWARD_FUNCTION = "def score(prompt, response, answer):\n    return 1.0\n"
 
@@ -211,3 +214,24 @@ def test_a_checkpoint_that_names_prompts_and_model_only_is_compared_by_these(con
     edit_the_prompts(config)
     with pytest.raises(ConfigError, match="training data"):
         identify_inputs(config).compare_with_checkpoint(extra)
+
+
+def test_a_chat_template_is_a_text_or_a_file_of_the_run(config: Config, tmp_path: Path) -> None:
+    def tokenizer_of(template: str) -> str:
+        changed = config.model_copy(update={"data": DataConfig(train=config.data.train, chat_template=template)})
+        inputs = identify_inputs(changed)
+        text = run_tokenizer(changed, inputs).chat_template
+        file = changed.data.chat_template_file
+        if file is not None:
+            add_line(file)
+            with pytest.raises(InputChangedError, match=r"template\.jinja changed during the run"):
+                run_tokenizer(changed, inputs)
+        return str(text)
+
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    assert tokenizer_of(str(tmp_path / "template.jinja")) == "{{ messages }}"
+    assert tokenizer_of("{{ messages[0] }}") == "{{ messages[0] }}"
+    with pytest.raises(ConfigError, match=r"there is no file /no/file\.jinja\n  why: data\.chat_template names it"):
+        check_inputs(
+            config.model_copy(update={"data": DataConfig(train=config.data.train, chat_template="/no/file.jinja")})
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -25,11 +26,13 @@ from hwrl.run.config.values import (
     Seed,
     Share,
     Temperature,
+    Template,
     Texts,
     Threads,
     TokenIds,
     TopK,
     TopP,
+    is_template,
 )
 from hwrl.train import AdvantageName, LossName
 
@@ -76,6 +79,16 @@ class DataConfig(Section):
     """Held-out prompts for evaluations; without them there are none."""
     max_prompt_tokens: Positive = 1024
     """A longer prompt is an error."""
+    chat_template: Template | None = None
+    """A Jinja template for prompts of messages, or its file; null: [the tokenizer's](training.md#chat-templates)."""
+    chat_template_kwargs: Options = {}
+    """Options for the chat template, such as ``enable_thinking: false``."""
+
+    @property
+    def chat_template_file(self) -> Path | None:
+        """The file of the chat template; None if the configuration has its text, or none."""
+        template = self.chat_template
+        return None if template is None or is_template(template) else Path(template)
 
 
 class RewardConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from hwrl.interfaces import RolloutEngine, ToolParser, TrainEngine
 from hwrl.models import (
     encode_prompt,
     load_generation_config,
-    load_tokenizer,
     vocabulary_size,
 )
 from hwrl.rollout import (
@@ -51,6 +51,7 @@ from hwrl.run.identity import EVAL, REWARD, TRAIN, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
 from hwrl.run.processes.settings import engine_settings, rollout_sampling, rollout_settings
+from hwrl.run.processes.tokenizer import run_tokenizer
 from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
@@ -68,7 +69,7 @@ def build_rollouter(
     config: Config, *, inputs: RunInputs, replica: str, seed: int, store_address: str, ledger: LedgerClient
 ) -> Rollouter:
     """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = run_tokenizer(config, inputs)
     with ExitStack() as after_an_error:
         rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
         after_an_error.callback(rewards.close)
@@ -186,11 +187,11 @@ def _transfer_timeout_s(config: Config) -> float:
 
 
 def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt]:
-    tokenizer, path = load_tokenizer(config.model.path), inputs.files[key].path
+    tokenizer, path = run_tokenizer(config, inputs), inputs.files[key].path
     prompts = load_prompts(
         path,
         content=inputs.read(key),
-        encode=lambda prompt: encode_prompt(tokenizer, prompt),
+        encode=functools.partial(encode_prompt, tokenizer),
         max_prompt_tokens=config.data.max_prompt_tokens,
     )
     check_vocabulary(prompts, path=path, vocabulary=vocabulary_size(config.model.path))
