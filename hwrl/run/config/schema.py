@@ -473,7 +473,7 @@ class ReportConfig(Section):
     """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
     trackers: tuple[Name, ...] = (TENSORBOARD,)
     """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
-    tracker_options: dict[Name, Options] = {}
+    tracker_options: dict[Name, Options] = Field(default_factory=dict)
     """By the name of a plugin's tracker: its own settings, checked by the plugin."""
     run_name: Name | None = None
     """The run's name in trackers; null: the last part of ``dir``."""
@@ -625,6 +625,11 @@ class Config(Section):
     def max_model_len(self) -> int:
         """Most tokens of a trajectory, the prompt included."""
         return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def has_reference_copy(self) -> bool:
+        """Whether a frozen copy of the model is the reference of ``algorithm.kl_coeff``; an adapter has its base."""
+        return self.algorithm.kl_coeff != 0 and self.model.lora is None
 
     @property
     def groups_per_version(self) -> int:
