@@ -144,7 +144,7 @@ class DataConfig(Section):
     max_prompt_tokens: Positive = 1024
     """A longer prompt is an error."""
     chat_template: Template | None = None
-    """A Jinja template for prompts of messages, or its file; null: [the tokenizer's](training.md#chat-templates)."""
+    """A Jinja template for prompts of messages, or its file; null: [the tokenizer's](data.md#chat-templates)."""
     chat_template_kwargs: Options = Field(default_factory=dict)
     """Options for the chat template, such as ``enable_thinking: false``."""
 
