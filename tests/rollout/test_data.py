@@ -270,9 +270,9 @@ def test_a_rows_tools_go_into_the_chat_template(
         "<bos>257>"
     ]
     assert [text for text, _ in encoded(tmp_path / "c", tokenizer, {**row, "tools": []}, row)] == ["<bos>7>"] * 2
-    for tools, fault in (("[{", "no JSON"), ([5], "a list of JSON schemas"), ({"name": "5"}, "a list of JSON schemas")):
+    for wrong, fault in (("[{", "no JSON"), ([5], "a list of JSON schemas"), ({"name": "5"}, "a list of JSON schemas")):
         with pytest.raises(DataError, match=rf"line 1 cannot be encoded\n  why: its tools (.|\n)*{fault}"):
-            encoded(tmp_path / "d", tokenizer, {**row, "tools": tools})
+            encoded(tmp_path / "d", tokenizer, {**row, "tools": wrong})
 
 
 def test_a_runs_chat_template_and_its_options_are_the_tokenizers(

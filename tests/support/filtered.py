@@ -31,4 +31,5 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         if total < sampling.top_p:
             kept[token], total = True, total + shares[token]
     shares[~kept & (shares < shares[kept].min())] = 0
-    return shares / shares.sum()
+    renormalised: np.ndarray = shares / shares.sum()
+    return renormalised
