@@ -21,7 +21,7 @@ from hwrl.run.config import TENSORBOARD, Config
 from hwrl.run.fleet.fleet import Fleet
 from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.identity import identify_inputs
-from hwrl.run.inputs import is_local
+from hwrl.run.inputs import is_local, sampling_warning
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
 from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of
@@ -114,6 +114,8 @@ class Pipeline:
     def _start(self) -> None:
         started_s = time.perf_counter()
         self._view.log(f"building {self._fleet.describe_size()}")
+        if (warning := sampling_warning(self._config)) is not None:
+            self._view.log(warning)
         self._fleet.launch()
         self._go_to_checkpoint_or_step_0(resume=self._config.resume)
         self._fleet.wait_for_replicas()
