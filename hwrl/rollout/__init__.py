@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.data import load_prompts as load_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
     from hwrl.rollout.endpoint.session import Endpoint as Endpoint
+    from hwrl.rollout.evaluator import EvaluatedPrompt as EvaluatedPrompt
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
@@ -88,6 +89,7 @@ _MODULE_OF = {
     "EmbeddedEngine": "embedded",
     "Endpoint": "endpoint.session",
     "EngineModels": "model_link",
+    "EvaluatedPrompt": "evaluator",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
@@ -163,6 +165,7 @@ __all__ = [
     "EmbeddedEngine",
     "Endpoint",
     "EngineModels",
+    "EvaluatedPrompt",
     "Evaluation",
     "Evaluator",
     "GroupGenerator",
