@@ -35,7 +35,7 @@ from hwrl.run.config import Config
 from hwrl.user_code import function_file
 
 TRAIN, EVAL, REWARD, MODEL = "data.train", "data.eval", "reward.function", "model.path"
-CURRICULUM, ORDER = "data.curriculum", "data.order"
+CURRICULUM, ORDER, CRITIC = "data.curriculum", "data.order", "critic.path"
 LOSS, ADVANTAGE, WORKFLOW = "algorithm.loss", "algorithm.advantage", "rollout.workflow"
 MODEL_CONFIG = f"{MODEL}/config.json"
 
@@ -134,8 +134,9 @@ class RunInputs:
     def compare_with_checkpoint(self, extra: Mapping[str, Any]) -> list[str]:
         """Return a sentence for each file that has changed since the checkpoint with ``extra``, and may change.
 
-        Raises ConfigError if the training prompts, the model's configuration or its tokenizer have changed: the run
-        could not continue its training with them. A checkpoint from an older hwrl has only the first two.
+        Raises ConfigError if the training prompts, the model's configuration or its tokenizer have changed, or the
+        weights of a reference model: the run could not continue its training with them. A checkpoint from an older hwrl
+        has only the first two.
         """
         saved = extra.get("inputs") or {TRAIN: extra["data"], MODEL_CONFIG: extra["model"]}
         now = self.digests()
@@ -160,6 +161,14 @@ class RunInputs:
             raise ConfigError(
                 f"the tokenizer in {self.config.model.path} is not the checkpoint's",
                 why=f"changed since the checkpoint was saved: {', '.join(tokenizer)}; prompts would have other tokens",
+                fix="restore the old files, or start a new run in another dir=…",
+            )
+        weights = [key for key in changed if key.startswith(MODEL) and key.endswith(_WEIGHTS)]
+        if weights and self.config.has_reference_copy:
+            raise ConfigError(
+                f"the weights in {self.config.model.path} are not the checkpoint's reference",
+                why=f"changed since the checkpoint was saved: {', '.join(weights)}; algorithm.kl_coeff keeps the "
+                "policy near the model that the run began with",
                 fix="restore the old files, or start a new run in another dir=…",
             )
         return [
@@ -194,10 +203,13 @@ def _find_files(config: Config) -> dict[str, Path]:
         target = str(getattr(getattr(config, section), name))
         if ":" in target and (path := function_file(target)) is not None and path.is_file():  # else it is built in
             paths[key] = path
-    model = config.model.path
-    for path in sorted([*model.glob("*"), *model.glob("additional_chat_templates/*")]):
-        if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
-            paths[f"{MODEL}/{path.relative_to(model).as_posix()}"] = path
+    models = {MODEL: config.model.path}
+    if config.algorithm.has_critic and config.critic.path is not None:
+        models[CRITIC] = config.critic.path
+    for key, model in models.items():
+        for path in sorted([*model.glob("*"), *model.glob("additional_chat_templates/*")]):
+            if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
+                paths[f"{key}/{path.relative_to(model).as_posix()}"] = path
     return paths
 
 
@@ -228,8 +240,8 @@ def _reads(role: Role, key: str) -> bool:
     if key in _FUNCTIONS:
         return role == _FUNCTIONS[key]
     if role == "trainer":
-        return key.startswith((TRAIN, MODEL))
-    return not key.startswith((TRAIN, EVAL)) and not key.endswith(_WEIGHTS)
+        return key.startswith((TRAIN, MODEL, CRITIC))
+    return not key.startswith((TRAIN, EVAL, CRITIC)) and not key.endswith(_WEIGHTS)
 
 
 def _identify(key: str, path: Path) -> InputFile:

@@ -12,7 +12,8 @@ from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
 from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
-from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.run.config import EMBEDDED, FSDP, TENSORBOARD, Config
+from hwrl.run.report.trackers import make_tracker
 from hwrl.user_code import load_function
 
 
@@ -36,6 +37,9 @@ def check_inputs(config: Config) -> None:
         load_function(config.data.curriculum, key="data.curriculum")
     if config.rollout.workflow is not None:
         load_function(config.rollout.workflow, key="rollout.workflow")
+    for key, target in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
+        if ":" in target:
+            load_function(target, key=key)
     if config.model.lora_rank:
         require_peft()
     if config.train.engine != FSDP:
@@ -44,6 +48,9 @@ def check_inputs(config: Config) -> None:
     if config.rollout.engine != EMBEDDED:
         load_rollout_engine(config)
         _check_engine(config.rollout.engine, "rollout.engine", config.rollout.engine_options)
+    for name in config.report.trackers:
+        if name != TENSORBOARD:
+            make_tracker(config, name)
 
 
 def is_local() -> bool:

@@ -149,7 +149,7 @@ def test_an_adapter_needs_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rollout: n=1 teaches nothing"):
+    with pytest.raises(ConfigError, match=r"rollout\.n=1 teaches nothing"):
         load_config(write(tmp_path, MINIMAL), ["rollout.n=1"])
 
 

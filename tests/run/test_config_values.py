@@ -32,6 +32,12 @@ MAY_BE_ZERO = {
     "eval.temperature",
     "eval.pass_reward",
     "rollout.min_p",
+    "algorithm.kl_coeff",
+    "algorithm.entropy_coeff",
+    "algorithm.overlong_buffer_tokens",
+    "algorithm.overlong_penalty",
+    "critic.lam",
+    "critic.warmup_steps",
 }
 MAY_BE_NEGATIVE = {"goals", "eval.pass_reward", "rollout.top_k"}
 MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ import pytest
 
 from hwrl.errors import ConfigError, HwrlError, InputChangedError
 from hwrl.run.cluster.placement import ProcessDevices
-from hwrl.run.config import Config, load_config
+from hwrl.run.config import Config, load_config, parse_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
 from hwrl.run.processes.actors import ProcessSetup, RolloutActor, TrainActor
@@ -147,6 +148,27 @@ def test_a_change_while_the_parts_are_built_is_found_and_is_the_error(config: Co
     with pytest.raises(InputChangedError, match=r"rewards.py changed"), inputs.unchanged("rollout"):
         edit_the_reward(config)
         raise ValueError("what half a file leads to")
+
+
+def test_a_critics_own_model_is_an_input_of_the_trainer_alone(config: Config, tmp_path: Path) -> None:
+    shutil.copytree(config.model.path, tmp_path / "critic")
+    changes = {"algorithm": {"advantage": "gae"}, "critic": {"path": str(tmp_path / "critic")}}
+    with_critic = parse_config(config.model_dump(mode="json") | changes)
+    inputs = identify_inputs(with_critic)
+    assert identify_inputs(with_critic).compare_with_checkpoint({"inputs": inputs.digests()}) == []
+    add_line(tmp_path / "critic" / "model.safetensors")
+    with inputs.unchanged("rollout"):
+        pass
+    with pytest.raises(InputChangedError, match=r"critic.path/model.safetensors"), inputs.unchanged("trainer"):
+        pass
+
+
+def test_a_resume_keeps_the_weights_of_its_reference(config: Config) -> None:
+    extra = {"inputs": identify_inputs(config).digests()}
+    spoil_the_weights(config)
+    near = parse_config(config.model_dump(mode="json") | {"algorithm": {"kl_coeff": 0.1}})
+    with pytest.raises(ConfigError, match="are not the checkpoint's reference"):
+        identify_inputs(near).compare_with_checkpoint(extra)
 
 
 def test_what_is_the_same_may_be_touched_copied_and_documented(config: Config) -> None:

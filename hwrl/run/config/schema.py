@@ -7,9 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -18,6 +16,8 @@ from pydantic import (
 )
 
 from hwrl.interfaces import LoraSettings
+from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
+from hwrl.run.config.section import Section
 from hwrl.run.config.values import (
     AbsolutePath,
     DataName,
@@ -45,18 +45,13 @@ from hwrl.run.config.values import (
     TopK,
     TopP,
 )
-from hwrl.train import AdvantageName, LossName
 
 FSDP = "fsdp"
 """The train engine that needs no plugin."""
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
-
-
-class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+TENSORBOARD = "tensorboard"
+"""The tracker that needs no plugin."""
 
 
 class ModelConfig(Section):
@@ -191,7 +186,7 @@ class RolloutConfig(Section):
 
     engine: Name = EMBEDDED
     """``embedded``: a transformers model in the replica's process; or the name of a plugin's engine."""
-    engine_options: Options = {}
+    engine_options: Options = Field(default_factory=dict)
     """The plugin's own settings, checked by the plugin."""
     replicas: Processes = 1
     """Rollout processes, each with its own model."""
@@ -215,7 +210,7 @@ class RolloutConfig(Section):
     """Responses in one replica at the same time."""
     workflow: Function | None = None
     """``package.module:factory`` or ``file.py:factory`` of a [workflow](workflows.md); null: one response, one turn."""
-    workflow_options: Options = {}
+    workflow_options: Options = Field(default_factory=dict)
     """Further arguments of the factory."""
     workflow_timeout_s: Seconds = 300.0
     """Time limit of one run of the workflow. A longer run is cancelled, and has failed."""
@@ -282,10 +277,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _a_group_fits(self) -> RolloutConfig:
-        if self.n < 2:
-            raise ValueError(
-                f"n={self.n} teaches nothing: a response's advantage comes from the others; set n=2 or more"
-            )
         if self.max_running < self.n:
             raise ValueError(
                 f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together"
@@ -315,7 +306,7 @@ class TrainConfig(Section):
 
     engine: Name = FSDP
     """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of a plugin's engine."""
-    engine_options: Options = {}
+    engine_options: Options = Field(default_factory=dict)
     """The plugin's own settings, checked by the plugin."""
     ranks: Processes = 1
     """Training processes. They share one model."""
@@ -395,29 +386,6 @@ class TrainConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
-    """Advantages and loss; see :mod:`hwrl.train.losses`."""
-
-    advantage: AdvantageName = "grpo"
-    """``grpo``, ``dr_grpo`` or ``rloo``."""
-    loss: LossName = "ppo_clip"
-    """``ppo_clip``, ``tis`` or ``decoupled``."""
-    clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
-    """How far the ratio may fall below 1."""
-    clip_ratio_high: PositiveReal = 0.28
-    """How far the ratio may rise above 1."""
-    rollout_is_threshold: PositiveReal = 2.0
-    """Upper limit of importance weights of off-policy tokens (``tis`` and ``decoupled``)."""
-    ppo_epochs: Positive = 1
-    """Passes over each batch."""
-    mini_batches: Positive = 1
-    """Optimizer steps per pass."""
-    filter_groups: bool = False
-    """Train only on prompts with different rewards ([dynamic sampling](training.md#dynamic-sampling))."""
-    max_filtered_in_a_row: Positive = 1000
-    """Prompts that may be filtered with no other finished prompt between them, before the run ends with an error."""
-
-
 class AsyncConfig(Section):
     """How far rollout may run ahead of training."""
 
@@ -486,6 +454,34 @@ class EvalConfig(Section):
         return self
 
 
+class ReportConfig(Section):
+    """What a run records about itself, and where its metrics go."""
+
+    samples_per_step: NotNegative = 4
+    """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
+    trackers: tuple[Name, ...] = (TENSORBOARD,)
+    """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
+    tracker_options: dict[Name, Options] = Field(default_factory=dict)
+    """By the name of a plugin's tracker: its own settings, checked by the plugin."""
+    run_name: Name | None = None
+    """The run's name in trackers; null: the last part of ``dir``."""
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> ReportConfig:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers={list(self.trackers)} has a name twice")
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_a_trackers(self) -> ReportConfig:
+        unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
+        if unused:
+            raise ValueError(
+                f"tracker_options are for plugins in trackers={list(self.trackers)}, not for {', '.join(unused)}"
+            )
+        return self
+
+
 class TimeoutConfig(Section):
     """Time limits for the run's own processes. The run logs each wait of more than ten seconds."""
 
@@ -508,7 +504,7 @@ class Config(Section):
     """Seed of the order of prompts and of sampling."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
-    goals: dict[Name, Finite] = {}
+    goals: dict[Name, Finite] = Field(default_factory=dict)
     """Metrics to reach in the last training step and the last evaluation; else the exit status is 1."""
     model: ModelConfig
     data: DataConfig
@@ -517,10 +513,12 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     async_training: AsyncConfig = AsyncConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    report: ReportConfig = ReportConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")
@@ -584,6 +582,30 @@ class Config(Section):
             raise ValueError(
                 f"model.lora_rank={self.model.lora_rank} needs train.engine={FSDP}; {self.train.engine} trains whole "
                 "models, with model.lora_rank=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantages_have_a_source(self) -> Config:
+        if self.rollout.n < 2 and not self.algorithm.has_critic:
+            raise ValueError(
+                f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
+                "rollout.n=2 or more, or algorithm.advantage=gae"
+            )
+        if self.train.engine != FSDP and (self.algorithm.has_critic or self.algorithm.kl_coeff):
+            key = "advantage=gae" if self.algorithm.has_critic else f"kl_coeff={self.algorithm.kl_coeff:g}"
+            missing = "critic" if self.algorithm.has_critic else "reference model"
+            raise ValueError(
+                f"algorithm.{key} needs train.engine={FSDP}: {self.train.engine} has no {missing} for its ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_overlong_buffer_is_in_the_limit(self) -> Config:
+        if self.algorithm.overlong_buffer_tokens > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={self.algorithm.overlong_buffer_tokens} must be at most "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}: it is the last part of it"
             )
         return self
 

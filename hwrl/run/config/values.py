@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,6 +67,19 @@ def _check_temperature(value: float) -> float:
 
 def _make_path_absolute(path: Path) -> Path:
     return path if str(path).startswith(HUB) else path.absolute()
+
+
+def built_in_or_function(names: Sequence[str]) -> Callable[[str], str]:
+    """Return a check that a text is one of ``names``, or names a function of the user."""
+
+    def check(value: str) -> str:
+        if value in names or ":" in value:
+            return value
+        close = difflib.get_close_matches(value, names, n=1)
+        also = f", did you mean {close[0]}?" if close else ""
+        raise ValueError(f"Input should be {', '.join(names)}, package.module:function or file.py:function{also}")
+
+    return check
 
 
 _NUMBER = BeforeValidator(_check_no_boolean)

@@ -32,6 +32,7 @@ from hwrl.run.cluster.placement import (
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.report.records import Metrics
+from hwrl.run.report.samples import Sample
 
 if TYPE_CHECKING:
     from hwrl.rollout import Evaluation, Rollouter
@@ -74,6 +75,14 @@ class BatchInfo:
     counts: dict[str, int]
     replicas: dict[str, dict[str, float]]
     untrained: UntrainedPrompts = field(default_factory=UntrainedPrompts)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A training step: its metrics, and from rank 0 a few of its trajectories as text."""
+
+    metrics: Metrics
+    samples: list[Sample]
 
 
 @dataclass(frozen=True)
@@ -365,8 +374,8 @@ class TrainActor:
         """Return the replicas that connected after the newest weights were sent."""
         return self._rank.replicas_awaiting_weights()
 
-    def step(self, groups: Sequence[PromptGroup]) -> Metrics:
-        """Train one step; return its metrics."""
+    def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
+        """Train one step."""
         with get_backend().allocating("a training step"):
             return self._rank.step(groups)
 
