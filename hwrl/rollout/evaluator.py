@@ -210,7 +210,7 @@ def _oldest_version(group: PendingGroup) -> int | None:
 
 def _sample_metrics(group: PendingGroup) -> list[dict[str, float]]:
     """Return each sample's metrics: the means over its trajectories."""
-    rows = iter(group.result().metrics)
+    rows = iter(group.metrics())
     return [mean_metrics(islice(rows, len(sample))) for sample in group.samples]
 
 

@@ -82,7 +82,8 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
 
 def _fsdp_engines(config: Config, settings: EngineSettings, device_nbytes: int) -> list[MemoryCause]:
     """Return the memory of the policy's engine, and of a critic and a reference model, if the run has them."""
-    ranks, critic = config.train.ranks, ()
+    ranks = config.train.ranks
+    critic: tuple[MemoryCause, ...] = ()
     if config.algorithm.has_critic:
         others = replace(critic_settings(config), micro_batch_tokens=settings.micro_batch_tokens)
         critic = fsdp_memory(

@@ -277,9 +277,9 @@ def _own_function(target: str, key: str, inputs: RunInputs) -> Callable[..., Any
 
 def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) -> Engines:
     """Return the policy's engine with the model's weights, and the critic if the advantages come from one."""
-    critic = (
-        _build_critic(config, group) if config.algorithm.has_critic else None
-    )  # first: the policy uses what is left
+    critic = None
+    if config.algorithm.has_critic:  # first: the policy keeps whole weights in what is left
+        critic = _build_critic(config, group)
     return Engines(_build_policy(config, group, needs_reference=algorithm.loss.needs_reference), critic)
 
 
