@@ -21,14 +21,14 @@ _TRIES = 3
 
 
 @dataclass
-class _Part:
+class _EvaluationPart:
     index: int
     tried_by: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
-class _Work:
-    part: _Part
+class _StartedPart:
+    part: _EvaluationPart
     answer: Answer[Evaluation | None]
     began_s: float
 
@@ -43,8 +43,8 @@ class SpreadEvaluation:
     def __init__(self, running: Callable[[], Mapping[str, ReplicaHandle]], *, limit_s: float) -> None:
         self._running, self._limit_s = running, limit_s
         self._parts = len(running())
-        self._waiting = [_Part(index) for index in range(self._parts)]
-        self._working: dict[str, _Work] = {}
+        self._waiting = [_EvaluationPart(index) for index in range(self._parts)]
+        self._working: dict[str, _StartedPart] = {}
         self._done: list[Evaluation] = []
         self._lost = False
         self._error: HwrlError | RayTaskError | None = None
@@ -81,7 +81,7 @@ class SpreadEvaluation:
                 self._waiting.remove(part)
                 part.tried_by.add(replica_id)
                 answer = running[replica_id].evaluate(part.index, self._parts)
-                self._working[replica_id] = _Work(part, answer, time.monotonic())
+                self._working[replica_id] = _StartedPart(part, answer, time.monotonic())
 
     def late(self) -> dict[str, str]:
         """Return the replicas whose part takes too long, each with the reason."""
@@ -103,7 +103,7 @@ class SpreadEvaluation:
 
         return Evaluation.join(self._done)
 
-    def _take(self, work: _Work) -> None:
+    def _take(self, work: _StartedPart) -> None:
         try:
             evaluation = value_of(work.answer)
         except (*DEATHS, EngineError):  # the replica died, or its rollouter has ended
@@ -113,6 +113,6 @@ class SpreadEvaluation:
         else:
             self._done += [] if evaluation is None else [evaluation]
 
-    def _put_back(self, part: _Part) -> None:
+    def _put_back(self, part: _EvaluationPart) -> None:
         self._waiting.append(part)
         self._lost |= len(part.tried_by) >= _TRIES
