@@ -140,7 +140,7 @@ class TimeoutConfig(Section):
     trainer_s: Seconds = 3600.0
     """One call of the trainers: a step, a transfer, a save, an export. Then they start again."""
     evaluation_s: Seconds = 3600.0
-    """One evaluation. Then its replica is replaced."""
+    """A replica's part of an evaluation. Then the replica is replaced."""
 
 
 class Config(Section):

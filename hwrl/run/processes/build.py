@@ -106,6 +106,9 @@ def _loop_settings(config: Config) -> LoopSettings:
     return LoopSettings(
         sampling=rollout_sampling(config),
         group_size=config.rollout.n,
+        eval_temperature=config.eval.temperature,
+        eval_samples=config.eval.n,
+        skips_failures=config.rollout.on_failure == "skip",
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
     )
