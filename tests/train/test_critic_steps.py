@@ -43,10 +43,15 @@ def step(trainer: AsyncTrainer, groups: list[PromptGroup]) -> dict[str, float]:
     return {**trained.metrics, **trainer.train_critic()}
 
 
+def model_of(engines: Engines) -> Any:
+    assert isinstance(engines.policy, FsdpEngine)
+    return engines.policy.model
+
+
 def weights_of(engines: Engines) -> dict[str, torch.Tensor]:
     assert engines.critic is not None
     with engines.on_device():
-        both = {"policy": engines.policy.model, "critic": engines.critic.model}  # type: ignore[attr-defined]
+        both = {"policy": model_of(engines), "critic": engines.critic.model}
         return {
             f"{who} {name}": full(one.detach()).clone()
             for who, model in both.items()
@@ -140,7 +145,7 @@ def test_while_the_critic_warms_up_the_policy_stays(model_directory: Path) -> No
 
 def rollout(engines: Engines, rng: np.random.Generator, *, version: int) -> list[PromptGroup]:
     """Let the policy answer prompts of one digit with two tokens each: the digit, and then the next one, is right."""
-    model = engines.policy.model  # type: ignore[attr-defined]
+    model = model_of(engines)
     digits = torch.from_numpy(rng.integers(3, 9, size=128))
     tokens = torch.stack([torch.full((128,), 2), digits, torch.full((128,), 13)], 1)
     chosen = []
