@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.checks import require_none_pending as require_none_pending
     from hwrl.rollout.checks import require_same_model as require_same_model
     from hwrl.rollout.checks import require_weights as require_weights
+    from hwrl.rollout.data import DataKeys as DataKeys
     from hwrl.rollout.data import Prompt as Prompt
-    from hwrl.rollout.data import PromptStream as PromptStream
     from hwrl.rollout.data import check_prompts as check_prompts
     from hwrl.rollout.data import check_vocabulary as check_vocabulary
     from hwrl.rollout.data import load_prompts as load_prompts
@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     from hwrl.rollout.model_link import ModelLink as ModelLink
     from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
     from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
+    from hwrl.rollout.prompt_order import Curriculum as Curriculum
+    from hwrl.rollout.prompt_order import PromptOrder as PromptOrder
+    from hwrl.rollout.prompt_order import PromptSet as PromptSet
+    from hwrl.rollout.prompt_order import PromptStream as PromptStream
+    from hwrl.rollout.prompt_order import mixture as mixture
     from hwrl.rollout.reward import Reward as Reward
     from hwrl.rollout.reward import RewardFunction as RewardFunction
     from hwrl.rollout.reward import Scores as Scores
@@ -55,6 +60,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.reward_workers import Scorer as Scorer
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
+    from hwrl.rollout.rows import HUB as HUB
+    from hwrl.rollout.rows import digest_rows as digest_rows
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
     from hwrl.rollout.stops import StopFinder as StopFinder
     from hwrl.rollout.stops import stop_finder as stop_finder
@@ -76,6 +83,8 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "AdapterUpdater": "weight_updater",
     "ChatTokens": "chat",
+    "Curriculum": "prompt_order",
+    "DataKeys": "data",
     "EmbeddedEngine": "embedded",
     "Endpoint": "endpoint.session",
     "EngineModels": "model_link",
@@ -83,6 +92,7 @@ _MODULE_OF = {
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
     "HERMES": "tool_calls",
+    "HUB": "rows",
     "INCARNATION": "model_link",
     "Judge": "judge",
     "LedgerClient": "leases",
@@ -96,7 +106,9 @@ _MODULE_OF = {
     "Prompt": "data",
     "PromptLease": "ledger",
     "PromptLedger": "ledger",
-    "PromptStream": "data",
+    "PromptOrder": "prompt_order",
+    "PromptSet": "prompt_order",
+    "PromptStream": "prompt_order",
     "ReceivedModels": "model_link",
     "RetryingReceiver": "model_link",
     "Reward": "reward",
@@ -117,11 +129,13 @@ _MODULE_OF = {
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
     "check_vocabulary": "data",
+    "digest_rows": "rows",
     "embedded_memory": "memory",
     "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
     "load_workflow": "workflow",
+    "mixture": "prompt_order",
     "model_nbytes": "memory",
     "parse_tool_calls": "tool_calls",
     "require_adapter": "checks",
@@ -140,9 +154,12 @@ _MODULE_OF = {
 
 __all__ = [
     "HERMES",
+    "HUB",
     "INCARNATION",
     "AdapterUpdater",
     "ChatTokens",
+    "Curriculum",
+    "DataKeys",
     "EmbeddedEngine",
     "Endpoint",
     "EngineModels",
@@ -161,6 +178,8 @@ __all__ = [
     "Prompt",
     "PromptLease",
     "PromptLedger",
+    "PromptOrder",
+    "PromptSet",
     "PromptStream",
     "ReceivedModels",
     "RetryingReceiver",
@@ -182,11 +201,13 @@ __all__ = [
     "cache_token_nbytes",
     "check_prompts",
     "check_vocabulary",
+    "digest_rows",
     "embedded_memory",
     "has_variance",
     "load_prompts",
     "load_reward",
     "load_workflow",
+    "mixture",
     "model_nbytes",
     "parse_tool_calls",
     "require_adapter",

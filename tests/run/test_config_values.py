@@ -29,6 +29,8 @@ MAY_BE_ZERO = {
     "async_training.staleness_threshold",
     "checkpoint.save_every_steps",
     "eval.every_steps",
+    "eval.temperature",
+    "eval.pass_reward",
     "rollout.min_p",
     "algorithm.kl_coeff",
     "algorithm.entropy_coeff",
@@ -37,7 +39,7 @@ MAY_BE_ZERO = {
     "critic.lam",
     "critic.warmup_steps",
 }
-MAY_BE_NEGATIVE = {"goals", "rollout.top_k"}
+MAY_BE_NEGATIVE = {"goals", "eval.pass_reward", "rollout.top_k"}
 MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids"}
 
 
@@ -54,8 +56,9 @@ def fields() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def bad_values(key: str, schema: dict[str, Any]) -> list[object]:
     """Return bad values for a key of this kind. Raises KeyError for an unknown kind."""
-    if "anyOf" in schema:
-        return [bad for kind in schema["anyOf"] if kind != {"type": "null"} for bad in bad_values(key, kind)]
+    if "anyOf" in schema or "oneOf" in schema:
+        kinds = schema.get("anyOf") or schema["oneOf"]
+        return [bad for kind in kinds if kind != {"type": "null"} for bad in bad_values(key, kind)]
     if "enum" in schema or "const" in schema:
         return ["", "nonsense", NAN, -1, [], {}]
     numbers = [NAN, INFINITE, -INFINITE, 1e300, -1e300, True, "", "x", [], {}]

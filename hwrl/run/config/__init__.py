@@ -8,7 +8,7 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.schema import EMBEDDED, FSDP, Config
+from hwrl.run.config.schema import EMBEDDED, FSDP, TENSORBOARD, Config, DataSetConfig
 from hwrl.run.config.section import Section
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "FSDP",
     "RUN_CONFIG",
     "RUN_HEADER",
+    "TENSORBOARD",
     "Config",
+    "DataSetConfig",
     "Section",
     "dump_config",
     "dump_run_config",

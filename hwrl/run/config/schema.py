@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from hwrl.interfaces import LoraSettings
 from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
 from hwrl.run.config.section import Section
 from hwrl.run.config.values import (
     AbsolutePath,
+    DataName,
+    DataPath,
     Decay,
+    EvalTemperature,
     Finite,
     Function,
     Layers,
@@ -38,6 +50,8 @@ FSDP = "fsdp"
 """The train engine that needs no plugin."""
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
+TENSORBOARD = "tensorboard"
+"""The tracker that needs no plugin."""
 
 
 class ModelConfig(Section):
@@ -62,15 +76,92 @@ class ModelConfig(Section):
         return LoraSettings(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
 
 
-class DataConfig(Section):
-    """Prompts: rows with ``prompt`` (a text or messages) and ``answer`` (anything), as .jsonl or .parquet."""
+class DataSetConfig(Section):
+    """One of several data sets. [docs/data.md](data.md) explains the keys."""
 
-    train: AbsolutePath
-    """Prompts to train on."""
-    eval: AbsolutePath | None = None
-    """Held-out prompts for evaluations; without them there are none."""
+    path: DataPath
+    """A file, a directory of the library ``datasets``, or a name on the hub, ``hf:NAME?split=SPLIT``."""
+    name: DataName = ""
+    """Its name in metrics; by default the file's, without the ending."""
+    weight: PositiveReal = 1.0
+    """Its share of the prompts of a mixture, relative to the others."""
+    prompt_key: Name | None = None
+    """Instead of ``data.prompt_key``."""
+    answer_key: Name | None = None
+    """Instead of ``data.answer_key``."""
+
+
+def _name_data_sets(value: Any) -> Any:
+    """Return the entries of a list or a mapping with names; anything else as it is."""
+    if isinstance(value, dict):
+        value = [{"name": name, **(one if isinstance(one, dict) else {"path": one})} for name, one in value.items()]
+    if not isinstance(value, list | tuple):
+        return value
+    entries = [dict(one) if isinstance(one, dict) else one for one in value]
+    entries = [one if isinstance(one, dict | DataSetConfig) else {"path": one} for one in entries]
+    for one in entries:
+        if isinstance(one, dict) and isinstance(one.get("path"), str | Path) and not one.get("name"):
+            one["name"] = Path(str(one["path"]).partition("?")[0]).stem
+    return entries
+
+
+def _check_names(sets: tuple[DataSetConfig, ...]) -> tuple[DataSetConfig, ...]:
+    names = [one.name for one in sets]
+    if len(set(names)) < len(names):
+        raise ValueError(f"data sets need different names, and these have {', '.join(names)}; give each a name")
+    return sets
+
+
+_ONE, _SEVERAL = "<one>", "<several>"
+DataSets = Annotated[
+    Annotated[DataPath, Tag(_ONE)]
+    | Annotated[tuple[DataSetConfig, ...], Field(min_length=1), AfterValidator(_check_names), Tag(_SEVERAL)],
+    Discriminator(lambda value: _SEVERAL if isinstance(value, list | tuple) else _ONE),
+    BeforeValidator(_name_data_sets),
+]
+"""One path; or a list of paths and data sets; or a mapping from names to these."""
+
+
+def _listed(sets: Path | tuple[DataSetConfig, ...]) -> tuple[DataSetConfig, ...]:
+    return (DataSetConfig(path=sets),) if isinstance(sets, Path) else sets
+
+
+class DataConfig(Section):
+    """Prompts: rows with ``prompt`` (a text or messages), ``answer`` (anything) and [further columns](data.md)."""
+
+    train: DataSets
+    """Prompts to train on: a path (.jsonl, .parquet, a directory), ``hf:NAME?split=SPLIT``, or a list: a mixture."""
+    eval: DataSets | None = None
+    """Held-out prompts for evaluations, likewise; several sets: a list, or names with paths. null: no evaluations."""
+    prompt_key: Name = "prompt"
+    """The column with the prompt."""
+    answer_key: Name = "answer"
+    """The column with the answer."""
+    curriculum: Function | None = None
+    """``package.module:function`` or ``file.py:function`` that [orders the prompts](data.md#curriculum)."""
     max_prompt_tokens: Positive = 1024
     """A longer prompt is an error."""
+
+    @field_validator("eval")
+    @classmethod
+    def _all_evaluations_count(cls, sets: Path | tuple[DataSetConfig, ...] | None) -> object:
+        if isinstance(sets, tuple) and any(one.weight != 1 for one in sets):
+            raise ValueError("weights are for data.train: each set for evaluations is used whole")
+        return sets
+
+    @property
+    def train_sets(self) -> tuple[DataSetConfig, ...]:
+        """The data sets to train on. A single path has no name."""
+        return _listed(self.train)
+
+    @property
+    def eval_sets(self) -> tuple[DataSetConfig, ...]:
+        """The data sets for evaluations. A single path has no name."""
+        return () if self.eval is None else _listed(self.eval)
+
+    def keys_of(self, one: DataSetConfig) -> tuple[str, str]:
+        """Return the names of the columns with the prompt and the answer."""
+        return one.prompt_key or self.prompt_key, one.answer_key or self.answer_key
 
 
 class RewardConfig(Section):
@@ -343,12 +434,52 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out prompts, greedy."""
+    """Evaluation on held-out prompts, spread over the replicas."""
 
     every_steps: NotNegative = 0
     """Training steps between two evaluations; 0: only at the end."""
     prompts: Positive = 256
-    """Most prompts, from the beginning of the file."""
+    """Most prompts of each set, from its beginning."""
+    n: Positive = 1
+    """Responses to each prompt. With several there is [pass@k](data.md#evaluation)."""
+    temperature: EvalTemperature = 0.0
+    """Temperature of sampling; 0: greedy."""
+    pass_reward: Finite = 1.0
+    """A response with this reward, or more, has passed, for pass@k."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalConfig:
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} greedy responses to a prompt would be equal; set temperature, too")
+        return self
+
+
+class ReportConfig(Section):
+    """What a run records about itself, and where its metrics go."""
+
+    samples_per_step: NotNegative = 4
+    """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
+    trackers: tuple[Name, ...] = (TENSORBOARD,)
+    """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
+    tracker_options: dict[Name, Options] = Field(default_factory=dict)
+    """By the name of a plugin's tracker: its own settings, checked by the plugin."""
+    run_name: Name | None = None
+    """The run's name in trackers; null: the last part of ``dir``."""
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> ReportConfig:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers={list(self.trackers)} has a name twice")
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_a_trackers(self) -> ReportConfig:
+        unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
+        if unused:
+            raise ValueError(
+                f"tracker_options are for plugins in trackers={list(self.trackers)}, not for {', '.join(unused)}"
+            )
+        return self
 
 
 class TimeoutConfig(Section):
@@ -387,6 +518,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    report: ReportConfig = ReportConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")

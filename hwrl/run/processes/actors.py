@@ -32,6 +32,7 @@ from hwrl.run.cluster.placement import (
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.report.records import Metrics
+from hwrl.run.report.samples import Sample
 
 if TYPE_CHECKING:
     from hwrl.rollout import Evaluation, Rollouter
@@ -74,6 +75,14 @@ class BatchInfo:
     counts: dict[str, int]
     replicas: dict[str, dict[str, float]]
     untrained: UntrainedPrompts = field(default_factory=UntrainedPrompts)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A training step: its metrics, and from rank 0 a few of its trajectories as text."""
+
+    metrics: Metrics
+    samples: list[Sample]
 
 
 @dataclass(frozen=True)
@@ -282,7 +291,8 @@ class RolloutActor:
         """
         with large_imports():
             self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
-            from hwrl.run.processes.build import build_rollouter, evaluation_prompts
+            from hwrl.run.processes.build import build_rollouter
+            from hwrl.run.processes.prompts import evaluation_prompts
 
         with setup.inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
             self._rollouter = build_rollouter(
@@ -360,8 +370,8 @@ class TrainActor:
         """Return the replicas that connected after the newest weights were sent."""
         return self._rank.replicas_awaiting_weights()
 
-    def step(self, groups: Sequence[PromptGroup]) -> Metrics:
-        """Train one step; return its metrics."""
+    def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
+        """Train one step."""
         with get_backend().allocating("a training step"):
             return self._rank.step(groups)
 

@@ -16,7 +16,6 @@ from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, TokenLoss, ToolParser, TrainEngine
 from hwrl.models import (
-    encode_prompt,
     load_generation_config,
     load_tokenizer,
     vocabulary_size,
@@ -32,8 +31,6 @@ from hwrl.rollout import (
     ModelLink,
     ModelUpdater,
     NoRewards,
-    Prompt,
-    PromptStream,
     ReceivedModels,
     RetryingReceiver,
     RewardWorkers,
@@ -42,15 +39,14 @@ from hwrl.rollout import (
     WeightUpdater,
     WorkflowGenerator,
     WorkflowSettings,
-    check_vocabulary,
-    load_prompts,
     load_workflow,
     parse_tool_calls,
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.identity import ADVANTAGE, EVAL, LOSS, REWARD, TRAIN, WORKFLOW, RunInputs
+from hwrl.run.identity import ADVANTAGE, LOSS, REWARD, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
+from hwrl.run.processes.prompts import training_prompts
 from hwrl.run.processes.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import (
     Algorithm,
@@ -91,7 +87,7 @@ def build_rollouter(
         after_an_error.callback(rewards.close)
         engine = _build_rollout_engine(config, tokenizer, seed=seed)
         after_an_error.callback(engine.close)
-        prompts = PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed)
+        prompts = training_prompts(config, inputs)
         rewards.wait_until_ready()
         weights = _build_updater(config, engine, store_address=store_address, replica=replica)
         rollouter = Rollouter(
@@ -160,13 +156,6 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
     )
 
 
-def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
-    """Return the prompts for evaluations: none if the configuration has no evaluation data."""
-    if config.data.eval is None:
-        return []
-    return _load_prompts(config, inputs, key=EVAL)[: config.eval.prompts]
-
-
 def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
     store = connect_store(store_address)
 
@@ -200,18 +189,6 @@ def _transfer_timeout_s(config: Config) -> float:
     """Return how long the sender waits for replicas. Without partial rollout they first finish their responses."""
     drain_s = 0.0 if config.async_training.partial_rollout else config.rollout.group_timeout_s
     return config.weights.timeout_s + drain_s
-
-
-def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt]:
-    tokenizer, path = load_tokenizer(config.model.path), inputs.files[key].path
-    prompts = load_prompts(
-        path,
-        content=inputs.read(key),
-        encode=lambda prompt: encode_prompt(tokenizer, prompt),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-    )
-    check_vocabulary(prompts, path=path, vocabulary=vocabulary_size(config.model.path))
-    return prompts
 
 
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
