@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hwrl.interfaces import PromptGroup, Response, Segment, Trajectory
 from hwrl.testing.processes import run_processes
 from hwrl.train import Algorithm, AsyncTrainer, CriticEngine, Engines, FsdpEngine, PolicyLoss
 from hwrl.train.padding import token_rewards
-from tests.support.fsdp_training import full, groups_of, join, settings_on
+from tests.support.fsdp_training import batch_of, full, groups_of, join, settings_on
 
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 
@@ -141,6 +142,18 @@ def test_while_the_critic_warms_up_the_policy_stays(model_directory: Path) -> No
     step(trainer_of(first, critic_warmup=1), groups_of(5, seed=0))
     moved = {name.split()[0] for name, one in weights_of(first).items() if not torch.equal(one, before[name])}
     assert moved == {"critic"}
+
+
+def test_rewards_lose_the_divergence_from_the_reference(model_directory: Path) -> None:
+    settings, backend = settings_on(model_directory), hwrl.get_backend()
+    critic = CriticEngine(settings, backend=backend, group=None, kl_coef=0.5)
+    batch = batch_of(groups_of(3, seed=0))
+    known = replace(batch, reference_logprobs=batch.behaviour_logprobs - 0.25 * batch.mask)
+    estimated, metrics = critic.estimate(known, torch.zeros(batch.tokens.shape))
+    assert metrics["reference_kl"] == pytest.approx(0.25)
+    assert estimated.returns is not None  # with λ = 1 a return is the sum of the rewards from here on
+    left = batch.mask.flip(1).cumsum(1).flip(1) * batch.mask
+    torch.testing.assert_close(estimated.returns, -0.125 * left.float(), atol=1e-5, rtol=1e-4)
 
 
 def rollout(engines: Engines, rng: np.random.Generator, *, version: int) -> list[PromptGroup]:
