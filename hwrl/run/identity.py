@@ -168,8 +168,8 @@ class RunInputs:
         if weights and self.config.has_reference_copy:
             raise ConfigError(
                 f"the weights in {self.config.model.path} are not the checkpoint's reference",
-                why=f"changed since the checkpoint was saved: {', '.join(weights)}; algorithm.kl_coeff keeps the "
-                "policy near the model that the run began with",
+                why=f"changed since the checkpoint was saved: {', '.join(weights)}; the policy is "
+                "kept near the model that the run began with",
                 fix="restore the old files, or start a new run in another dir=…",
             )
         return [

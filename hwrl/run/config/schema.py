@@ -240,6 +240,11 @@ class Config(Section):
                 f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
                 "rollout.n=2 or more, or algorithm.advantage=gae"
             )
+        if not self.algorithm.has_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic has settings, and algorithm.advantage={self.algorithm.advantage} uses no critic; set "
+                "algorithm.advantage=gae, too"
+            )
         if self.train.engine != FSDP and (self.algorithm.has_critic or self.algorithm.kl_coeff):
             key = "advantage=gae" if self.algorithm.has_critic else f"kl_coeff={self.algorithm.kl_coeff:g}"
             missing = "critic" if self.algorithm.has_critic else "reference model"
@@ -264,8 +269,9 @@ class Config(Section):
 
     @property
     def has_reference_copy(self) -> bool:
-        """Whether a frozen copy of the model is the reference of ``algorithm.kl_coeff``; an adapter has its base."""
-        return self.algorithm.kl_coeff != 0 and self.model.lora is None
+        """Whether a frozen copy of the model is the reference; an adapter has its base."""
+        used = self.algorithm.kl_coeff != 0 or (self.algorithm.has_critic and self.critic.kl_coef != 0)
+        return used and self.model.lora is None
 
     @property
     def groups_per_version(self) -> int:

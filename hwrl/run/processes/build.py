@@ -279,7 +279,8 @@ def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) 
     critic = None
     if config.algorithm.has_critic:  # first: the policy keeps whole weights in what is left
         critic = _build_critic(config, group)
-    return Engines(_build_policy(config, group, needs_reference=algorithm.loss.needs_reference), critic)
+    needs_reference = algorithm.loss.needs_reference or (critic is not None and critic.needs_reference)
+    return Engines(_build_policy(config, group, needs_reference=needs_reference), critic)
 
 
 def _build_critic(config: Config, group: Group | None) -> CriticEngine:
@@ -297,6 +298,7 @@ def _build_critic(config: Config, group: Group | None) -> CriticEngine:
         gamma=settings.gamma,
         lam=settings.lam,
         loss=ValueLoss(settings.cliprange_value),
+        kl_coef=settings.kl_coef,
     )
 
 
