@@ -21,6 +21,7 @@ from hwrl.interfaces.groups import Bools, Floats, Ints, PromptGroup, Response, S
 from hwrl.interfaces.handles import Handle
 from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces.losses import Advantage, LossInputs, TokenLoss
 from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
 from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, Place, peak_phase, phase_nbytes
 from hwrl.interfaces.probing import (
@@ -40,7 +41,8 @@ from hwrl.interfaces.rollout import (
     Sampling,
     WeightOffer,
 )
-from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces.tracking import RunStatus, TrackedRun, Tracker
+from hwrl.interfaces.train import EngineSettings, TrainEngine
 
 __all__ = [
     "ACTIVE",
@@ -48,6 +50,7 @@ __all__ = [
     "API_VERSION",
     "MEMORY_TAGS",
     "PROBE_ROOT",
+    "Advantage",
     "Backend",
     "BackendInfo",
     "Batch",
@@ -67,6 +70,7 @@ __all__ = [
     "LentState",
     "LentTensor",
     "LoraSettings",
+    "LossInputs",
     "MemoryCause",
     "MemoryInfo",
     "Moved",
@@ -83,6 +87,7 @@ __all__ = [
     "Response",
     "RolloutEngine",
     "RolloutSettings",
+    "RunStatus",
     "Sampling",
     "Segment",
     "StreamLike",
@@ -91,6 +96,8 @@ __all__ = [
     "ToolCall",
     "ToolParser",
     "Tools",
+    "TrackedRun",
+    "Tracker",
     "TrainEngine",
     "Trajectory",
     "Transfer",

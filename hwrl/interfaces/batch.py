@@ -15,9 +15,10 @@ class Batch:
     """Rows of tokens, padded on the right: a prompt and all that follows, by the policy and by others.
 
     ``tokens`` (rows × length, int64), ``mask`` (rows × length, bool: true on the policy's tokens),
-    ``behaviour_logprobs`` (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows,
-    float32), ``proximal_logprobs`` (rows × length or None: the policy's at the start of the step, for the decoupled
-    loss).
+    ``behaviour_logprobs`` (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows, or
+    rows × length, float32). The others may be None: ``proximal_logprobs`` (rows × length: the policy's at the start of
+    the step), ``reference_logprobs`` (rows × length: a frozen policy's), ``weights`` (rows, float32: the factor of each
+    of a row's tokens in the loss; None: 1). A critic adds ``values`` before each token and ``returns`` (rows × length).
     """
 
     tokens: torch.Tensor
@@ -25,6 +26,10 @@ class Batch:
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
     proximal_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:

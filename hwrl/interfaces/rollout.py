@@ -17,30 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutSettings:
-    """The settings of every rollout engine.
-
-    ``model_directory`` describes the model. The engine does not read its weights: they come from the trainer, in
-    ``dtype``. The tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each with at most
-    ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``temperature`` is the temperature of later
-    requests, so an engine can refuse it at once. With ``lora`` the weights come in two parts: a base model, and an
-    adapter of this form. ``may_sleep`` announces calls of :meth:`RolloutEngine.sleep`. The engine uses the process's
-    first ``tensor_parallel`` devices, and takes weights on the first.
-    """
-
-    model_directory: Path
-    dtype: torch.dtype
-    eos_ids: Sequence[int]
-    max_running: int
-    max_length: int
-    seed: int = 0
-    temperature: float = 1.0
-    lora: LoraSettings | None = None
-    may_sleep: bool = False
-    tensor_parallel: int = 1
-
-
 @dataclass(frozen=True)
 class Sampling:
     """How to sample a response; ValueError for a value out of its range.
@@ -53,7 +29,7 @@ class Sampling:
     temperature 1.
 
     The texts ``stop`` and the tokens ``stop_token_ids`` end a response, as the end tokens do, and stay in it: its last
-    token is the first to complete a text. Special tokens count with their text. ``seed`` (not negative) makes the
+    token is the first to complete a text. Special tokens count with their text. ``seed`` (0 to 2**63 - 1) makes the
     tokens depend on the prompt and the weights alone; None: the engine's seed.
     """
 
@@ -75,13 +51,37 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p} must be from 0 to 1; 0 keeps all tokens")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop={self.stop!r} must be a tuple of texts, none of them empty")
-        if self.seed is not None and self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed} must be from 0 to 2**63 - 1")
 
     @property
     def is_filtered(self) -> bool:
         """Whether a filter shapes the distribution."""
         return self.temperature != 0 and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """The settings of every rollout engine.
+
+    ``model_directory`` describes the model. The engine does not read its weights: they come from the trainer, in
+    ``dtype``. The tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each with at most
+    ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``sampling`` is that of most later
+    requests, so an engine can refuse it at once. With ``lora`` the weights come in two parts: a base model, and an
+    adapter of this form. ``may_sleep`` announces calls of :meth:`RolloutEngine.sleep`. The engine uses the process's
+    first ``tensor_parallel`` devices, and takes weights on the first.
+    """
+
+    model_directory: Path
+    dtype: torch.dtype
+    eos_ids: Sequence[int]
+    max_running: int
+    max_length: int
+    seed: int = 0
+    sampling: Sampling = Sampling(1)
+    lora: LoraSettings | None = None
+    may_sleep: bool = False
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class RolloutEngine(ABC):
         """Return the requests that finished since the last call. Blocks until a running request has a new token.
 
         Call it again and again: between the calls an engine may begin steps, but need not. Without a pending request it
-        returns at once.
+        returns at once. A run counts each return with a pending request as progress: its replica is not hung.
         """
 
     @abstractmethod

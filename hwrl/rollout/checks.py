@@ -28,13 +28,6 @@ def require_fit(request: GenerationRequest, *, max_length: int) -> None:
             f"{request.sampling.max_new_tokens}; together at most {max_length} fit",
             fix="shorten the prompt, raise data.max_prompt_tokens or lower rollout.max_new_tokens",
         )
-    sampling = request.sampling
-    if sampling.is_filtered or sampling.stop or sampling.stop_token_ids or sampling.seed is not None:
-        raise EngineError(
-            f"request {request.request_id} cannot be sampled as it asks",
-            why=f"the engine has no filters, stops and seeds yet: {sampling}",
-            fix="leave them at their defaults",
-        )
 
 
 def require_weights(version: int, *, pending: int) -> None:

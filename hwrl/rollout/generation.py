@@ -12,7 +12,8 @@ import numpy as np
 from hwrl.interfaces import Completion, GenerationRequest, Ints, PromptGroup, RolloutEngine, Sampling, Trajectory
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward_workers import Scorer, Scores
+from hwrl.rollout.reward import Scores
+from hwrl.rollout.reward_workers import Scorer
 
 
 @dataclass(eq=False)
@@ -134,6 +135,17 @@ class SampleGenerator(ABC):
         """Advance the engine by one step; return the groups that are now generated, or have failed. Blocks for it."""
 
     @abstractmethod
+    def leases(self) -> list[PromptLease]:
+        """Return the leases of the unfinished groups."""
+
+    def has_progress(self, *, generated: bool) -> bool:
+        """Return whether the groups have had progress since the last call; without it the replica counts as hung.
+
+        ``generated`` says whether :meth:`step` has returned since: a step of the engine returns with a new token.
+        """
+        return generated
+
+    @abstractmethod
     def drop(self) -> None:
         """Abort all groups."""
 
@@ -169,6 +181,9 @@ class GroupGenerator(SampleGenerator):
 
     def step(self) -> list[PendingGroup]:
         return [group for completion in self._engine.step() if (group := self._add(completion)).is_generated]
+
+    def leases(self) -> list[PromptLease]:
+        return [group.lease for group in self._groups.values() if group.lease is not None]
 
     def drop(self) -> None:
         self._engine.abort()

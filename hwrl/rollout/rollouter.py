@@ -14,7 +14,7 @@ from hwrl.interfaces import PromptGroup, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup, SampleGenerator
-from hwrl.rollout.leases import LeaseQueue, LedgerClient
+from hwrl.rollout.leases import LeaseQueue, LedgerClient, ProgressReports
 from hwrl.rollout.reward_workers import Scorer
 from hwrl.rollout.sleeper import Sleeper
 from hwrl.rollout.weight_updater import WeightUpdater
@@ -70,7 +70,7 @@ class Rollouter:
         self._weights, self._ledger, self._prompts, self._rewards = weights, ledger, prompts, rewards
         self._settings = settings
         self._generator = generator or GroupGenerator(engine, group_size=settings.group_size)
-        self._leases = LeaseQueue(ledger)
+        self._leases, self._progress = LeaseQueue(ledger), ProgressReports(ledger)
         self._evaluator = Evaluator(rewards)
         self._sleeper = Sleeper(engine, level=settings.sleep_level)
         self._clock = ActivityClock("idle")
@@ -121,6 +121,8 @@ class Rollouter:
             self._start_prompts()
         generated = self._generate()
         self._hand_in(self._collect_scored())
+        if self._progress.is_due(generated=generated):
+            self._report_progress()
         self._sleep_if_idle()
         return generated
 
@@ -228,6 +230,12 @@ class Rollouter:
         if groups:
             self._totals["groups"] += len(groups)
             self._ledger.complete(groups, self.stats())
+
+    def _report_progress(self) -> None:
+        leases = [group.lease for group in self._scoring if group.lease is not None]
+        if self._generator.has_progress(generated=self._progress.generated):
+            leases += [*self._generator.leases(), *self._leases]
+        self._progress.send(leases)
 
     def _sleep_if_idle(self) -> None:
         idle = self._had_weights and not (self._generator.pending() or self._leases or self._evaluator.is_waiting)

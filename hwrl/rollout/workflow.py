@@ -144,12 +144,14 @@ class TrajectoryBuilder:
         rewards[-1] = reward
         self._segments[last] = replace(self._segments[last], rewards=rewards)
 
-    def finish(self, reward: float | None = None, metrics: Mapping[str, float] | None = None) -> Trajectory:
+    def finish(
+        self, reward: float | None = None, metrics: Mapping[str, float] | None = None, *, truncated: bool = False
+    ) -> Trajectory:
         """Return the trajectory. Without ``reward`` the run's reward function judges it.
 
-        It counts as truncated if a limit ended the policy's last turn.
+        It counts as truncated if a limit ended the policy's last turn, or with ``truncated``.
         """
-        return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated)
+        return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated or truncated)
 
 
 Workflow: TypeAlias = Callable[[PolicyClient, Prompt], Awaitable[Trajectory | Sequence[Trajectory]]]
@@ -258,6 +260,7 @@ class WorkflowGenerator(SampleGenerator):
         self._life = 0
         self.failed_runs = 0
         """Runs of the workflow that failed so far, repeated or not."""
+        self._loop_turned = True  # since the last call of has_progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="workflows", daemon=True)
         self._thread.start()
@@ -299,6 +302,18 @@ class WorkflowGenerator(SampleGenerator):
             if answers:
                 self._loop.call_soon_threadsafe(_answer, answers)
         return self._collect()
+
+    def leases(self) -> list[PromptLease]:
+        return [run.group.lease for run in self._runs if run.group.lease is not None]
+
+    def has_progress(self, *, generated: bool) -> bool:
+        """Return whether a step was made, or no workflow waits for the engine and their event loop is alive.
+
+        A tool may take long: ``WorkflowSettings.timeout_s`` limits its run, and the event loop ends it.
+        """
+        alive, self._loop_turned = self._loop_turned, False
+        self._loop.call_soon_threadsafe(self._note_turn)
+        return generated or (alive and not self._requests and not self._running)
 
     def drop(self) -> None:
         self._life += 1
@@ -352,6 +367,9 @@ class WorkflowGenerator(SampleGenerator):
         return finished
 
     # -- in the event loop's thread -----------------------------------------------------------------------------
+
+    def _note_turn(self) -> None:
+        self._loop_turned = True
 
     def _serve(self) -> EndpointServer:
         """Return the server of all endpoints; the first call starts it."""

@@ -8,14 +8,17 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.schema import EMBEDDED, FSDP, Config, Section
+from hwrl.run.config.schema import EMBEDDED, FSDP, TENSORBOARD, Config, DataSetConfig
+from hwrl.run.config.section import Section
 
 __all__ = [
     "EMBEDDED",
     "FSDP",
     "RUN_CONFIG",
     "RUN_HEADER",
+    "TENSORBOARD",
     "Config",
+    "DataSetConfig",
     "Section",
     "dump_config",
     "dump_run_config",
