@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hwrl.errors import EngineError
-from hwrl.interfaces import RolloutEngine, Sampling, Trajectory
+from hwrl.interfaces import GenerationRequest, RolloutEngine, Sampling, Trajectory
 from hwrl.rollout import (
     ChatTokens,
     LoopSettings,
@@ -169,6 +169,38 @@ def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:
         chat = ChatTokens(None, end_ids=())
         client = PolicyClient(unused, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100, serve=unused)
         asyncio.run(client.generate([100]))
+
+
+class Choosy(CountingEngine):
+    """Refuses requests of temperature 5, and fails at one of temperature 6."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if requests[0].sampling.temperature == 6:
+            self.version = -1
+        if requests[0].sampling.temperature >= 5:
+            raise EngineError("too hot")
+        super().submit(requests)
+
+
+def test_a_refused_request_is_its_workflows_error_alone(make: Make) -> None:
+    async def asks(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        with pytest.raises(EngineError, match="too hot"):
+            await client.generate([2], Sampling(3, temperature=5.0))
+        return await two_turns(client, prompt)
+
+    generator = make(asks, engine=Choosy())
+    group = start(generator)
+    step_to_the_end(generator)
+    assert group.is_generated
+
+    async def breaks(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        await client.generate([2], Sampling(3, temperature=6.0))
+        raise AssertionError("the engine has failed")
+
+    generator = make(breaks, engine=Choosy())
+    start(generator)
+    with pytest.raises(EngineError, match="too hot"):
+        step_to_the_end(generator)
 
 
 def test_dropped_work_never_comes_back(make: Make) -> None:
