@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from hwrl.rollout.data import load_prompts as load_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
     from hwrl.rollout.endpoint.session import Endpoint as Endpoint
+    from hwrl.rollout.environments import TextEnvironment as TextEnvironment
+    from hwrl.rollout.environments import environment as environment
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.stops import text_decoder as text_decoder
     from hwrl.rollout.tool_calls import HERMES as HERMES
     from hwrl.rollout.tool_calls import parse_tool_calls as parse_tool_calls
+    from hwrl.rollout.tools import tool_use as tool_use
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
@@ -119,6 +122,7 @@ _MODULE_OF = {
     "Scorer": "reward_workers",
     "Scores": "reward",
     "StopFinder": "stops",
+    "TextEnvironment": "environments",
     "TrajectoryBuilder": "workflow",
     "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
@@ -131,6 +135,7 @@ _MODULE_OF = {
     "check_vocabulary": "data",
     "digest_rows": "rows",
     "embedded_memory": "memory",
+    "environment": "environments",
     "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
@@ -150,6 +155,7 @@ _MODULE_OF = {
     "single_turn": "workflow",
     "stop_finder": "stops",
     "text_decoder": "stops",
+    "tool_use": "tools",
 }
 
 __all__ = [
@@ -191,6 +197,7 @@ __all__ = [
     "Scorer",
     "Scores",
     "StopFinder",
+    "TextEnvironment",
     "TrajectoryBuilder",
     "UntrainedPrompts",
     "WeightUpdater",
@@ -203,6 +210,7 @@ __all__ = [
     "check_vocabulary",
     "digest_rows",
     "embedded_memory",
+    "environment",
     "has_variance",
     "load_prompts",
     "load_reward",
@@ -222,6 +230,7 @@ __all__ = [
     "single_turn",
     "stop_finder",
     "text_decoder",
+    "tool_use",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

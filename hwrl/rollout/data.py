@@ -29,6 +29,7 @@ class Prompt:
 
     A conversation's ``text`` comes from the chat template. ``max_new_tokens`` limits the responses to this prompt.
     ``row`` has the row's other columns, by name. ``source`` names the data set; it is empty if there is only one.
+    ``messages`` is the conversation, if the row's prompt is one.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Prompt:
     max_new_tokens: int | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    messages: Messages | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def load_prompts(
                 why=f"1 to {max_prompt_tokens} are allowed (data.max_prompt_tokens)",
                 fix="drop or shorten the row, or raise data.max_prompt_tokens",
             )
-        prompts.append(Prompt(text, token_ids, row[keys.answer], row.get(_LIMIT), keys.others(row), source))
+        messages = None if isinstance(row[keys.prompt], str) else row[keys.prompt]
+        others = keys.others(row)
+        prompts.append(Prompt(text, token_ids, row[keys.answer], row.get(_LIMIT), others, source, messages))
     return prompts
 
 

@@ -70,7 +70,7 @@ def bad_values(key: str, schema: dict[str, Any]) -> list[object]:
         case "array" if schema.get("prefixItems", [{}])[0].get("type") == "number":
             return [5, [], [0.5], [0.5, 0.5, 0.5], *([0.5, number] for number in numbers)]
         case "array" if schema.get("items", {}).get("type") == "integer":
-            return [5, {}, [1.5], [-1], [10**30], *([number] for number in (NAN, True, "", "x", [], {}))]
+            return [5, {}, [1.5], [-1], [10**30], [NAN], [True], [""], ["x"], [[]], [{}]]
         case kind:
             return {
                 "integer": [*numbers, 1.5, 10**30],
