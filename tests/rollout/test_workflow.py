@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -97,6 +98,19 @@ def test_many_run_at_once_and_room_counts_their_samples(make: Make) -> None:
     assert generator.room() == 200 and generator.pending() == 300
     step_to_the_end(generator)
     assert all(group.is_generated for group in groups) and generator.room() == 500
+
+
+def test_every_run_may_block_a_thread_of_its_own(make: Make) -> None:
+    barrier = threading.Barrier(40)
+
+    async def waits_for_all(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        await asyncio.to_thread(barrier.wait, 20)
+        return await two_turns(client, prompt)
+
+    generator = make(waits_for_all, max_samples=40, attempts=1, timeout_s=30.0)
+    groups = [start(generator) for _ in range(20)]
+    step_to_the_end(generator)
+    assert all(group.is_generated for group in groups)
 
 
 def test_a_run_that_raises_is_repeated_and_then_fails_its_group(make: Make) -> None:
