@@ -390,10 +390,10 @@ class ReportConfig(Section):
 
     samples_per_step: NotNegative = 4
     """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
-    trackers: tuple[Name, ...] = (TENSORBOARD,)
-    """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
-    tracker_options: dict[Name, Options] = {}
-    """By the name of a plugin's tracker: its own settings, checked by the plugin."""
+    trackers: tuple[Function, ...] = (TENSORBOARD,)
+    """Where metrics go, too: ``tensorboard``, plugins, ``file.py:function``; see [trackers](report.md#trackers)."""
+    tracker_options: dict[Function, Options] = {}
+    """By a name in ``trackers``: the tracker's own settings, which it checks."""
     run_name: Name | None = None
     """The run's name in trackers; null: the last part of ``dir``."""
 
@@ -408,7 +408,7 @@ class ReportConfig(Section):
         unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
         if unused:
             raise ValueError(
-                f"tracker_options are for plugins in trackers={list(self.trackers)}, not for {', '.join(unused)}"
+                f"tracker_options are for names in trackers={list(self.trackers)}, not for {', '.join(unused)}"
             )
         return self
 

@@ -21,7 +21,7 @@ from hwrl.run.report.page.columns import Columns, read_columns, thin_out
 from hwrl.run.report.page.faults import count_faults, render_faults
 from hwrl.run.report.page.markup import element, escaped, json_for_script, number, seconds
 from hwrl.run.report.page.sample_list import render_samples
-from hwrl.run.report.run_report import METRICS
+from hwrl.run.report.run_report import METRICS, PROMPTS
 from hwrl.run.report.samples import SAMPLES
 
 CONFIG = "config.yaml"
@@ -61,7 +61,7 @@ def _page(directory: Path) -> str:
         _header(directory, columns, events),
         *(_section(title, _figures(found)) for title, found in sections.items()),
         _section("Timeline", _timeline_figures(columns, bars)),
-        _section("Faults", render_faults(columns, events) + _figures(faults)),
+        _section("Faults", render_faults(columns, events, directory / PROMPTS) + _figures(faults)),
         _section("Samples", render_samples(directory / SAMPLES)),
         _section("Other metrics", element("details", element("summary", "Show all") + _figures(others))),
         _section("Configuration", _configuration(directory / CONFIG)),
