@@ -30,9 +30,10 @@ MAY_BE_ZERO = {
     "checkpoint.save_every_steps",
     "eval.every_steps",
     "rollout.min_p",
+    "report.samples_per_step",
 }
 MAY_BE_NEGATIVE = {"goals", "rollout.top_k"}
-MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids"}
+MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids", "report.trackers"}
 
 
 def fields() -> Iterator[tuple[str, dict[str, Any]]]:

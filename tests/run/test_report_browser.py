@@ -31,7 +31,7 @@ def test_it_draws_every_curve_and_runs_nothing_of_a_sample(browser: Browser, run
     assert browser.evaluate("document.title") == f"{run.parent.name}/<b>run · hwrl report"
     figures = "[...document.querySelectorAll('section:not(#other-metrics) figure')]"
     assert browser.evaluate(f"{figures}.filter(f => !f.querySelector('path')).map(f => f.dataset.chart)") == []
-    assert count(browser, "#learning figure path.curve") >= 7
+    assert count(browser, "#learning figure path.curve") == 6
     assert count(browser, "figure[data-chart=bars-trainer] path.bar") == 3
     assert count(browser, "figure[data-chart=reward] line.event") == 3
     assert ATTACK in browser.evaluate("document.querySelector('article[data-step=\"3\"]').innerText")

@@ -18,7 +18,7 @@ from hwrl.cli import main
 from hwrl.errors import RunDirectoryError
 from hwrl.run.report import EVENTS, METRICS, PROMPTS, SAMPLES
 from hwrl.run.report.page import build_page
-from hwrl.run.report.page.columns import BUCKETS, Columns, read_columns, thin_out
+from hwrl.run.report.page.columns import BUCKETS, MetricColumns, read_columns, thin_out
 from hwrl.run.report.page.sample_list import choose_samples
 from tests.support.run_files import ATTACK, event_of, sample_of, step_line, write_lines
 from tests.support.run_files import run as run
@@ -96,7 +96,7 @@ def test_the_faults_are_counted(run: Path) -> None:
 
 
 def test_counts_that_begin_anew_after_a_resume_add_up() -> None:
-    columns = Columns({"n": np.arange(4)}, {"n": np.array([1.0, 3.0, 1.0, 1.0])})
+    columns = MetricColumns({"n": np.arange(4)}, {"n": np.array([1.0, 3.0, 1.0, 1.0])})
     assert columns.added("n") == 4.0 and columns.added("other") == 0.0
 
 

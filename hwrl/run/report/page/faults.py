@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hwrl.run.report.events import Event
-from hwrl.run.report.page.columns import Columns
+from hwrl.run.report.page.columns import MetricColumns
 from hwrl.run.report.page.markup import element, escaped, number
 
 MAX_EVENTS = 1000
@@ -22,7 +22,7 @@ _KEPT_KINDS = ("start", "replica", "trainer", "error", "end")
 """Events that a page shows even if there are too many."""
 
 
-def render_faults(columns: Columns, events: list[Event], prompts: Path) -> str:
+def render_faults(columns: MetricColumns, events: list[Event], prompts: Path) -> str:
     """Return the counts of faults, the metrics that were not finite, the failed prompts, and the log.
 
     ``prompts`` is the path of ``trained_prompts.jsonl``.
@@ -31,7 +31,7 @@ def render_faults(columns: Columns, events: list[Event], prompts: Path) -> str:
     return element("dl", counts, class_="tiles") + _not_finite(columns) + _failed(prompts) + _log(events)
 
 
-def count_faults(columns: Columns, events: list[Event]) -> dict[str, float]:
+def count_faults(columns: MetricColumns, events: list[Event]) -> dict[str, float]:
     """Return how often each fault happened over the whole run, resumes included."""
     kinds = Counter(str(event.get("kind")) for event in events)
     faults: dict[str, float] = {
@@ -64,7 +64,7 @@ def _count(name: str, value: float) -> str:
     )
 
 
-def _not_finite(columns: Columns) -> str:
+def _not_finite(columns: MetricColumns) -> str:
     found = []
     for name, values in sorted(columns.values.items()):
         wrong = columns.steps[name][~np.isfinite(values)]
