@@ -18,7 +18,7 @@ class Batch:
     ``behaviour_logprobs`` (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows, or
     rows × length, float32). The others may be None: ``proximal_logprobs`` (rows × length: the policy's at the start of
     the step), ``reference_logprobs`` (rows × length: a frozen policy's), ``weights`` (rows, float32: the factor of each
-    of a row's tokens in the loss; None: 1).
+    of a row's tokens in the loss; None: 1). A critic adds ``values`` before each token and ``returns`` (rows × length).
     """
 
     tokens: torch.Tensor
@@ -28,6 +28,8 @@ class Batch:
     proximal_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hwrl.errors import ConfigError
 from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.lora import LoraSettings
 from hwrl.interfaces.losses import TokenLoss
@@ -112,6 +113,17 @@ class TrainEngine(ABC):
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """Return the current policy's log-probability of each token (rows × length, float32; 0 off the mask)."""
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return the starting model's log-probability of each token (rows × length, float32; 0 off the mask).
+
+        The reference never changes. Raises ConfigError if the engine has none.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no reference model",
+            why="it implements no reference_logprobs, or was built without a reference",
+            fix="set algorithm.kl_coeff=0, or train.engine=fsdp",
+        )
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -125,7 +125,7 @@ class Evaluator:
 def _evaluation_of(groups: Sequence[PendingGroup], *, incarnation: int) -> Evaluation:
     rows = [row for group in groups for row in group.trajectories]
     version = min(int(part.versions.min()) for row in rows for part in row.segments if part.versions is not None)
-    metrics = mean_metrics([row for group in groups for row in group.result().metrics])
+    metrics = mean_metrics([row for group in groups for row in group.metrics()])
     return Evaluation(version, incarnation, metrics)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
-from hwrl.rollout import RewardFunction, check_prompts, load_reward
+from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
 from hwrl.run.config import EMBEDDED, FSDP, TENSORBOARD, Config
 from hwrl.run.report.trackers import make_tracker
 from hwrl.user_code import load_function
@@ -30,11 +30,16 @@ def check_inputs(config: Config) -> None:
     _check_model(config)
     reward = config.reward.function
     columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
-    check_prompts(config.data.train, key="data.train", columns=columns)
-    if config.data.eval is not None:
-        check_prompts(config.data.eval, key="data.eval", columns=columns)
+    for key, sets in (("data.train", config.data.train_sets), ("data.eval", config.data.eval_sets)):
+        for one in sets:
+            check_prompts(one.path, key=key, keys=DataKeys(*config.data.keys_of(one)), columns=columns)
+    if config.data.curriculum is not None:
+        load_function(config.data.curriculum, key="data.curriculum")
     if config.rollout.workflow is not None:
         load_function(config.rollout.workflow, key="rollout.workflow")
+    for key, target in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
+        if ":" in target:
+            load_function(target, key=key)
     if config.model.lora_rank:
         require_peft()
     if config.train.engine != FSDP:

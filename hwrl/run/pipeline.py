@@ -6,7 +6,6 @@ the handles of the actors (``handles.py``) into the actors' processes (``actors.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -229,9 +228,11 @@ class Pipeline:
 
     def _log_failed(self, failed: Mapping[int, str]) -> None:
         """Log the skipped prompts of a step, with the reason of the first one."""
-        for number, reason in itertools.islice(failed.items(), 1):
-            others = f" (and {len(failed) - 1} others)" if len(failed) > 1 else ""
-            self._view.log(f"prompt {number}{others} failed rollout.max_attempts times and is skipped: {reason}")
+        if not failed:
+            return
+        number, reason = next(iter(failed.items()))
+        others = f"; {len(failed) - 1} others, too" if len(failed) > 1 else ""
+        self._view.log(f"prompt {number} has failed and is skipped ({reason}){others}")
 
     def _finish_profile(self) -> None:
         """Log the outcome of the profile if there is one."""

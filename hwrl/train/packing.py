@@ -68,6 +68,8 @@ class MicroBatch:
     weights: torch.Tensor | None
     real_tokens: int
     share_tokens: tuple[int, ...]
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -206,9 +208,9 @@ def _micro_batch(
     wanted = torch.zeros(2, rounded(len(rows), bits=5), dtype=torch.long)
     wanted[0, : len(rows)], wanted[1, : len(rows)] = place - mine.start, batch.tokens[rows, columns]
     places, targets = wanted.to(device)
-    proximal, reference = (
-        None if values is None else values[rows, columns].to(device)
-        for values in (batch.proximal_logprobs, batch.reference_logprobs)
+    proximal, reference, values, returns = (
+        None if column is None else column[rows, columns].to(device)
+        for column in (batch.proximal_logprobs, batch.reference_logprobs, batch.values, batch.returns)
     )
     advantages = batch.advantages[rows] if batch.advantages.ndim == 1 else batch.advantages[rows, columns]
     return MicroBatch(
@@ -228,4 +230,6 @@ def _micro_batch(
         weights=None if batch.weights is None else batch.weights[all_rows].to(device),
         real_tokens=len(inputs[0][mine]),
         share_tokens=tuple(int(trained[part].sum()) for part in shares) if share.count > 1 else (len(rows),),
+        values=values,
+        returns=returns,
     )

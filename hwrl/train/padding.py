@@ -35,3 +35,14 @@ def collate(groups: Sequence[PromptGroup], *, advantages: torch.Tensor, rows: Se
     if of_tokens is None:
         of_tokens = advantages if rows is None else advantages[list(rows)]
     return Batch(torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs), of_tokens)
+
+
+def token_rewards(groups: Sequence[PromptGroup]) -> torch.Tensor:
+    """Return one reward for each of the groups' ``token_ids`` (float32): a trajectory's own is at its last token."""
+    found = []
+    for group in groups:
+        own = group.token_rewards
+        rewards = np.zeros(len(group.token_ids), dtype=np.float32) if own is None else own.astype(np.float32)
+        rewards[group.lengths.cumsum() - 1] += group.rewards
+        found.append(rewards)
+    return torch.from_numpy(np.concatenate(found))

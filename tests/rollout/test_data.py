@@ -17,7 +17,8 @@ import torch
 
 from hwrl.errors import DataError
 from hwrl.models import encode_prompt, load_tokenizer
-from hwrl.rollout.data import Messages, Prompt, PromptStream, check_vocabulary, load_prompts
+from hwrl.rollout import PromptSet, PromptStream
+from hwrl.rollout.data import Messages, Prompt, check_vocabulary, load_prompts
 from hwrl.rollout.reward import load_reward, metrics_of
 from hwrl.run.demo import write_demo
 
@@ -151,7 +152,7 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
 
 def test_the_stream_shows_every_prompt_once_an_epoch_in_an_order_of_the_seed() -> None:
     prompts = [Prompt(str(index), np.array([index], dtype=np.int32), None) for index in range(7)]
-    stream, again, other = (PromptStream(prompts, seed=seed) for seed in (1, 1, 2))
+    stream, again, other = (PromptStream([PromptSet("", prompts)], seed=seed) for seed in (1, 1, 2))
     first = [stream[number].text for number in range(7)]
     second = [stream[number].text for number in range(7, 14)]
     assert sorted(first) == sorted(second) == [str(index) for index in range(7)]

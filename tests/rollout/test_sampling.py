@@ -46,7 +46,8 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         if total < sampling.top_p:
             kept[token], total = True, total + shares[token]
     shares[~kept & (shares < shares[kept].min())] = 0
-    return shares / shares.sum()
+    found: np.ndarray = shares / shares.sum()
+    return found
 
 
 def logits_of(model: Any, request: GenerationRequest, response: Response) -> np.ndarray:

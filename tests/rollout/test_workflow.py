@@ -80,7 +80,7 @@ def test_a_trajectory_of_several_turns_has_the_engines_tokens_and_the_tools(make
         assert row.segments[3].rewards is not None and row.segments[3].rewards.tolist() == [0, 0.5]
     assert generator.tokens == 8
     group.score(InlineScorer(lambda *_: 9.0))
-    assert group.result().metrics == [{"reward": 2.0, "turns": 2.0}] * 2
+    assert group.metrics() == [{"reward": 2.0, "turns": 2.0}] * 2
 
 
 def test_a_single_turn_as_a_workflow_is_the_single_turn(make: Make) -> None:

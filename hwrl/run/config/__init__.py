@@ -8,7 +8,9 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.schema import EMBEDDED, FSDP, TENSORBOARD, Config, Section
+from hwrl.run.config.report import TENSORBOARD
+from hwrl.run.config.schema import EMBEDDED, FSDP, Config, DataSetConfig
+from hwrl.run.config.section import Section
 
 __all__ = [
     "EMBEDDED",
@@ -17,6 +19,7 @@ __all__ = [
     "RUN_HEADER",
     "TENSORBOARD",
     "Config",
+    "DataSetConfig",
     "Section",
     "dump_config",
     "dump_run_config",

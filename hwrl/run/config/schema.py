@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from hwrl.interfaces import LoraSettings
+from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
+from hwrl.run.config.report import ReportConfig
+from hwrl.run.config.section import Section
 from hwrl.run.config.values import (
     AbsolutePath,
+    DataName,
+    DataPath,
     Decay,
+    EvalTemperature,
     Finite,
     Function,
     Layers,
@@ -31,20 +46,11 @@ from hwrl.run.config.values import (
     TopK,
     TopP,
 )
-from hwrl.train import AdvantageName, LossName
 
 FSDP = "fsdp"
 """The train engine that needs no plugin."""
 EMBEDDED = "embedded"
 """The rollout engine that needs no plugin."""
-TENSORBOARD = "tensorboard"
-"""The tracker that needs no plugin."""
-
-
-class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -69,15 +75,92 @@ class ModelConfig(Section):
         return LoraSettings(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
 
 
-class DataConfig(Section):
-    """Prompts: rows with ``prompt`` (a text or messages) and ``answer`` (anything), as .jsonl or .parquet."""
+class DataSetConfig(Section):
+    """One of several data sets. [docs/data.md](data.md) explains the keys."""
 
-    train: AbsolutePath
-    """Prompts to train on."""
-    eval: AbsolutePath | None = None
-    """Held-out prompts for evaluations; without them there are none."""
+    path: DataPath
+    """A file, a directory of the library ``datasets``, or a name on the hub, ``hf:NAME?split=SPLIT``."""
+    name: DataName = ""
+    """Its name in metrics; by default the file's, without the ending."""
+    weight: PositiveReal = 1.0
+    """Its share of the prompts of a mixture, relative to the others."""
+    prompt_key: Name | None = None
+    """Instead of ``data.prompt_key``."""
+    answer_key: Name | None = None
+    """Instead of ``data.answer_key``."""
+
+
+def _name_data_sets(value: Any) -> Any:
+    """Return the entries of a list or a mapping with names; anything else as it is."""
+    if isinstance(value, dict):
+        value = [{"name": name, **(one if isinstance(one, dict) else {"path": one})} for name, one in value.items()]
+    if not isinstance(value, list | tuple):
+        return value
+    entries = [dict(one) if isinstance(one, dict) else one for one in value]
+    entries = [one if isinstance(one, dict | DataSetConfig) else {"path": one} for one in entries]
+    for one in entries:
+        if isinstance(one, dict) and isinstance(one.get("path"), str | Path) and not one.get("name"):
+            one["name"] = Path(str(one["path"]).partition("?")[0]).stem
+    return entries
+
+
+def _check_names(sets: tuple[DataSetConfig, ...]) -> tuple[DataSetConfig, ...]:
+    names = [one.name for one in sets]
+    if len(set(names)) < len(names):
+        raise ValueError(f"data sets need different names, and these have {', '.join(names)}; give each a name")
+    return sets
+
+
+_ONE, _SEVERAL = "<one>", "<several>"
+DataSets = Annotated[
+    Annotated[DataPath, Tag(_ONE)]
+    | Annotated[tuple[DataSetConfig, ...], Field(min_length=1), AfterValidator(_check_names), Tag(_SEVERAL)],
+    Discriminator(lambda value: _SEVERAL if isinstance(value, list | tuple) else _ONE),
+    BeforeValidator(_name_data_sets),
+]
+"""One path; or a list of paths and data sets; or a mapping from names to these."""
+
+
+def _listed(sets: Path | tuple[DataSetConfig, ...]) -> tuple[DataSetConfig, ...]:
+    return (DataSetConfig(path=sets),) if isinstance(sets, Path) else sets
+
+
+class DataConfig(Section):
+    """Prompts: rows with ``prompt`` (a text or messages), ``answer`` (anything) and [further columns](data.md)."""
+
+    train: DataSets
+    """Prompts to train on: a path (.jsonl, .parquet, a directory), ``hf:NAME?split=SPLIT``, or a list: a mixture."""
+    eval: DataSets | None = None
+    """Held-out prompts for evaluations, likewise; several sets: a list, or names with paths. null: no evaluations."""
+    prompt_key: Name = "prompt"
+    """The column with the prompt."""
+    answer_key: Name = "answer"
+    """The column with the answer."""
+    curriculum: Function | None = None
+    """``package.module:function`` or ``file.py:function`` that [orders the prompts](data.md#curriculum)."""
     max_prompt_tokens: Positive = 1024
     """A longer prompt is an error."""
+
+    @field_validator("eval")
+    @classmethod
+    def _all_evaluations_count(cls, sets: Path | tuple[DataSetConfig, ...] | None) -> object:
+        if isinstance(sets, tuple) and any(one.weight != 1 for one in sets):
+            raise ValueError("weights are for data.train: each set for evaluations is used whole")
+        return sets
+
+    @property
+    def train_sets(self) -> tuple[DataSetConfig, ...]:
+        """The data sets to train on. A single path has no name."""
+        return _listed(self.train)
+
+    @property
+    def eval_sets(self) -> tuple[DataSetConfig, ...]:
+        """The data sets for evaluations. A single path has no name."""
+        return () if self.eval is None else _listed(self.eval)
+
+    def keys_of(self, one: DataSetConfig) -> tuple[str, str]:
+        """Return the names of the columns with the prompt and the answer."""
+        return one.prompt_key or self.prompt_key, one.answer_key or self.answer_key
 
 
 class RewardConfig(Section):
@@ -102,7 +185,7 @@ class RolloutConfig(Section):
 
     engine: Name = EMBEDDED
     """``embedded``: a transformers model in the replica's process; or the name of a plugin's engine."""
-    engine_options: Options = {}
+    engine_options: Options = Field(default_factory=dict)
     """The plugin's own settings, checked by the plugin."""
     replicas: Processes = 1
     """Rollout processes, each with its own model."""
@@ -126,7 +209,7 @@ class RolloutConfig(Section):
     """Responses in one replica at the same time."""
     workflow: Function | None = None
     """``package.module:factory`` or ``file.py:factory`` of a [workflow](workflows.md); null: one response, one turn."""
-    workflow_options: Options = {}
+    workflow_options: Options = Field(default_factory=dict)
     """Further arguments of the factory."""
     workflow_timeout_s: Seconds = 300.0
     """Time limit of one run of the workflow. A longer run is cancelled, and has failed."""
@@ -193,10 +276,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _a_group_fits(self) -> RolloutConfig:
-        if self.n < 2:
-            raise ValueError(
-                f"n={self.n} teaches nothing: a response's advantage comes from the others; set n=2 or more"
-            )
         if self.max_running < self.n:
             raise ValueError(
                 f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together"
@@ -226,7 +305,7 @@ class TrainConfig(Section):
 
     engine: Name = FSDP
     """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of a plugin's engine."""
-    engine_options: Options = {}
+    engine_options: Options = Field(default_factory=dict)
     """The plugin's own settings, checked by the plugin."""
     ranks: Processes = 1
     """Training processes. They share one model."""
@@ -306,29 +385,6 @@ class TrainConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
-    """Advantages and loss; see :mod:`hwrl.train.losses`."""
-
-    advantage: AdvantageName = "grpo"
-    """``grpo``, ``dr_grpo`` or ``rloo``."""
-    loss: LossName = "ppo_clip"
-    """``ppo_clip``, ``tis`` or ``decoupled``."""
-    clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
-    """How far the ratio may fall below 1."""
-    clip_ratio_high: PositiveReal = 0.28
-    """How far the ratio may rise above 1."""
-    rollout_is_threshold: PositiveReal = 2.0
-    """Upper limit of importance weights of off-policy tokens (``tis`` and ``decoupled``)."""
-    ppo_epochs: Positive = 1
-    """Passes over each batch."""
-    mini_batches: Positive = 1
-    """Optimizer steps per pass."""
-    filter_groups: bool = False
-    """Train only on prompts with different rewards ([dynamic sampling](training.md#dynamic-sampling))."""
-    max_filtered_in_a_row: Positive = 1000
-    """Prompts that may be filtered with no other finished prompt between them, before the run ends with an error."""
-
-
 class AsyncConfig(Section):
     """How far rollout may run ahead of training."""
 
@@ -377,39 +433,23 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out prompts, greedy."""
+    """Evaluation on held-out prompts, spread over the replicas."""
 
     every_steps: NotNegative = 0
     """Training steps between two evaluations; 0: only at the end."""
     prompts: Positive = 256
-    """Most prompts, from the beginning of the file."""
-
-
-class ReportConfig(Section):
-    """What a run records about itself, and where its metrics go."""
-
-    samples_per_step: NotNegative = 4
-    """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
-    trackers: tuple[Function, ...] = (TENSORBOARD,)
-    """Where metrics go, too: ``tensorboard``, plugins, ``file.py:function``; see [trackers](report.md#trackers)."""
-    tracker_options: dict[Function, Options] = {}
-    """By a name in ``trackers``: the tracker's own settings, which it checks."""
-    run_name: Name | None = None
-    """The run's name in trackers; null: the last part of ``dir``."""
+    """Most prompts of each set, from its beginning."""
+    n: Positive = 1
+    """Responses to each prompt. With several there is [pass@k](data.md#evaluation)."""
+    temperature: EvalTemperature = 0.0
+    """Temperature of sampling; 0: greedy."""
+    pass_reward: Finite = 1.0
+    """A response with this reward, or more, has passed, for pass@k."""
 
     @model_validator(mode="after")
-    def _trackers_differ(self) -> ReportConfig:
-        if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError(f"trackers={list(self.trackers)} has a name twice")
-        return self
-
-    @model_validator(mode="after")
-    def _options_are_a_trackers(self) -> ReportConfig:
-        unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
-        if unused:
-            raise ValueError(
-                f"tracker_options are for names in trackers={list(self.trackers)}, not for {', '.join(unused)}"
-            )
+    def _samples_differ(self) -> EvalConfig:
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n={self.n} greedy responses to a prompt would be equal; set temperature, too")
         return self
 
 
@@ -435,7 +475,7 @@ class Config(Section):
     """Seed of the order of prompts and of sampling."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
-    goals: dict[Name, Finite] = {}
+    goals: dict[Name, Finite] = Field(default_factory=dict)
     """Metrics to reach in the last training step and the last evaluation; else the exit status is 1."""
     model: ModelConfig
     data: DataConfig
@@ -444,6 +484,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     async_training: AsyncConfig = AsyncConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -515,10 +556,39 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _advantages_have_a_source(self) -> Config:
+        if self.rollout.n < 2 and not self.algorithm.has_critic:
+            raise ValueError(
+                f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
+                "rollout.n=2 or more, or algorithm.advantage=gae"
+            )
+        if self.train.engine != FSDP and (self.algorithm.has_critic or self.algorithm.kl_coeff):
+            key = "advantage=gae" if self.algorithm.has_critic else f"kl_coeff={self.algorithm.kl_coeff:g}"
+            missing = "critic" if self.algorithm.has_critic else "reference model"
+            raise ValueError(
+                f"algorithm.{key} needs train.engine={FSDP}: {self.train.engine} has no {missing} for its ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_overlong_buffer_is_in_the_limit(self) -> Config:
+        if self.algorithm.overlong_buffer_tokens > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={self.algorithm.overlong_buffer_tokens} must be at most "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}: it is the last part of it"
+            )
+        return self
+
     @property
     def max_model_len(self) -> int:
         """Most tokens of a trajectory, the prompt included."""
         return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def has_reference_copy(self) -> bool:
+        """Whether a frozen copy of the model is the reference of ``algorithm.kl_coeff``; an adapter has its base."""
+        return self.algorithm.kl_coeff != 0 and self.model.lora is None
 
     @property
     def groups_per_version(self) -> int:

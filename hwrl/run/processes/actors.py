@@ -291,7 +291,8 @@ class RolloutActor:
         """
         with large_imports():
             self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
-            from hwrl.run.processes.build import build_rollouter, evaluation_prompts
+            from hwrl.run.processes.build import build_rollouter
+            from hwrl.run.processes.prompts import evaluation_prompts
 
         with setup.inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
             self._rollouter = build_rollouter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -29,6 +30,15 @@ def engine_settings(config: Config) -> EngineSettings:
         seed=config.seed,
         context_parallel=config.train.context_parallel,
         **config.optimizer.model_dump(),
+    )
+
+
+def critic_settings(config: Config) -> EngineSettings:
+    """Return the settings of the critic's engine: the policy's, with a model and a learning rate of its own."""
+    return replace(
+        engine_settings(config),
+        model_directory=config.critic.path or config.model.path,
+        learning_rate=config.critic.learning_rate,
     )
 
 
