@@ -13,6 +13,7 @@ from hwrl.interfaces import LoraSettings
 from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
 from hwrl.run.config.data import DataConfig, EvalConfig, RewardConfig
 from hwrl.run.config.generation import RolloutConfig
+from hwrl.run.config.report import ReportConfig
 from hwrl.run.config.section import Section
 from hwrl.run.config.training import FSDP, OptimizerConfig, TrainConfig
 from hwrl.run.config.values import (
@@ -22,15 +23,11 @@ from hwrl.run.config.values import (
     Mebibytes,
     Name,
     NotNegative,
-    Options,
     Positive,
     PositiveReal,
     Seconds,
     Seed,
 )
-
-TENSORBOARD = "tensorboard"
-"""The tracker that needs no plugin."""
 
 
 class ModelConfig(Section):
@@ -99,34 +96,6 @@ class CheckpointConfig(Section):
     def _only_a_copy_is_staged(self) -> CheckpointConfig:
         if self.staging == "device" and not self.async_save:
             raise ValueError("staging=device is for saves in the background; set async_save=true, too")
-        return self
-
-
-class ReportConfig(Section):
-    """What a run records about itself, and where its metrics go."""
-
-    samples_per_step: NotNegative = 4
-    """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
-    trackers: tuple[Name, ...] = (TENSORBOARD,)
-    """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
-    tracker_options: dict[Name, Options] = Field(default_factory=dict)
-    """By the name of a plugin's tracker: its own settings, checked by the plugin."""
-    run_name: Name | None = None
-    """The run's name in trackers; null: the last part of ``dir``."""
-
-    @model_validator(mode="after")
-    def _trackers_differ(self) -> ReportConfig:
-        if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError(f"trackers={list(self.trackers)} has a name twice")
-        return self
-
-    @model_validator(mode="after")
-    def _options_are_a_trackers(self) -> ReportConfig:
-        unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
-        if unused:
-            raise ValueError(
-                f"tracker_options are for plugins in trackers={list(self.trackers)}, not for {', '.join(unused)}"
-            )
         return self
 
 
