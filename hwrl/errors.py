@@ -24,7 +24,7 @@ HwrlError
  │   ├─ CheckpointCorruptError      the manifest and the files disagree
  │   └─ CheckpointSaveError         a save did not commit
  ├─ ConfigError                     a configuration value is wrong
- ├─ DataError                       a data set or a reward function is wrong
+ ├─ DataError                       a data set or a user's function is wrong
  ├─ InputChangedError               an input file changed during the run
  ├─ RunDirectoryError               a file of the run directory cannot be written or read
  └─ EngineError                     a train or rollout engine cannot do an operation
@@ -165,7 +165,7 @@ class ConfigError(HwrlError):
 
 
 class DataError(HwrlError):
-    """Raised when a data set or a reward function cannot be used."""
+    """Raised when a data set or a user's function cannot be used."""
 
 
 class InputChangedError(HwrlError):

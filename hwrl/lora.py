@@ -103,6 +103,21 @@ def with_adapter(model: Any, lora: LoraSettings, *, seed: int, base_dtype: torch
     return adapted
 
 
+@contextlib.contextmanager
+def without_adapter(model: Any) -> Iterator[None]:
+    """Run ``model`` without its adapter inside the block: it is the base. Nothing is copied or moved."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # enable_adapters(False) would also freeze the adapter, and sharding forbids it
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 @functools.lru_cache(maxsize=4)
 def described_model(directory: Path, *, dtype: torch.dtype, lora: LoraSettings | None) -> Any:
     """Return the model that a train engine of ``dtype`` would have, on the meta device: only to look at.

@@ -119,7 +119,7 @@ def _list(args: argparse.Namespace) -> tuple[dict[str, Any], list[str], bool]:
     tracker_text = "there is no tracker yet" if tracker is None else f"the tracker says {tracker}"
     lines = [
         f"  step {info.step:<8} {info.nbytes / 1e6:12,.1f} MB  {info.manifest.world_size} rank(s)  "
-        f"weight version {info.weight_version:<6} {_saved_at(info)}{_part(info)}"
+        f"weight version {info.weight_version:<6} {_saved_at(info)}{_part(info)}{_prompts(info)}"
         for info in complete
     ]
     lines += [f"  {one.path.name} is not complete: {one.reason}" for one in skipped]
@@ -316,8 +316,29 @@ def _describe(info: CheckpointInfo) -> dict[str, Any]:
         "nodes": manifest.nodes,
         "weight_version": manifest.weight_version,
         "saved": _saved_at(info),
+        "prompts": _ledger(info),
         "versions": dict(manifest.versions),
     }
+
+
+def _ledger(info: CheckpointInfo) -> dict[str, Any] | None:
+    """Return the state of the prompt ledger in a run's checkpoint; None in another checkpoint, or a damaged one."""
+    from hwrl.checkpoint import read_extra
+
+    try:
+        state = read_extra(info)[0].get("ledger")
+    except CheckpointCorruptError:
+        return None
+    return state if isinstance(state, dict) and {"trained", "next", "owed"} <= state.keys() else None
+
+
+def _prompts(info: CheckpointInfo) -> str:
+    """Return the numbers of prompts in each state, in words."""
+    from hwrl.rollout.ledger import count_prompts
+
+    state = _ledger(info)
+    counts = {} if state is None else count_prompts(state)
+    return "; prompts: " * bool(counts) + ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _part(info: CheckpointInfo) -> str:

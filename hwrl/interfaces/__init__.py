@@ -13,13 +13,15 @@ from hwrl.interfaces.backend import (
     Support,
 )
 from hwrl.interfaces.batch import Batch
+from hwrl.interfaces.chat import ParsedAnswer, ToolCall, ToolParser, Tools
 from hwrl.interfaces.comm import Group, Pending, ReduceOp
 from hwrl.interfaces.command import Command
 from hwrl.interfaces.devicemap import DeviceMap
-from hwrl.interfaces.groups import Floats, Ints, PromptGroup, Response
+from hwrl.interfaces.groups import Bools, Floats, Ints, PromptGroup, Response, Segment, Trajectory
 from hwrl.interfaces.handles import Handle
 from hwrl.interfaces.kernels import Kernels
 from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces.losses import Advantage, LossInputs, TokenLoss
 from hwrl.interfaces.memory import LentState, LentTensor, Moved, OffloadedState, Transfer
 from hwrl.interfaces.planning import ACTIVE, ALWAYS, MemoryCause, Phase, Place, peak_phase, phase_nbytes
 from hwrl.interfaces.probing import (
@@ -39,7 +41,8 @@ from hwrl.interfaces.rollout import (
     Sampling,
     WeightOffer,
 )
-from hwrl.interfaces.train import EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces.tracking import RunStatus, TrackedRun, Tracker
+from hwrl.interfaces.train import EngineSettings, TrainEngine
 
 __all__ = [
     "ACTIVE",
@@ -47,9 +50,11 @@ __all__ = [
     "API_VERSION",
     "MEMORY_TAGS",
     "PROBE_ROOT",
+    "Advantage",
     "Backend",
     "BackendInfo",
     "Batch",
+    "Bools",
     "Capability",
     "Command",
     "Completion",
@@ -65,10 +70,12 @@ __all__ = [
     "LentState",
     "LentTensor",
     "LoraSettings",
+    "LossInputs",
     "MemoryCause",
     "MemoryInfo",
     "Moved",
     "OffloadedState",
+    "ParsedAnswer",
     "PciDevice",
     "Pending",
     "Phase",
@@ -80,11 +87,19 @@ __all__ = [
     "Response",
     "RolloutEngine",
     "RolloutSettings",
+    "RunStatus",
     "Sampling",
+    "Segment",
     "StreamLike",
     "Support",
     "TokenLoss",
+    "ToolCall",
+    "ToolParser",
+    "Tools",
+    "TrackedRun",
+    "Tracker",
     "TrainEngine",
+    "Trajectory",
     "Transfer",
     "WeightOffer",
     "peak_phase",

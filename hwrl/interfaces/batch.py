@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of prompt + response, padded on the right.
+    """Rows of tokens, padded on the right: a prompt and all that follows, by the policy and by others.
 
-    ``tokens`` (rows × length, int64), ``mask`` (rows × length, bool: true on response tokens), ``behaviour_logprobs``
-    (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows, float32),
-    ``proximal_logprobs`` (rows × length or None: the policy's at the start of the step, for the decoupled loss).
+    ``tokens`` (rows × length, int64), ``mask`` (rows × length, bool: true on the policy's tokens),
+    ``behaviour_logprobs`` (rows × length, float32, the engine's, aligned with ``tokens``), ``advantages`` (rows, or
+    rows × length, float32). The others may be None: ``proximal_logprobs`` (rows × length: the policy's at the start of
+    the step), ``reference_logprobs`` (rows × length: a frozen policy's), ``weights`` (rows, float32: the factor of each
+    of a row's tokens in the loss; None: 1). A critic adds ``values`` before each token and ``returns`` (rows × length).
     """
 
     tokens: torch.Tensor
@@ -24,15 +26,19 @@ class Batch:
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
     proximal_logprobs: torch.Tensor | None = None
+    reference_logprobs: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
-        """Number of responses."""
+        """Number of rows."""
         return len(self.tokens)
 
     @property
     def trained_tokens(self) -> int:
-        """Number of response tokens."""
+        """Number of the policy's tokens."""
         return int(self.mask.sum())
 
     def select(self, rows: torch.Tensor) -> Batch:
@@ -47,7 +53,7 @@ class Batch:
         return Batch(**chosen)
 
     def lengths(self) -> torch.Tensor:
-        """Return the length of each row, prompt and response, without the padding."""
+        """Return the length of each row, up to the policy's last token: nothing behind it is trained."""
         import torch
 
         places = torch.arange(1, self.mask.shape[1] + 1)
@@ -57,7 +63,7 @@ class Batch:
         """Yield row indices, so that each part holds at most ``max_tokens`` padded tokens, or a single row.
 
         Rows are sorted by length, and no row is less than half as long as its part: at most half of it is padding.
-        Rows without a response token are left out.
+        Rows without a token of the policy are left out.
         """
         lengths, order = self.lengths().sort(descending=True, stable=True)
         order = order[lengths > 0]

@@ -1,11 +1,11 @@
-"""The unit of data between rollout and training: one prompt with its ``n`` responses."""
+"""The data between rollout and training: responses, trajectories made of them, and a prompt's group of trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Ints: TypeAlias = "npt.NDArray[np.int32]"
 Floats: TypeAlias = "npt.NDArray[np.float32]"
+Bools: TypeAlias = "npt.NDArray[np.bool_]"
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,15 @@ class Response:
     """One generated response: each token's id, log-probability under the behaviour policy, and weight version.
 
     The three arrays have one element per generated token, including the end-of-sequence token. ``truncated`` is true
-    if the length limit ended the response.
+    if the length limit ended the response. ``stop`` is the stop text or the stop token (``Sampling``) at its end; None
+    after another end.
     """
 
     token_ids: Ints
     logprobs: Floats
     versions: Ints
     truncated: bool
+    stop: str | int | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -34,13 +37,94 @@ class Response:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A stretch of a trajectory with one author. Only the policy's segments are trained.
+
+    The policy wrote it if it has ``logprobs`` and ``versions`` (one each per token, as in :class:`Response`); else a
+    user, a tool or a chat template did. ``rewards`` has one reward per token of the policy, or is None.
+    """
+
+    token_ids: Ints
+    logprobs: Floats | None = None
+    versions: Ints | None = None
+    rewards: Floats | None = None
+
+    def __post_init__(self) -> None:
+        if (self.logprobs is None) != (self.versions is None):
+            raise ValueError("a segment has both log-probabilities and versions, or neither")
+        if self.rewards is not None and self.logprobs is None:
+            raise ValueError("only the policy's tokens have rewards")
+        columns = (self.logprobs, self.versions, self.rewards)
+        if any(column is not None and len(column) != len(self.token_ids) for column in columns):
+            raise ValueError("a segment's columns have one element for each token")
+
+    @property
+    def by_policy(self) -> bool:
+        """Whether the policy wrote it."""
+        return self.logprobs is not None
+
+    @classmethod
+    def of_response(cls, response: Response, *, reward: float | None = None) -> Segment:
+        """Return the policy's segment with ``response``. ``reward`` is the reward of this turn, at its last token."""
+        import numpy as np
+
+        rewards = None
+        if reward is not None:
+            rewards = np.zeros(len(response.token_ids), dtype=np.float32)
+            rewards[-1] = reward
+        return cls(response.token_ids, response.logprobs, response.versions, rewards)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A row of tokens as the policy saw it: a prompt, then segments of the policy and of others in turn.
+
+    ``reward`` is the reward of the whole trajectory; None: the run's reward function gives it. ``metrics`` are further
+    numbers, without ``reward``. ``truncated`` is true if a limit ended the trajectory before its policy did.
+    """
+
+    segments: Sequence[Segment]
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        if not any(segment.by_policy and len(segment.token_ids) for segment in self.segments):
+            raise ValueError("a trajectory needs a token of the policy")
+        if self.segments[0].by_policy:
+            raise ValueError("a trajectory begins with a prompt")
+
+    @classmethod
+    def single_turn(cls, prompt_ids: Ints, response: Response) -> Trajectory:
+        """Return the trajectory of one response to ``prompt_ids``."""
+        return cls((Segment(prompt_ids), Segment.of_response(response)), truncated=response.truncated)
+
+    @property
+    def trained_segments(self) -> Sequence[Segment]:
+        """The segments up to the policy's last one."""
+        last = max(index for index, segment in enumerate(self.segments) if segment.by_policy)
+        return self.segments[: last + 1]
+
+    @property
+    def response_ids(self) -> Ints:
+        """The tokens after the prompt, of all authors."""
+        import numpy as np
+
+        return np.concatenate([segment.token_ids for segment in self.segments[1:]])
+
+
+@dataclass(frozen=True)
 class PromptGroup:
-    """A prompt's responses with their rewards, ready for training.
+    """A prompt's trajectories with their rewards, ready for training.
 
     ``sequence_number`` is the prompt's place in the stream. ``lease_id`` is the lease of the rollout
     (:mod:`hwrl.rollout`). ``incarnation`` is the life of the trainer behind all of its weights: after a restart from a
-    checkpoint, versions count from there again. The arrays concatenate all responses; ``lengths`` (int32, one per
-    response) separates them.
+    checkpoint, versions count from there again.
+
+    Each trajectory is a row: ``prompt_ids``, then its own tokens. The arrays of tokens concatenate the own tokens of
+    all rows; ``lengths`` (int32, one per row) separates them. ``loss_mask`` is true for the policy's tokens; others
+    have log-probability 0 and version -1. ``rewards`` has one number per row. ``token_rewards`` has one per token, or
+    is None. ``samples`` (int32) tells the sample of each row, a run of the workflow: a run may return several rows.
     """
 
     sequence_number: int
@@ -50,28 +134,38 @@ class PromptGroup:
     token_ids: Ints
     logprobs: Floats
     versions: Ints
+    loss_mask: Bools
     lengths: Ints
+    samples: Ints
     rewards: Floats
-    truncated: npt.NDArray[np.bool_]
+    truncated: Bools
+    token_rewards: Floats | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """Number of responses."""
+        """Number of rows."""
         return len(self.lengths)
 
     @property
     def oldest_version(self) -> int:
-        """The smallest weight version among all tokens."""
-        return int(self.versions.min())
+        """The smallest weight version among the policy's tokens."""
+        return int(self.versions[self.loss_mask].min())
 
     @property
     def newest_version(self) -> int:
-        """The largest weight version among all tokens."""
+        """The largest weight version among the policy's tokens."""
         return int(self.versions.max())
 
+    @property
+    def policy_lengths(self) -> Ints:
+        """The number of the policy's tokens in each row (int32)."""
+        import numpy as np
+
+        return np.array([self.loss_mask[span].sum() for span in self.responses()], dtype=np.int32)
+
     def responses(self) -> list[slice]:
-        """Return, for each response, its slice of ``token_ids``, ``logprobs`` and ``versions``."""
+        """Return, for each row, the slice of its own tokens."""
         lengths = [int(length) for length in self.lengths]
         return [slice(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
@@ -87,19 +181,78 @@ class PromptGroup:
         rewards: Sequence[float],
         metrics: dict[str, float],
     ) -> PromptGroup:
-        """Return the group of ``responses`` to one prompt; ``rewards`` has one number per response."""
+        """Return the group of single-turn ``responses`` to one prompt; ``rewards`` has one number per response."""
         import numpy as np
 
+        token_ids = np.concatenate([response.token_ids for response in responses])
         return cls(
             sequence_number=sequence_number,
             lease_id=lease_id,
             incarnation=incarnation,
             prompt_ids=prompt_ids,
-            token_ids=np.concatenate([response.token_ids for response in responses]),
+            token_ids=token_ids,
             logprobs=np.concatenate([response.logprobs for response in responses]),
             versions=np.concatenate([response.versions for response in responses]),
+            loss_mask=np.ones(len(token_ids), dtype=np.bool_),
             lengths=np.array([len(response.token_ids) for response in responses], dtype=np.int32),
+            samples=np.arange(len(responses), dtype=np.int32),
             rewards=np.array(rewards, dtype=np.float32),
             truncated=np.array([response.truncated for response in responses]),
             metrics=metrics,
         )
+
+    @classmethod
+    def of_samples(
+        cls,
+        samples: Sequence[Sequence[Trajectory]],
+        *,
+        sequence_number: int,
+        lease_id: int,
+        incarnation: int,
+        rewards: Sequence[float],
+        metrics: dict[str, float],
+    ) -> PromptGroup:
+        """Return the group of all trajectories of ``samples``; ``rewards`` has one number per trajectory, in order.
+
+        Tokens behind the policy's last one are left out: they cannot be trained.
+        """
+        import numpy as np
+
+        rows = [trajectory for sample in samples for trajectory in sample]
+        prompt_ids = _common_prompt(rows)
+        own = [row.trained_segments[prompt_ids is not None :] for row in rows]
+        parts = [part for segments in own for part in segments]
+        has_rewards = any(part.rewards is not None for part in parts)
+        return cls(
+            sequence_number=sequence_number,
+            lease_id=lease_id,
+            incarnation=incarnation,
+            prompt_ids=np.empty(0, dtype=np.int32) if prompt_ids is None else prompt_ids,
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            logprobs=np.concatenate([_filled(part, part.logprobs, 0, np.float32) for part in parts]),
+            versions=np.concatenate([_filled(part, part.versions, -1, np.int32) for part in parts]),
+            loss_mask=np.concatenate([np.full(len(part.token_ids), part.by_policy) for part in parts]),
+            lengths=np.array([sum(len(part.token_ids) for part in segments) for segments in own], dtype=np.int32),
+            samples=np.repeat(np.arange(len(samples), dtype=np.int32), [len(sample) for sample in samples]),
+            rewards=np.array(rewards, dtype=np.float32),
+            truncated=np.array([row.truncated for row in rows]),
+            token_rewards=np.concatenate([_filled(part, part.rewards, 0, np.float32) for part in parts])
+            if has_rewards
+            else None,
+            metrics=metrics,
+        )
+
+
+def _common_prompt(rows: Sequence[Trajectory]) -> Ints | None:
+    """Return the first segment's tokens if all ``rows`` begin with the same one, else None."""
+    import numpy as np
+
+    first = rows[0].segments[0].token_ids
+    same = all(np.array_equal(row.segments[0].token_ids, first) for row in rows[1:])
+    return first if same else None
+
+
+def _filled(part: Segment, column: npt.NDArray[np.generic] | None, value: int, dtype: type[np.generic]) -> Any:
+    import numpy as np
+
+    return np.full(len(part.token_ids), value, dtype=dtype) if column is None else column

@@ -6,14 +6,58 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hwrl.errors import UnsupportedError
+from hwrl.interfaces.chat import ToolParser
 from hwrl.interfaces.groups import Ints, Response
 from hwrl.interfaces.lora import LoraSettings
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample a response; ValueError for a value out of its range.
+
+    Tokens come from the softmax of the logits, divided by ``temperature``. Three filters shape it, in this order, and
+    each sees what the one before left, renormalised. ``min_p`` (0 to 1) drops tokens below this share of the largest
+    probability. ``top_k`` keeps that many of the most probable tokens, and equal ones; -1 keeps all. ``top_p`` (above
+    0, to 1) keeps the fewest of the most probable tokens with this probability together. A token's log-probability is
+    the one in the filtered distribution. ``temperature`` 0 is greedy, without filters, with log-probabilities of
+    temperature 1.
+
+    The texts ``stop`` and the tokens ``stop_token_ids`` end a response, as the end tokens do, and stay in it: its last
+    token is the first to complete a text. Special tokens count with their text. ``seed`` (0 to 2**63 - 1) makes the
+    tokens depend on the prompt and the weights alone; None: the engine's seed.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps all tokens")
+        if self.top_k < 1 and self.top_k != -1:
+            raise ValueError(f"top_k={self.top_k} must be a number of tokens, or -1 for all")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be from 0 to 1; 0 keeps all tokens")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop={self.stop!r} must be a tuple of texts, none of them empty")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed} must be from 0 to 2**63 - 1")
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether a filter shapes the distribution."""
+        return self.temperature != 0 and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +66,7 @@ class RolloutSettings:
 
     ``model_directory`` describes the model. The engine does not read its weights: they come from the trainer, in
     ``dtype``. The tokens ``eos_ids`` end a response. At most ``max_running`` requests run at once, each with at most
-    ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``temperature`` is the temperature of later
+    ``max_length`` tokens of prompt and response. ``seed`` is for sampling. ``sampling`` is that of most later
     requests, so an engine can refuse it at once. With ``lora`` the weights come in two parts: a base model, and an
     adapter of this form. ``may_sleep`` announces calls of :meth:`RolloutEngine.sleep`. The engine uses the process's
     first ``tensor_parallel`` devices, and takes weights on the first.
@@ -34,18 +78,10 @@ class RolloutSettings:
     max_running: int
     max_length: int
     seed: int = 0
-    temperature: float = 1.0
+    sampling: Sampling = Sampling(1)
     lora: LoraSettings | None = None
     may_sleep: bool = False
     tensor_parallel: int = 1
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample a response. ``temperature`` 0 is greedy, with log-probabilities of temperature 1."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +154,7 @@ class RolloutEngine(ABC):
         """Return the requests that finished since the last call. Blocks until a running request has a new token.
 
         Call it again and again: between the calls an engine may begin steps, but need not. Without a pending request it
-        returns at once.
+        returns at once. A run counts each return with a pending request as progress: its replica is not hung.
         """
 
     @abstractmethod
@@ -190,6 +226,17 @@ class RolloutEngine(ABC):
         cannot sleep.
         """
         raise _without_sleep()
+
+    def tool_parser(self, name: str, *, tokenizer: Any) -> ToolParser:
+        """Return the engine's own parser of tool calls with this ``name``; ``tokenizer`` is the model's.
+
+        Raises UnsupportedError if it has none of that name.
+        """
+        raise UnsupportedError(
+            f"this engine has no parser of tool calls with the name {name!r}",
+            why="it has no parsers",
+            fix="in a run, set rollout.tool_parser=hermes, the built-in one",
+        )
 
     def close(self) -> None:
         """Release the engine's resources."""

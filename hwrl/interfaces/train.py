@@ -7,32 +7,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
+from hwrl.errors import ConfigError
 from hwrl.interfaces.batch import Batch
 from hwrl.interfaces.lora import LoraSettings
+from hwrl.interfaces.losses import TokenLoss
 from hwrl.interfaces.memory import Moved, OffloadedState
 
 if TYPE_CHECKING:
     import torch
-
-
-class TokenLoss(Protocol):
-    """A policy loss, token by token; :class:`~hwrl.train.PolicyLoss` is one."""
-
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        *,
-        behaviour: torch.Tensor,
-        proximal: torch.Tensor | None,
-        advantages: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of each token, and metrics of each token (detached), all of ``logprobs``'s shape.
-
-        ``logprobs`` carries the gradient. ``behaviour`` and ``proximal`` are constants of the same shape;
-        ``advantages`` broadcasts to it.
-        """
 
 
 def _float32() -> torch.dtype:
@@ -121,12 +105,25 @@ class TrainEngine(ABC):
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         """Take one optimizer step on ``batch`` (this rank's rows); return metrics averaged over all ranks' tokens.
 
+        The loss is the same average, of each token's loss times its row's weight.
+
         Raises EngineError on all ranks, with unchanged weights, if the gradients are not finite.
         """
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """Return the current policy's log-probability of each token (rows × length, float32; 0 off the mask)."""
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return the starting model's log-probability of each token (rows × length, float32; 0 off the mask).
+
+        The reference never changes. Raises ConfigError if the engine has none.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no reference model",
+            why="it implements no reference_logprobs, or was built without a reference",
+            fix="set algorithm.kl_coeff=0, or train.engine=fsdp",
+        )
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,21 @@ from hwrl.rollout.checks import (
     require_same_model,
     require_weights,
 )
+from hwrl.rollout.sampling import SlotSampler
 from hwrl.rollout.slots import SlotCache
+from hwrl.rollout.stops import Decode, StopFinder, stop_finder, text_decoder
 from hwrl.saved_names import saved_weights
 from hwrl.weights import Destination, EngineReceiver, Scattered, WeightLayout, whole_rules
 
 _StateDict = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A request, from its submission to its end, with the finder of its stops if it has some."""
+
+    request: GenerationRequest
+    stops: StopFinder | None
 
 
 class EmbeddedEngine(RolloutEngine):
@@ -57,8 +68,8 @@ class EmbeddedEngine(RolloutEngine):
 
     It can receive weights straight into the model, as one receiver.
 
-    Samples depend only on ``seed``, the request's number and the model, not on other running requests. Devices may
-    differ by rounding.
+    Samples depend only on ``seed``, the request's number and the model, not on other running requests; with a seed of
+    the request's own, not on the engine's and the number. Devices may differ by rounding. Stop texts need ``decode``.
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class EmbeddedEngine(RolloutEngine):
         seed: int = 0,
         prefill_tokens: int = 1 << 14,
         backend: Backend | None = None,
+        decode: Decode | None = None,
     ) -> None:
         _require_full_attention(model.config, max_length=max_length)
         self.receivers = 1
@@ -86,16 +98,17 @@ class EmbeddedEngine(RolloutEngine):
         self._eos = torch.tensor(sorted(eos_ids), device=self._device)
         self._prefill_tokens = prefill_tokens
         self._seed = seed % (1 << 64)  # numpy takes no negative seed
-        self._waiting: deque[GenerationRequest] = deque()
-        self._slots: list[GenerationRequest] = []
+        self._decode = decode
+        self._waiting: deque[_Running] = deque()
+        self._slots: list[_Running] = []
         self._tokens = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
         self._logprobs = torch.zeros(max_running, max_length, device=self._device)
         self._draws = torch.zeros(max_running, max_length, device=self._device)  # from [0, 1), one for each token
         self._versions = torch.zeros(max_running, max_length, dtype=torch.int32, device=self._device)
-        # Per slot, on the device: tokens held so far, tokens when the limit is reached, temperature.
+        # Per slot, on the device: tokens held so far, tokens when the limit is reached.
         self._length = torch.zeros(max_running, dtype=torch.long, device=self._device)
         self._limit = torch.zeros(max_running, dtype=torch.long, device=self._device)
-        self._temperature = torch.zeros(max_running, device=self._device)
+        self._sampler = SlotSampler(slots=max_running, device=self._device)
 
     @classmethod
     def from_settings(cls, settings: RolloutSettings, *, backend: Backend) -> EmbeddedEngine:
@@ -104,6 +117,9 @@ class EmbeddedEngine(RolloutEngine):
         use_working_experts(model, device=backend.device(), dtype=settings.dtype)
         if settings.lora is not None:
             model = add_adapter(model, settings.lora)
+        decode = text_decoder(settings.model_directory)
+        if settings.sampling.stop:
+            decode([])  # a directory without a tokenizer is an error now
         return cls(
             model.to(backend.device()),
             eos_ids=settings.eos_ids,
@@ -111,12 +127,13 @@ class EmbeddedEngine(RolloutEngine):
             max_length=settings.max_length,
             seed=settings.seed,
             backend=backend,
+            decode=decode,
         )
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             require_fit(request, max_length=self._max_length)
-        self._waiting.extend(requests)
+        self._waiting.extend([_Running(request, stop_finder(request, self._decode)) for request in requests])
 
     def pending(self) -> int:
         return len(self._waiting) + len(self._slots)
@@ -141,7 +158,7 @@ class EmbeddedEngine(RolloutEngine):
         started = self._start_waiting()
         running = len(self._slots) - started
         if running:
-            self._decode(running)
+            self._continue(running)
         for rows in self._prefill_parts(slice(running, running + started)):
             self._prefill(rows)
         return self._collect_finished()
@@ -235,7 +252,7 @@ class EmbeddedEngine(RolloutEngine):
         first = len(self._slots)
         while self._waiting and len(self._slots) < self._max_running:
             self._slots.append(self._waiting.popleft())
-        started = self._slots[first:]
+        started = [running.request for running in self._slots[first:]]
         if started:
             self._fill(slice(first, len(self._slots)), started)
         return len(started)
@@ -250,9 +267,9 @@ class EmbeddedEngine(RolloutEngine):
         self._draws[rows] = self._new_draws(requests).to(self._device)
         self._length[rows] = lengths.to(self._device)
         self._limit[rows] = (lengths + torch.tensor([s.max_new_tokens for s in sampling])).to(self._device)
-        self._temperature[rows] = torch.tensor([s.temperature for s in sampling], device=self._device)
+        self._sampler.fill(rows, sampling)
 
-    def _decode(self, running: int) -> None:
+    def _continue(self, running: int) -> None:
         rows = slice(0, running)
         last = self._length[rows] - 1
         used = int(last.max()) + 1
@@ -297,17 +314,10 @@ class EmbeddedEngine(RolloutEngine):
 
     def _sample(self, rows: slice, logits: torch.Tensor) -> None:
         """Append one token to each slot of ``rows``. ``logits``: rows × vocabulary."""
-        temperature = self._temperature[rows]
-        greedy = temperature == 0
-        scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
-        logprobs = scaled.log_softmax(-1)
-        sums = logprobs.exp().cumsum(-1)
-        # The first token with a sum above the draw. Its probability is not 0, because a float32 draw is below 1.
         at = self._length[rows, None]
-        drawn = (sums <= self._draws[rows].gather(1, at) * sums[:, -1:]).sum(-1)
-        token = torch.where(greedy, logprobs.argmax(-1), drawn)
-        self._tokens[rows].scatter_(1, at, token[:, None].int())
-        self._logprobs[rows].scatter_(1, at, logprobs.gather(1, token[:, None]))
+        token, logprob = self._sampler.sample(rows, logits, self._draws[rows].gather(1, at))
+        self._tokens[rows].scatter_(1, at, token.int())
+        self._logprobs[rows].scatter_(1, at, logprob)
         self._versions[rows].scatter_(1, at, self.version)
         self._length[rows] += 1
 
@@ -315,7 +325,7 @@ class EmbeddedEngine(RolloutEngine):
         """Return a random number from [0, 1) for each token of each response (requests × ``max_length``, float32)."""
         draws = np.zeros((len(requests), self._max_length), dtype=np.float32)
         for row, request in zip(draws, requests, strict=True):
-            random = np.random.default_rng([self._seed, request.request_id])
+            random = np.random.default_rng(_entropy(self._seed, request))
             begin, count = len(request.prompt_ids), request.sampling.max_new_tokens
             row[begin : begin + count] = random.random(count, dtype=np.float32)
         return torch.from_numpy(draws)
@@ -326,27 +336,40 @@ class EmbeddedEngine(RolloutEngine):
             return []
         last = self._tokens[:count].gather(1, self._length[:count, None] - 1)[:, 0]
         ended = torch.isin(last, self._eos)
+        stops = self._find_stops(last)
+        if stops:
+            ended[list(stops)] = True
         finished = (ended | (self._length[:count] >= self._limit[:count])).nonzero()[:, 0]
         if not len(finished):
             return []
-        completions = self._completions(finished, ended[finished].tolist())
+        completions = self._completions(finished, ended[finished].tolist(), stops)
         self._free(finished.tolist())
         return completions
 
-    def _completions(self, rows: torch.Tensor, ended: list[bool]) -> list[Completion]:
+    def _find_stops(self, last: torch.Tensor) -> dict[int, str | int]:
+        """Return the stop of each slot whose ``last`` token (int32, one for each slot) completes one."""
+        looking = [(slot, running.stops) for slot, running in enumerate(self._slots) if running.stops is not None]
+        if not looking:
+            return {}
+        tokens = last.tolist()
+        found = ((slot, finder.find(tokens[slot])) for slot, finder in looking)
+        return {slot: stop for slot, stop in found if stop is not None}
+
+    def _completions(self, rows: torch.Tensor, ended: list[bool], stops: Mapping[int, str | int]) -> list[Completion]:
         used = int(self._length[rows].max())
         tokens, logprobs, versions = (
             state[rows, :used].cpu().numpy() for state in (self._tokens, self._logprobs, self._versions)
         )
         completions = []
         for index, (row, length) in enumerate(zip(rows.tolist(), self._length[rows].tolist(), strict=True)):
-            request = self._slots[row]
+            request = self._slots[row].request
             span = slice(len(request.prompt_ids), length)
             response = Response(
                 token_ids=tokens[index, span],
                 logprobs=logprobs[index, span],
                 versions=versions[index, span],
                 truncated=not ended[index],
+                stop=stops.get(row),
             )
             completions.append(Completion(request.request_id, response))
         return completions
@@ -364,8 +387,15 @@ class EmbeddedEngine(RolloutEngine):
             return
         self._cache.move(moved, gaps, int(self._length[moved].max()))
         per_token = (self._tokens, self._logprobs, self._draws, self._versions)
-        for state in (*per_token, self._length, self._limit, self._temperature):
+        for state in (*per_token, self._length, self._limit):
             state[gaps] = state[moved]
+        self._sampler.move(moved, gaps)
+
+
+def _entropy(seed: int, request: GenerationRequest) -> Any:
+    """Return the entropy of a request's random numbers: of its own seed, or of the engine's ``seed`` and its number."""
+    own = request.sampling.seed
+    return [seed, request.request_id] if own is None else np.random.SeedSequence(own, spawn_key=(0,))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -101,7 +101,7 @@ class Evaluator:
         if failed and current.attempt < _ATTEMPTS:
             current.attempt += 1
             for group in failed:
-                group.scores = self._rewards.score(group.prompt, group.responses)
+                group.score(self._rewards)
             return failed
         # If this raises, the evaluation is still the current one, and close() answers it.
         outcome = _error_of(current.groups) if failed else _evaluation_of(current.groups, incarnation=incarnation)
@@ -123,8 +123,9 @@ class Evaluator:
 
 
 def _evaluation_of(groups: Sequence[PendingGroup], *, incarnation: int) -> Evaluation:
-    version = min(int(response.versions.min()) for group in groups for response in group.responses)
-    metrics = mean_metrics([row for group in groups for row in group.result().metrics])
+    rows = [row for group in groups for row in group.trajectories]
+    version = min(int(part.versions.min()) for row in rows for part in row.segments if part.versions is not None)
+    metrics = mean_metrics([row for group in groups for row in group.metrics()])
     return Evaluation(version, incarnation, metrics)
 
 

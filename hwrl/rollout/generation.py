@@ -1,45 +1,53 @@
-"""Prompts become requests to the engine, and its completions become groups again."""
+"""Prompts become requests to the engine, and its completions become groups of trajectories."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
+from hwrl.interfaces import Completion, GenerationRequest, Ints, PromptGroup, RolloutEngine, Sampling, Trajectory
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward_workers import Scores
+from hwrl.rollout.reward import Scores
+from hwrl.rollout.reward_workers import Scorer
 
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A prompt with its responses, from the first request to the last score.
+    """A prompt with its samples, from the first request to the last score.
 
-    The prompts of an evaluation have no ``lease``. ``scores`` is None until all ``size`` responses are generated.
+    The prompts of an evaluation have no ``lease``. ``scores`` is None until all ``size`` samples are generated, or one
+    has failed.
     """
 
     prompt: Prompt
     size: int
     lease: PromptLease | None = None
     scores: Future[Scores] | None = None
-    _finished: dict[int, Response] = field(default_factory=dict)
+    _samples: dict[int, Sequence[Trajectory]] = field(default_factory=dict)
 
     @property
-    def responses(self) -> list[Response]:
-        """The generated responses, in the order of their requests."""
-        return [self._finished[index] for index in sorted(self._finished)]
+    def samples(self) -> list[Sequence[Trajectory]]:
+        """The generated samples in order, each with its trajectories."""
+        return [self._samples[index] for index in sorted(self._samples)]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories of all generated samples, in order."""
+        return [trajectory for sample in self.samples for trajectory in sample]
 
     @property
     def is_generated(self) -> bool:
-        """Whether all responses are there."""
-        return len(self._finished) == self.size
+        """Whether all samples are there."""
+        return len(self._samples) == self.size
 
     @property
     def is_scored(self) -> bool:
-        """Whether the reward workers have answered."""
+        """Whether the scores, or a failure, are there."""
         return self.scores is not None and self.scores.done()
 
     def result(self) -> Scores:
@@ -47,73 +55,172 @@ class PendingGroup:
         assert self.is_scored and self.scores is not None, "ask is_scored first"
         return self.scores.result()
 
+    def metrics(self) -> list[dict[str, float]]:
+        """Return the metrics of each trajectory of a group that is scored: its own, and those of the reward."""
+        scored = zip(self.trajectories, self.result().metrics, strict=True)
+        return [{**row.metrics, **metrics} for row, metrics in scored]
+
     def cancel(self) -> None:
         """Let the reward workers skip this group."""
         if self.scores is not None:
             self.scores.cancel()
 
-    def add(self, index: int, response: Response) -> None:
-        """Take the response to request ``index`` of this group."""
-        self._finished[index] = response
+    def add(self, index: int, sample: Sequence[Trajectory]) -> None:
+        """Take the trajectories of sample ``index``."""
+        self._samples[index] = sample
+
+    def score(self, scorer: Scorer) -> None:
+        """Begin to score a generated group: with its trajectories' own rewards, or else with ``scorer``."""
+        if not self.is_generated:
+            return  # it has failed
+        rows = self.trajectories
+        own = [row.reward for row in rows if row.reward is not None]
+        if not own:
+            self.scores = scorer.score(self.prompt, [row.response_ids for row in rows])
+        elif len(own) < len(rows):
+            self.fail(f"{len(own)} of {len(rows)} trajectories have a reward; the workflow must reward all or none")
+        else:
+            self.scores = _done(Scores([{"reward": reward} for reward in own]))
+
+    def fail(self, reason: str) -> None:
+        """Note that the group will never be scored."""
+        self.scores = _done(Scores(failure=reason))
 
     def to_prompt_group(self, lease: PromptLease) -> PromptGroup:
         """Return the scored group as the ledger takes it."""
-        metrics = self.result().metrics
-        return PromptGroup.join(
-            self.responses,
+        metrics = self.metrics()
+        return PromptGroup.of_samples(
+            self.samples,
             sequence_number=lease.sequence_number,
             lease_id=lease.lease_id,
             incarnation=lease.incarnation,
-            prompt_ids=self.prompt.token_ids,
             rewards=[row["reward"] for row in metrics],
             metrics=mean_metrics(metrics),
         )
 
 
-class GroupGenerator:
-    """Generates groups of at most ``group_size`` responses on ``engine``, as many groups at once as it is given."""
+class NoRewards:
+    """The scorer of a run whose workflow gives the rewards; a trajectory without one has failed."""
+
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        return _done(Scores(failure="the workflow gave no reward, and reward.function is not set"))
+
+    def wait_until_ready(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class SampleGenerator(ABC):
+    """Generates the samples of groups on an engine. One thread calls it."""
+
+    tokens: int = 0
+    """Tokens of all responses so far."""
+
+    @abstractmethod
+    def room(self) -> int:
+        """Return how many whole groups can start beside the present ones."""
+
+    @abstractmethod
+    def pending(self) -> int:
+        """Return the number of unfinished groups."""
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Return whether :meth:`step` would do something now."""
+
+    @abstractmethod
+    def start(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: PromptLease | None = None) -> PendingGroup:
+        """Begin a group of ``size`` samples; ``prompt``'s own limit on new tokens lowers the one of ``sampling``."""
+
+    @abstractmethod
+    def step(self) -> list[PendingGroup]:
+        """Advance the engine by one step; return the groups that are now generated, or have failed. Blocks for it."""
+
+    @abstractmethod
+    def leases(self) -> list[PromptLease]:
+        """Return the leases of the unfinished groups."""
+
+    def has_progress(self, *, generated: bool) -> bool:
+        """Return whether the groups have had progress since the last call; without it the replica counts as hung.
+
+        ``generated`` says whether :meth:`step` has returned since: a step of the engine returns with a new token.
+        """
+        return generated
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Abort all groups."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Abort all groups, and end what was started."""
+
+
+class GroupGenerator(SampleGenerator):
+    """The generator of single turns: a sample is one response. At most ``group_size`` samples are in a group."""
 
     def __init__(self, engine: RolloutEngine, *, group_size: int) -> None:
         self._engine, self._group_size = engine, group_size
         self._groups: dict[int, PendingGroup] = {}
         self._next_number = 0
-        self.tokens = 0
-        """Tokens of all responses so far."""
 
     def room(self) -> int:
-        """Return how many whole groups the engine can run beside the present ones."""
         return self._engine.capacity() // self._group_size
 
+    def pending(self) -> int:
+        return len(self._groups)
+
+    def has_work(self) -> bool:
+        return self._engine.pending() > 0
+
     def start(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: PromptLease | None = None) -> PendingGroup:
-        """Submit ``size`` requests for ``prompt``; its own limit on new tokens lowers the one of ``sampling``."""
         number, self._next_number = self._next_number, self._next_number + 1
         group = self._groups[number] = PendingGroup(prompt, size, lease)
-        if prompt.max_new_tokens is not None:
-            sampling = replace(sampling, max_new_tokens=min(prompt.max_new_tokens, sampling.max_new_tokens))
+        sampling = limited(sampling, prompt)
         first = number * self._group_size
         self._engine.submit([GenerationRequest(first + i, prompt.token_ids, sampling) for i in range(size)])
         return group
 
     def step(self) -> list[PendingGroup]:
-        """Advance the engine by one step; return the groups whose last response is finished. Blocks for the step."""
         return [group for completion in self._engine.step() if (group := self._add(completion)).is_generated]
 
+    def leases(self) -> list[PromptLease]:
+        return [group.lease for group in self._groups.values() if group.lease is not None]
+
     def drop(self) -> None:
-        """Abort all groups."""
         self._engine.abort()
         self._groups.clear()
+
+    def close(self) -> None:
+        self.drop()
 
     def _add(self, completion: Completion) -> PendingGroup:
         number, index = divmod(completion.request_id, self._group_size)
         group = self._groups[number]
-        group.add(index, completion.response)
+        group.add(index, (Trajectory.single_turn(group.prompt.token_ids, completion.response),))
         self.tokens += len(completion.response.token_ids)
         if group.is_generated:
             del self._groups[number]
         return group
 
 
-def mean_metrics(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+def limited(sampling: Sampling, prompt: Prompt) -> Sampling:
+    """Return ``sampling`` with ``prompt``'s own limit on new tokens, if that is lower."""
+    if prompt.max_new_tokens is None or prompt.max_new_tokens >= sampling.max_new_tokens:
+        return sampling
+    return replace(sampling, max_new_tokens=prompt.max_new_tokens)
+
+
+def mean_metrics(rows: Iterable[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the rows that have it."""
+    rows = list(rows)
     names = sorted(set().union(*rows)) if rows else []
     return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
+
+
+def _done(scores: Scores) -> Future[Scores]:
+    future: Future[Scores] = Future()
+    future.set_result(scores)
+    return future

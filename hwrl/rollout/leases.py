@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -25,6 +26,14 @@ class LedgerClient(Protocol):
         """Report a prompt without a usable result."""
         ...
 
+    def renew(self, leases: Sequence[PromptLease]) -> None:
+        """Report progress on ``leases``; their time limit begins again."""
+        ...
+
+
+_REPORT_S = 1.0
+"""The time between two reports of progress."""
+
 
 class LeaseQueue:
     """Leases that wait until the engine has their weights. At most one request to the ledger is open."""
@@ -36,6 +45,9 @@ class LeaseQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[PromptLease]:
+        return iter(self._waiting)
 
     def refill(self, *, room: int) -> None:
         """Request ``room`` leases if none wait, and take the answer of the open request if it is there."""
@@ -53,3 +65,29 @@ class LeaseQueue:
     def drop_others(self, *, incarnation: int) -> None:
         """Drop the waiting leases of all incarnations but this one."""
         self._waiting = [lease for lease in self._waiting if lease.incarnation == incarnation]
+
+
+class ProgressReports:
+    """Reports to the ledger, about once a second, the leases with progress. Without progress a replica counts as hung.
+
+    The loop of the rollouter sends the reports, so a loop that hangs sends none. Leases in generation, and those that
+    wait for it, have progress while the generator has (:meth:`~hwrl.rollout.generation.SampleGenerator.has_progress`).
+    A lease at the reward has it always, because the calls have a time limit of their own.
+    """
+
+    def __init__(self, ledger: LedgerClient) -> None:
+        self._ledger = ledger
+        self._due_s = 0.0
+        self.generated = False
+        """Whether the generator has made a step since the last report."""
+
+    def is_due(self, *, generated: bool) -> bool:
+        """Note whether the generator has made a step in this turn of the loop; return whether a report is due."""
+        self.generated |= generated
+        return time.monotonic() >= self._due_s
+
+    def send(self, leases: Sequence[PromptLease]) -> None:
+        """Report progress on ``leases``."""
+        self.generated, self._due_s = False, time.monotonic() + _REPORT_S
+        if leases:
+            self._ledger.renew(leases)

@@ -1,25 +1,64 @@
-"""The prompt ledger: every prompt is leased, running, finished or trained, within the staleness bound.
+"""The prompt ledger: every prompt is owed, trained, filtered or failed; training keeps the staleness bound.
 
 Prompts are numbered in stream order, and a sequence number always means the same prompt. The ledger leases numbers to
 rollouters, takes finished groups, and hands them to the trainer. It does no I/O and reads no clock.
 
-Two rules hold the staleness bound without dropping work:
+A prompt is *owed* from its first lease until it is settled. It may be running, finished, or waiting to be leased again.
+It is settled as *trained*; as *filtered*, if its finished group teaches nothing (dynamic sampling: DAPO,
+arXiv:2503.14476, §3.2); or as *failed*, if it was given up after its last attempt. A settled prompt stays settled.
 
-* Admission (AReaL, arXiv:2505.24298, §5.1): accepted + running + trained ≤ (max_staleness + version + 1) × batch.
+Two rules hold the staleness bound without dropping a group that teaches. A group is *active* while it runs, and while
+it is finished but not trained.
+
+* Admission (AReaL, arXiv:2505.24298, §5.1): active + trained ≤ (max_staleness + version + 1) × batch.
 * Consumption: a group admitted at version v must be trained by version v + max_staleness, its deadline. Finished
   groups are consumed oldest first. A younger group overtakes an older running one only if enough training places
-  remain before the older one's deadline. Admission starts with enough places for every group, and this rule keeps
-  them. So a straggler makes the trainer wait instead of becoming stale.
+  remain before the older one's deadline. So a straggler makes the trainer wait instead of becoming stale.
+
+The proof. Let s be max_staleness, B the groups of a version, t the trained groups, and n(w) the active groups admitted
+at version w or before. Version v trains the places vB to (v + 1)B - 1. The claim, for every w with an active group, is
+t + n(w) ≤ (w + s + 1)B: there are places for all these groups before the deadline of w.
+
+* Admitting a group at version v changes only n(v), the number of all active groups. The claim for v is the rule of
+  admission.
+* Training a group of version w adds 1 to t. For every u ≥ w it takes 1 from n(u), so the sum stays. For u < w the group
+  overtakes, and the rule of consumption requires a spare place.
+* Filtering a group, giving a prompt up, and taking a lease back leave t as it is, and no n(u) grows. The prompt of a
+  lost lease is admitted anew.
+
+So the claim always holds, and a group of version w gets a place before (w + s + 1)B: by version w + s. The trainer
+waits for running groups only: if all active groups are finished, the oldest ones overtake nobody. Filtered and failed
+groups are not active, so admission replaces them at once, and every batch fills up.
+
+The stream ends after ``total_groups`` trained groups: trained + owed ≤ total_groups. Each filtered or failed prompt
+extends it by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
-from hwrl.errors import EngineError
+from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import PromptGroup
+
+GroupFilter: TypeAlias = Callable[[PromptGroup], bool]
+"""Returns whether to train on a finished group."""
+PromptState = Literal["trained", "filtered", "failed", "owed"]
+
+
+def has_variance(group: PromptGroup) -> bool:
+    """Return whether the rewards of the trajectories of ``group`` differ: without a difference, all advantages are 0.
+
+    With rewards of tokens, it is enough that the sums of two trajectories differ.
+    """
+    if group.rewards.min() < group.rewards.max():
+        return True
+    if group.token_rewards is None:
+        return False
+    sums = [float(group.token_rewards[row].sum()) for row in group.responses()]
+    return min(sums) < max(sums)
 
 
 @dataclass(frozen=True)
@@ -44,15 +83,28 @@ class _Leased:
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """The number of groups in each state, and of failures so far. ``rejected`` groups had tokens of wrong weights."""
+    """The number of groups in each state, and of failures so far.
+
+    ``failures`` counts attempts, ``failed`` prompts. ``rejected`` groups had tokens of wrong weights.
+    """
 
     trained: int
+    filtered: int
+    failed: int
     accepted: int
     running: int
     returned: int
     failures: int
     expired: int
     rejected: int
+
+
+@dataclass
+class UntrainedPrompts:
+    """Prompts that were settled without training: the filtered ones, and the failed ones with their reasons."""
+
+    filtered: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 class PromptLedger:
@@ -63,7 +115,11 @@ class PromptLedger:
     checkpoint, a trainer publishes other weights under the same numbers.
 
     ``groups_per_version`` groups are trained under each weight version. ``total_groups`` ends the stream. A lease
-    expires after ``group_timeout_s``. A prompt is tried at most ``max_attempts`` times.
+    expires ``group_timeout_s`` after its last progress (:meth:`renew`). A prompt is tried at most ``max_attempts``
+    times; then it has failed. ``max_skipped_in_a_row`` failed prompts are skipped before a failure is an error.
+
+    ``teaches`` decides about each finished group; None keeps all. ``max_filtered_in_a_row`` filtered groups without a
+    kept one between them are an error.
     """
 
     def __init__(
@@ -74,12 +130,18 @@ class PromptLedger:
         total_groups: int,
         group_timeout_s: float = 600.0,
         max_attempts: int = 3,
+        max_skipped_in_a_row: int = 0,
+        teaches: GroupFilter | None = None,
+        max_filtered_in_a_row: int = 1000,
     ) -> None:
         self._groups_per_version = groups_per_version
         self._max_staleness = max_staleness
         self._total_groups = total_groups
         self._group_timeout_s = group_timeout_s
         self._max_attempts = max_attempts
+        self._max_skipped_in_a_row = max_skipped_in_a_row
+        self._teaches = teaches
+        self._max_filtered_in_a_row = max_filtered_in_a_row
         self.version = 0
         self.incarnation = 0
         self._open = False
@@ -90,16 +152,18 @@ class PromptLedger:
         self._next_lease = 0
         self._running: dict[int, _Leased] = {}
         self._accepted: dict[int, tuple[PromptLease, PromptGroup]] = {}
+        self._filtered: set[int] = set()
+        self._failed: set[int] = set()
+        self._untrained = UntrainedPrompts()  # since the last call of take_untrained
+        self._filtered_in_a_row = self._skipped_in_a_row = 0
         self._failures = self._expired = self._rejected = 0
 
     # -- rollout side -------------------------------------------------------------------------------------------
 
     def capacity(self) -> int:
         """Return the number of groups that the staleness bound and the stream's end admit now."""
-        bound = (self._max_staleness + self.version + 1) * self._groups_per_version
-        open_groups = self._trained + len(self._accepted) + len(self._running)
-        left = len(self._returned) + self._total_groups - self._next
-        return max(0, min(bound - open_groups, left)) if self._open else 0
+        bound = min((self._max_staleness + self.version + 1) * self._groups_per_version, self._total_groups)
+        return max(0, bound - self._trained - len(self._accepted) - len(self._running)) if self._open else 0
 
     def lease(self, count: int, *, replica: str, now_s: float) -> list[PromptLease]:
         """Lease up to ``count`` prompts to ``replica``: returned prompts first, oldest first, then new ones."""
@@ -113,10 +177,10 @@ class PromptLedger:
         return leases
 
     def complete(self, group: PromptGroup) -> bool:
-        """Take a finished group. Return False if its lease is over or its weights do not fit the lease.
+        """Take a finished group, to train on it or to filter it.
 
-        A group with wrong weights counts as rejected and as a failed attempt; its prompt is generated again. Raises
-        EngineError after ``max_attempts`` failed attempts.
+        Return False if its lease is over or its weights do not fit the lease. A group with wrong weights counts as
+        rejected and as a failed attempt, see :meth:`fail`. Raises DataError after too many filtered groups in a row.
         """
         running = self._running.get(group.sequence_number)
         if running is None or running.lease.lease_id != group.lease_id:
@@ -128,8 +192,27 @@ class PromptLedger:
             self.fail(running.lease, reason=reason)
             return False
         del self._running[group.sequence_number]
-        self._accepted[group.sequence_number] = (running.lease, group)
+        self._failed_attempts.pop(group.sequence_number, None)
+        self._skipped_in_a_row = 0
+        if self._teaches is None or self._teaches(group):
+            self._filtered_in_a_row = 0
+            self._accepted[group.sequence_number] = (running.lease, group)
+        else:
+            self._filter(group)
         return True
+
+    def _filter(self, group: PromptGroup) -> None:
+        """Settle the prompt of ``group`` as filtered. Raise DataError after too many in a row."""
+        self._filtered.add(group.sequence_number)
+        self._untrained.filtered.append(group.sequence_number)
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row >= self._max_filtered_in_a_row:
+            raise DataError(
+                f"the last {self._filtered_in_a_row} groups taught nothing",
+                why=f"algorithm.filter_groups found equal rewards in each; those of the last are {group.rewards[0]:g}",
+                fix="use easier prompts if these rewards are low, harder ones if they are high; or a reward with more "
+                "values, a larger rollout.n, a higher algorithm.max_filtered_in_a_row",
+            )
 
     def _wrong_weights(self, group: PromptGroup, lease: PromptLease) -> str | None:
         """Return the reason if the weights of ``group`` do not fit ``lease``, else None.
@@ -146,20 +229,45 @@ class PromptLedger:
         )
 
     def fail(self, lease: PromptLease, *, reason: str) -> None:
-        """Count a failed attempt and put the prompt back. Raise EngineError after ``max_attempts`` attempts."""
-        running = self._running.get(lease.sequence_number)
-        if running is None or running.lease != lease:
+        """Count a failed attempt, and put the prompt back. After ``max_attempts`` attempts the prompt has failed.
+
+        Raises EngineError if more than ``max_skipped_in_a_row`` prompts fail, with no finished group between them. The
+        last one is then still owed.
+        """
+        if not self._holds(lease):
             return
         self._failures += 1
-        self._give_back(lease.sequence_number)
-        attempts = self._failed_attempts.get(lease.sequence_number, 0) + 1
-        self._failed_attempts[lease.sequence_number] = attempts
-        if attempts >= self._max_attempts:
+        number = lease.sequence_number
+        self._give_back(number)
+        self._failed_attempts[number] = self._failed_attempts.get(number, 0) + 1
+        if self._failed_attempts[number] >= self._max_attempts:
+            self._skip(number, reason)
+
+    def _skip(self, number: int, reason: str) -> None:
+        """Settle a returned prompt as failed. Raise EngineError after too many in a row."""
+        if self._skipped_in_a_row >= self._max_skipped_in_a_row:
+            more = f", after {self._skipped_in_a_row} other failed prompts in a row" if self._skipped_in_a_row else ""
             raise EngineError(
-                f"prompt {lease.sequence_number} failed {self._max_attempts} times",
+                f"prompt {number} failed {self._max_attempts} times{more}",
                 why=reason,
-                fix="fix the cause in the reason; rollout.max_attempts sets the number of attempts",
+                fix="fix the cause in the reason; rollout.max_attempts sets the number of attempts, and "
+                "rollout.on_failure=skip goes on without single prompts, up to rollout.max_skipped_in_a_row",
             )
+        self._skipped_in_a_row += 1
+        self._returned.remove(number)
+        del self._failed_attempts[number]
+        self._failed.add(number)
+        self._untrained.failed[number] = reason
+
+    def renew(self, leases: Iterable[PromptLease], *, now_s: float) -> None:
+        """Let ``group_timeout_s`` begin again for ``leases``: there was progress on them. Ignores ended leases."""
+        for lease in leases:
+            if self._holds(lease):
+                self._running[lease.sequence_number].deadline_s = now_s + self._group_timeout_s
+
+    def _holds(self, lease: PromptLease) -> bool:
+        running = self._running.get(lease.sequence_number)
+        return running is not None and running.lease == lease
 
     def forget_replica(self, replica: str) -> int:
         """Put back all leases of the lost ``replica``; return their number."""
@@ -169,7 +277,7 @@ class PromptLedger:
         return len(lost)
 
     def expire(self, now_s: float) -> list[str]:
-        """Put back the expired leases; return the replicas that held them."""
+        """Put back the leases without progress for ``group_timeout_s``; return the replicas that held them."""
         late = [number for number, running in self._running.items() if running.deadline_s <= now_s]
         replicas = sorted({self._running[number].replica for number in late})
         for number in late:
@@ -200,9 +308,13 @@ class PromptLedger:
             return None
         for group in chosen:
             del self._accepted[group.sequence_number]
-            self._failed_attempts.pop(group.sequence_number, None)
         self._trained += count
         return chosen
+
+    def take_untrained(self) -> UntrainedPrompts:
+        """Return the prompts that were filtered or have failed since the last call, also across a checkpoint."""
+        taken, self._untrained = self._untrained, UntrainedPrompts()
+        return taken
 
     def _consumable(self, count: int) -> list[PromptGroup]:
         """Return up to ``count`` finished groups, oldest first. Every other group keeps a place before its deadline."""
@@ -232,6 +344,8 @@ class PromptLedger:
         """Return the number of groups in each state."""
         return LedgerCounts(
             trained=self._trained,
+            filtered=len(self._filtered),
+            failed=len(self._failed),
             accepted=len(self._accepted),
             running=len(self._running),
             returned=len(self._returned),
@@ -240,22 +354,46 @@ class PromptLedger:
             rejected=self._rejected,
         )
 
+    def state_of(self, number: int) -> PromptState:
+        """Return the state of a prompt. Raises ValueError for a number that was never leased."""
+        if not 0 <= number < self._next:
+            raise ValueError(f"prompt {number} was never leased; the next new one is {self._next}")
+        if number in self._filtered:
+            return "filtered"
+        if number in self._failed:
+            return "failed"
+        return "owed" if number in self._owed() else "trained"
+
+    def _owed(self) -> set[int]:
+        return {*self._returned, *self._running, *self._accepted}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON-able data: the trained prompts, and the owed ones.
+        """Return the state for a checkpoint, as JSON-able data: every number below ``next`` and its state.
+
+        ``trained`` counts prompts. ``owed`` has numbers; ``filtered`` and ``failed`` have ranges, each a first and a
+        last number. All other numbers are trained. ``untrained`` is for the next :meth:`take_untrained`.
 
         Running and accepted groups are owed: after a resume their prompts are generated again, because the old
         responses came from lost weights.
         """
-        owed = sorted({*self._returned, *self._running, *self._accepted})
         return {
             "version": self.version,
             "trained": self._trained,
             "next": self._next,
-            "owed": owed,
+            "owed": sorted(self._owed()),
+            "filtered": to_ranges(self._filtered),
+            "failed": to_ranges(self._failed),
+            "untrained": {
+                "filtered": to_ranges(self._untrained.filtered),
+                "failed": list(self._untrained.failed.items()),  # JSON has no numbers as keys
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, incarnation: int) -> None:
-        """Continue from :meth:`state_dict` with ``incarnation`` of the trainer. All earlier leases are over."""
+        """Continue from :meth:`state_dict` with ``incarnation`` of the trainer. All earlier leases are over.
+
+        A state without filtered and failed prompts is of an earlier hwrl, and has none.
+        """
         self.version, self.incarnation = int(state["version"]), incarnation
         self._open = False
         self._trained = int(state["trained"])
@@ -264,6 +402,11 @@ class PromptLedger:
         self._accepted.clear()
         self._failed_attempts.clear()
         self._returned = sorted(int(number) for number in state["owed"])
+        self._filtered = set(from_ranges(state.get("filtered", [])))
+        self._failed = set(from_ranges(state.get("failed", [])))
+        untrained = state.get("untrained", {"filtered": [], "failed": []})
+        self._untrained = UntrainedPrompts(from_ranges(untrained["filtered"]), dict(untrained["failed"]))
+        self._filtered_in_a_row = self._skipped_in_a_row = 0
 
     def _pop_number(self) -> int:
         if self._returned:
@@ -275,3 +418,37 @@ class PromptLedger:
         del self._running[number]
         self._returned.append(number)
         self._returned.sort()
+
+
+def count_prompts(state: Mapping[str, Any]) -> dict[PromptState, int]:
+    """Return the number of prompts in each state, by :meth:`PromptLedger.state_dict`."""
+    return {
+        "trained": int(state["trained"]),
+        "filtered": len(from_ranges(state.get("filtered", []))),
+        "failed": len(from_ranges(state.get("failed", []))),
+        "owed": len(state["owed"]),
+    }
+
+
+def to_ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Return ``numbers`` as ascending ranges, each its first and its last number.
+
+    >>> to_ranges([7, 1, 3, 2])
+    [[1, 3], [7, 7]]
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges
+
+
+def from_ranges(ranges: Iterable[Sequence[int]]) -> list[int]:
+    """Return the numbers in ``ranges``, in their order.
+
+    >>> from_ranges([[1, 3], [7, 7]])
+    [1, 2, 3, 7]
+    """
+    return [number for first, last in ranges for number in range(first, last + 1)]

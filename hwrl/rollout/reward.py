@@ -2,60 +2,167 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
+import inspect
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, SupportsFloat
 
 from hwrl.errors import DataError
+from hwrl.user_code import load_function
 
-Reward = Callable[[str, str, Any], float | Mapping[str, float]]
-"""``reward(prompt, response, answer)``: a number, or a mapping with the key ``reward`` and further metrics."""
+Reward = Callable[..., Any]
+"""``reward(prompt, response, answer)``, sync or async; :class:`RewardFunction` explains arguments and results."""
 
 _RESERVED = {"mean": "reward/mean", "std": "reward/std", "version": "eval/version"}
 """Names that a reward function cannot use, and the metric of hwrl with that name."""
 _NAME = re.compile(r"\w[\w./@+-]{0,99}")
 _LARGEST = 1e15
 """Rewards are kept in float32, and their squares must not overflow."""
+_POSITIONAL = 3
+"""Prompt, response and answer."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a row that a reward function gets by name.
+
+    ``required`` must be in each row. ``optional`` ones have a default in the function. With ``rest`` the function gets
+    all columns, but those with the names in ``taken``, its first three parameters.
+    """
+
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    rest: bool = False
+    taken: frozenset[str] = frozenset()
+
+    def of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of ``row`` that the function gets."""
+        named = self.required | self.optional
+        return {name: row[name] for name in row if name in named or (self.rest and name not in self.taken)}
+
+
+@dataclass(frozen=True)
+class ToScore:
+    """A prompt with the texts of its responses, and the ``columns`` of its row that the function gets."""
+
+    prompt: str
+    answer: Any
+    texts: Sequence[str]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Scores:
+    """The reward function's metrics for each response to a prompt, in order.
+
+    ``errors`` counts the calls without a result. ``failure`` is the reason if responses at the end have no metrics.
+    ``stuck`` is true if a call could not be cancelled, so that its process must end.
+    """
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    errors: int = 0
+    failure: str | None = None
+    stuck: bool = False
+
+
+class RewardFunction:
+    """The user's function, with the way to call it.
+
+    It is called once for each response, ``function(prompt, response, answer)``. With ``batch`` it is called once for
+    all responses of a prompt: each argument is a list with an element per response, and the result too. Further
+    parameters get the row's columns with their names; ``**columns`` gets all. ``source`` is the data set's name, unless
+    the row has such a column. The result for a response is a number, a mapping with the key ``reward`` and further
+    metrics, or None: the response cannot be judged.
+
+    Raises DataError if the function does not take three arguments.
+    """
+
+    def __init__(self, function: Reward, *, batch: bool = False) -> None:
+        self._function, self._batch = function, batch
+        self.is_async = _is_async(function)
+        """Whether a call returns an awaitable."""
+        self.columns = _columns_of(function)
+
+    def calls(self, work: ToScore) -> list[Callable[[], Any]]:
+        """Return the calls that score ``work``, in order."""
+        if not self._batch:
+            return [partial(self._function, work.prompt, text, work.answer, **work.columns) for text in work.texts]
+        count = len(work.texts)
+        columns = {name: [value] * count for name, value in work.columns.items()}
+        return [partial(self._function, [work.prompt] * count, list(work.texts), [work.answer] * count, **columns)]
+
+    def metrics_of(self, result: Any, work: ToScore) -> list[dict[str, float]]:
+        """Return the metrics of one call's ``result``: one mapping per response.
+
+        Raises DataError if a value is not a finite number, if its name is reserved or not a valid metric name, or if a
+        batch has another length. Raises UnjudgedError for None.
+        """
+        if not self._batch:
+            return [metrics_of(result)]
+        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(work.texts):
+            raise DataError(
+                f"the reward function has no list of {len(work.texts)} results",
+                why=f"it returned {short_repr(result)}, and reward.batch=true",
+                fix="return a list with one number, or one mapping, for each response",
+            )
+        return [metrics_of(one) for one in result]
+
+    def where(self, index: int, work: ToScore) -> str:
+        """Return the words for the response, or the responses, of call ``index``."""
+        if self._batch or not work.texts:
+            return f"for {len(work.texts)} responses"
+        return f"for the response {short_repr(work.texts[index])}"
+
+
+class UnjudgedError(Exception):
+    """A response cannot be judged. Another call would not help."""
 
 
 def load_reward(target: str, *, source: bytes | None = None) -> Reward:
-    """Return the function at ``target``: ``package.module:function`` or ``path/to/file.py:function``.
-
-    ``source`` replaces the content of the module's file, which may have changed since. Raises DataError.
+    """Return the function at ``target``, as :func:`~hwrl.user_code.load_function` does. Raises DataError.
 
     >>> load_reward("hwrl.run.demo:sort_reward")("21>", "12", "12")["reward"]
     1.0
     """
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise DataError(
-            f"{target!r} names no reward function",
-            why="it must be package.module:function or path/file.py:function",
-            fix="for example reward.function=my_rewards.py:exact_match",
-        )
-    module = _load_file(Path(place), source) if place.endswith(".py") else _load_module(place, source)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise DataError(
-            f"there is no function {name!r} in {place}",
-            why=f"reward.function={target} asks for it",
-            fix=_fix_for_name(module, name=name),
-        )
-    return function  # type: ignore[no-any-return] # the user's function; score_response() checks its result
+    return load_function(target, key="reward.function", source=source)
 
 
-def score_response(reward: Reward, *, prompt: str, response: str, answer: Any) -> dict[str, float]:
-    """Call ``reward`` and return its metrics, ``reward`` among them.
+def score(
+    reward: RewardFunction, work: ToScore, *, attempts: int, begin: Callable[[int], None] = lambda index: None
+) -> Scores:
+    """Call ``reward``, which is not async, for each response, up to ``attempts`` times if it raises.
 
-    Raises DataError if a value is not a finite number, or if its name is reserved or not a valid metric name.
+    ``begin`` gets the index of the call before each call.
     """
-    result = reward(prompt, response, answer)
+    scores = Scores()
+    for index, call in enumerate(reward.calls(work)):
+        for attempt in range(1, attempts + 1):
+            begin(index)
+            try:
+                scores.metrics += reward.metrics_of(call(), work)
+                break
+            except UnjudgedError as exc:
+                scores.failure = f"{exc} {reward.where(index, work)}"
+                return scores
+            except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
+                scores.errors += 1
+                if attempt == attempts:
+                    scores.failure = describe_error(exc, reward.where(index, work))
+                    return scores
+    return scores
+
+
+def describe_error(exc: BaseException, where: str) -> str:
+    """Return the reason of a failure: ``exc`` was raised ``where``."""
+    return f"the reward function raised {short_repr(exc)} {where}"
+
+
+def metrics_of(result: Any) -> dict[str, float]:
+    """Return the metrics in ``result`` for one response, ``reward`` among them; see :class:`RewardFunction`."""
+    if result is None:
+        raise UnjudgedError("the reward function returned None: it cannot judge; this was")
     metrics = dict(result) if isinstance(result, Mapping) else {"reward": result}
     for name in metrics:
         _check_name(name)
@@ -68,37 +175,46 @@ def score_response(reward: Reward, *, prompt: str, response: str, answer: Any) -
     return {name: float(value) for name, value in metrics.items()}
 
 
-def score_texts(
-    reward: Reward,
-    prompt: str,
-    answer: Any,
-    texts: Sequence[str],
-    *,
-    attempts: int,
-    begin: Callable[[int], None] = lambda index: None,
-) -> tuple[list[dict[str, float]], int, str | None]:
-    """Call ``reward`` for each of ``texts``, up to ``attempts`` times if it raises.
+def short_repr(value: object) -> str:
+    """Return ``repr(value)``, cut off after 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
-    Returns the metrics of the responses, the number of calls without a result, and the reason if a response at the end
-    of the metrics has none. ``begin`` gets a response's index before each call.
-    """
-    metrics: list[dict[str, float]] = []
-    errors = 0
-    for index, text in enumerate(texts):
-        for attempt in range(1, attempts + 1):
-            begin(index)
-            try:
-                metrics.append(score_response(reward, prompt=prompt, response=text, answer=answer))
-                break
-            except BaseException as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
-                errors += 1
-                if attempt == attempts:
-                    return (
-                        metrics,
-                        errors,
-                        f"the reward function raised {short_repr(exc)} for the response {short_repr(text)}",
-                    )
-    return metrics, errors, None
+
+def _is_async(function: Reward) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - the method itself is inspected
+
+
+def _columns_of(function: Reward) -> Columns:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # some functions in C have none
+        return Columns()
+    parameters = list(signature.parameters.values())
+    by_place = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(by_place) < _POSITIONAL and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        raise DataError(
+            "the reward function cannot be called",
+            why=f"it takes {signature}, and hwrl passes prompt, response and answer",
+            fix="write: def reward(prompt, response, answer)",
+        )
+    named = [one for one in parameters if one.kind is one.KEYWORD_ONLY] + by_place[_POSITIONAL:]
+    required = frozenset(one.name for one in named if one.default is one.empty)
+    optional = frozenset(one.name for one in named) - required
+    rest = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    taken = frozenset(one.name for one in by_place[:_POSITIONAL] if one.kind is one.POSITIONAL_OR_KEYWORD)
+    return Columns(required, optional, rest, taken)
+
+
+def check_columns(required: Collection[str], row: Mapping[str, Any], *, place: str) -> None:
+    """Raise DataError if ``row`` lacks a column that the reward function names. ``place`` is the row's."""
+    missing = sorted(set(required) - {*row, "source"})
+    if missing:
+        raise DataError(
+            f"the reward function names a column that {place} lacks: {', '.join(missing)}",
+            why=f"the row's further columns are: {', '.join(sorted(row)) or 'none'}",
+            fix="rename the parameter, give it a default, or add the column to each row",
+        )
 
 
 def _is_usable(value: Any) -> bool:
@@ -119,57 +235,3 @@ def _check_name(name: Any) -> None:
     else:
         return
     raise DataError(f"the reward function cannot return a metric named {short_repr(name)}", why=why, fix=fix)
-
-
-def short_repr(value: object) -> str:
-    """Return ``repr(value)``, cut off after 200 characters."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def _fix_for_name(module: Any, *, name: str) -> str:
-    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    close = difflib.get_close_matches(name, functions, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"define {name!r} there, or name another function"
-
-
-def _load_module(name: str, source: bytes | None) -> Any:
-    try:
-        spec = None if source is None else importlib.util.find_spec(name)
-        return importlib.import_module(name) if spec is None or source is None else _execute(spec, source)
-    except ImportError as exc:
-        raise DataError(
-            f"the reward's module {name} cannot be imported",
-            why=str(exc),
-            fix="install the missing module, or name a file: reward.function=path/file.py:function",
-        ) from exc
-    except (Exception, SystemExit) as exc:
-        raise _broken(name, exc) from exc
-
-
-def _load_file(path: Path, source: bytes | None) -> Any:
-    spec = importlib.util.spec_from_file_location(f"hwrl_reward_{path.stem}", path)
-    if (source is None and not path.is_file()) or spec is None:
-        raise DataError(f"there is no file {path}", why="reward.function names it", fix="correct the path")
-    try:
-        return _execute(spec, path.read_bytes() if source is None else source)
-    except (Exception, SystemExit) as exc:
-        raise _broken(str(path), exc) from exc
-
-
-def _execute(spec: ModuleSpec, source: bytes) -> Any:
-    """Return the module of ``spec`` with the code ``source``, importable under its name from now on."""
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
-    code = compile(source, str(spec.origin), "exec", dont_inherit=True)  # our __future__ imports are not the user's
-    exec(code, vars(module))
-    return module
-
-
-def _broken(place: str, exc: BaseException) -> DataError:
-    ends = isinstance(exc, SystemExit)
-    return DataError(
-        f"the reward's code in {place} cannot be loaded",
-        why=f"it {'ended the process' if ends else 'raised'}: {exc!r}",
-        fix="put the script's own work under `if __name__ == '__main__':`" if ends else "fix the error in the reason",
-    )

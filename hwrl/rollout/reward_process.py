@@ -2,7 +2,8 @@
 
 The process imports neither torch nor numpy, unless the user's function does: so it starts in 0.1 s.
 A frame is its length (8 bytes) and its content. A job is its number (8 bytes) and a pickle, because an answer may be
-any value of a row; the replica itself wrote it. Back goes JSON: the job's number and the result.
+any value of a row; the replica itself wrote it. Back goes JSON: the job's number and the result. An async function
+scores many prompts at once (:mod:`hwrl.rollout.reward_loop`).
 """
 
 from __future__ import annotations
@@ -18,31 +19,55 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
 
 from hwrl.errors import HwrlError
-from hwrl.rollout.reward import Reward, load_reward, score_texts
+from hwrl.rollout.reward import RewardFunction, Scores, ToScore, load_reward, score
 
 CALL = struct.Struct("<dQQ")
-"""The note that a call begins: the time (seconds of ``time.monotonic``), the job's number, the response's index."""
+"""The note that a call begins: the time (seconds of ``time.monotonic``), the job's number, the call's index.
+
+The job LOADED stands for none: the process is alive and runs other tasks.
+"""
 JOB = struct.Struct("<Q")
 """A job's number, from 1 on."""
 LOADED = 0
 """The number of the first answer: the function is loaded, or three sentences say why not."""
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
+"""The length of a frame."""
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What a worker calls, and how. ``concurrency`` and ``timeout_s`` are for the calls of an async function.
+
+    ``source`` replaces the content of the function's file.
+    """
+
+    function: str
+    source: bytes | None = None
+    attempts: int = 3
+    batch: bool = False
+    concurrency: int = 64
+    timeout_s: float = 300.0
 
 
 def send_frame(connection: socket.socket, content: bytes) -> None:
     """Send ``content`` as one frame. Blocks until the socket has taken it; raises OSError."""
-    connection.sendall(_LENGTH.pack(len(content)) + content)
+    connection.sendall(frame_of(content))
+
+
+def frame_of(content: bytes) -> bytes:
+    """Return ``content`` as one frame."""
+    return LENGTH.pack(len(content)) + content
 
 
 def receive_frame(connection: socket.socket) -> bytes:
     """Return the content of the next frame. Blocks; raises EOFError if the other end is closed, or OSError."""
-    (nbytes,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    (nbytes,) = LENGTH.unpack(_receive(connection, LENGTH.size))
     return _receive(connection, nbytes)
 
 
@@ -72,30 +97,43 @@ def main(jobs: int, calls: int, parent: int) -> None:
 
 
 def _serve(connection: socket.socket, calls: int) -> None:
-    function, source, attempts = pickle.loads(receive_frame(connection))
+    settings: RewardSettings = pickle.loads(receive_frame(connection))
     try:
-        reward = load_reward(function, source=source)
+        reward = RewardFunction(load_reward(settings.function, source=settings.source), batch=settings.batch)
     except HwrlError as exc:
-        _answer(connection, LOADED, [exc.what, exc.why, exc.fix])
+        send_frame(connection, answer_of(LOADED, {"error": [exc.what, exc.why, exc.fix]}))
         return
-    _answer(connection, LOADED, None)
+    columns = [[*part] if isinstance(part, frozenset) else part for part in astuple(reward.columns)]
+    capacity = settings.concurrency if reward.is_async else 1
+    send_frame(connection, answer_of(LOADED, {"columns": columns, "capacity": capacity}))
+    if reward.is_async:
+        from hwrl.rollout.reward_loop import serve  # imports asyncio
+
+        serve(connection, reward, settings, partial(_note_call, calls))
+        return
     while True:
         job = receive_frame(connection)
         (number,) = JOB.unpack_from(job)
-        result = _score(job[JOB.size :], reward, attempts=attempts, begin=partial(_note_call, calls, number))
-        _answer(connection, number, result)
+        result = _score(job[JOB.size :], reward, settings.attempts, partial(_note_call, calls, number))
+        send_frame(connection, answer_of(number, result))
 
 
-def _answer(connection: socket.socket, number: int, result: Any) -> None:
-    send_frame(connection, json.dumps([number, result]).encode())
+def answer_of(number: int, result: Any) -> bytes:
+    """Return the answer to job ``number``: :class:`Scores`, or what a first answer says."""
+    return json.dumps([number, astuple(result) if isinstance(result, Scores) else result]).encode()
 
 
-def _score(job: bytes, reward: Reward, *, attempts: int, begin: Callable[[int], None]) -> tuple[Any, int, str | None]:
+def _score(job: bytes, reward: RewardFunction, attempts: int, begin: partial[None]) -> Scores:
     try:
-        prompt, answer, texts = pickle.loads(job)
-        return score_texts(reward, prompt, answer, texts, attempts=attempts, begin=begin)
+        work: ToScore = pickle.loads(job)
+        return score(reward, work, attempts=attempts, begin=begin)
     except BaseException as exc:  # noqa: BLE001 - the answer's class is missing here, or an error has no text
-        return [], 1, f"scoring raised {type(exc).__name__}"
+        return not_scored(exc)
+
+
+def not_scored(exc: BaseException) -> Scores:
+    """Return the scores of a job that cannot be read, or whose error cannot be told."""
+    return Scores(errors=1, failure=f"scoring raised {type(exc).__name__}")
 
 
 def _note_call(calls: int, number: int, index: int) -> None:

@@ -13,8 +13,8 @@ from hwrl.clock import ActivityClock
 from hwrl.interfaces import PromptGroup, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
-from hwrl.rollout.generation import GroupGenerator, PendingGroup
-from hwrl.rollout.leases import LeaseQueue, LedgerClient
+from hwrl.rollout.generation import GroupGenerator, PendingGroup, SampleGenerator
+from hwrl.rollout.leases import LeaseQueue, LedgerClient, ProgressReports
 from hwrl.rollout.reward_workers import Scorer
 from hwrl.rollout.sleeper import Sleeper
 from hwrl.rollout.weight_updater import WeightUpdater
@@ -50,7 +50,7 @@ class Rollouter:
 
     A prompt starts when the engine has the weights that its lease asks for. Weights of a new incarnation of the trainer
     end all unfinished work: leased prompts are dropped, an evaluation starts again. ``rewards`` scores finished
-    responses; :meth:`run` closes it.
+    groups, and ``generator`` makes them on ``engine`` (default: single turns); :meth:`run` closes both.
 
     One thread calls ``step``, ``run`` and ``stats``; any thread may call ``evaluate`` and ``step_s``.
     """
@@ -64,12 +64,13 @@ class Rollouter:
         prompts: PromptSource,
         rewards: Scorer,
         settings: LoopSettings,
+        generator: SampleGenerator | None = None,
     ) -> None:
         self.engine = engine
         self._weights, self._ledger, self._prompts, self._rewards = weights, ledger, prompts, rewards
         self._settings = settings
-        self._generator = GroupGenerator(engine, group_size=settings.group_size)
-        self._leases = LeaseQueue(ledger)
+        self._generator = generator or GroupGenerator(engine, group_size=settings.group_size)
+        self._leases, self._progress = LeaseQueue(ledger), ProgressReports(ledger)
         self._evaluator = Evaluator(rewards)
         self._sleeper = Sleeper(engine, level=settings.sleep_level)
         self._clock = ActivityClock("idle")
@@ -108,18 +109,20 @@ class Rollouter:
             self._step_began_s = None
             self._evaluator.close()
             self._rewards.close()
-            self._generator.drop()
+            self._generator.close()
 
     def step(self) -> bool:
         """Do one round of the loop: at most one step of the engine. Return False if nothing was generated."""
         update_waits = self._weights.poll()
-        if update_waits and (self._settings.partial_rollout or not self.engine.pending()):
+        if update_waits and (self._settings.partial_rollout or not self._generator.pending()):
             self._update_weights()
             update_waits = False
         if not update_waits:
             self._start_prompts()
         generated = self._generate()
         self._hand_in(self._collect_scored())
+        if self._progress.is_due(generated=generated):
+            self._report_progress()
         self._sleep_if_idle()
         return generated
 
@@ -175,7 +178,7 @@ class Rollouter:
         if not self._had_weights:
             return
         self._leases.refill(room=self._generator.room())
-        if self._leases or self._evaluator.is_waiting or self.engine.pending():
+        if self._leases or self._evaluator.is_waiting or self._generator.pending():
             if self._sleeper.asleep:
                 with self._clock.during("sleep"):
                     self._sleeper.wake()
@@ -195,12 +198,12 @@ class Rollouter:
             self._generator.start(prompt, settings.sampling, size=settings.group_size, lease=lease)
 
     def _generate(self) -> bool:
-        if self.engine.version < 0 or not self.engine.pending():
+        if self.engine.version < 0 or not self._generator.has_work():
             return False
         with self._clock.during("generate"):
             groups = self._generator.step()
         for group in groups:
-            group.scores = self._rewards.score(group.prompt, group.responses)
+            group.score(self._rewards)
         self._scoring += groups
         return True
 
@@ -228,8 +231,14 @@ class Rollouter:
             self._totals["groups"] += len(groups)
             self._ledger.complete(groups, self.stats())
 
+    def _report_progress(self) -> None:
+        leases = [group.lease for group in self._scoring if group.lease is not None]
+        if self._generator.has_progress(generated=self._progress.generated):
+            leases += [*self._generator.leases(), *self._leases]
+        self._progress.send(leases)
+
     def _sleep_if_idle(self) -> None:
-        idle = self._had_weights and not (self.engine.pending() or self._leases or self._evaluator.is_waiting)
+        idle = self._had_weights and not (self._generator.pending() or self._leases or self._evaluator.is_waiting)
         if self._sleeper.is_due(idle=idle):
             with self._clock.during("sleep"):
                 self._sleeper.sleep()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,15 +54,20 @@ def write_demo(
     experts, of which each token uses two.
     """
     import numpy as np
-    import yaml
 
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     rows = list(_distinct_rows(rng, digits=digits, count=prompts + 512))
-    _write_lines(directory / "train.jsonl", rows[512:])
-    _write_lines(directory / "eval.jsonl", rows[:512])
-    _write_model(directory / "model", seed=seed, hidden=hidden, layers=layers, experts=experts)
-    config = _config(directory, seed=seed, longest=max(digits))
+    write_lines(directory / "train.jsonl", rows[512:])
+    write_lines(directory / "eval.jsonl", rows[:512])
+    write_model(directory / "model", alphabet=ALPHABET, seed=seed, hidden=hidden, layers=layers, experts=experts)
+    return write_config(directory, _config(directory, seed=seed, longest=max(digits)))
+
+
+def write_config(directory: Path, config: Mapping[str, object]) -> Path:
+    """Write ``config`` to ``directory``, and return the path of the file."""
+    import yaml
+
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
@@ -80,12 +85,18 @@ def _distinct_rows(rng: np.random.Generator, *, digits: Sequence[int], count: in
             yield {"prompt": text + ">", "answer": "".join(sorted(text)), "max_new_tokens": len(text) + 1}
 
 
-def _write_lines(path: Path, rows: Sequence[Row]) -> None:
+def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write ``rows`` to ``path`` as JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _write_model(directory: Path, *, seed: int, hidden: int, layers: int, experts: int) -> None:
-    """Write a randomly initialised Qwen3 (of 100,800 parameters with 2 layers of 64) and its character tokenizer."""
+def write_model(
+    directory: Path, *, alphabet: Sequence[str], seed: int, hidden: int = 64, layers: int = 2, experts: int = 0
+) -> None:
+    """Write a random Qwen3 (of 100,800 parameters with 2 layers of 64) and its tokenizer, of one token a character.
+
+    ``alphabet`` begins with the three special tokens of ALPHABET.
+    """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -93,7 +104,7 @@ def _write_model(directory: Path, *, seed: int, hidden: int, layers: int, expert
     mixture |= {"norm_topk_prob": True}
     config = CONFIG_MAPPING["qwen3_moe" if experts else "qwen3"](
         **(mixture if experts else {}),
-        vocab_size=len(ALPHABET),
+        vocab_size=len(alphabet),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
@@ -101,26 +112,26 @@ def _write_model(directory: Path, *, seed: int, hidden: int, layers: int, expert
         num_key_value_heads=hidden // 32,
         head_dim=32,
         tie_word_embeddings=False,
-        pad_token_id=ALPHABET.index("<pad>"),
-        eos_token_id=ALPHABET.index("<eos>"),
-        bos_token_id=ALPHABET.index("<bos>"),
+        pad_token_id=alphabet.index("<pad>"),
+        eos_token_id=alphabet.index("<eos>"),
+        bos_token_id=alphabet.index("<bos>"),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.save_pretrained(directory)
-    _write_tokenizer(directory)
+    _write_tokenizer(directory, alphabet)
 
 
-def _write_tokenizer(directory: Path) -> None:
+def _write_tokenizer(directory: Path, alphabet: Sequence[str]) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(ALPHABET)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", ALPHABET.index("<bos>"))]
+        single="<bos> $A", special_tokens=[("<bos>", alphabet.index("<bos>"))]
     )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"

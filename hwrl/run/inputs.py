@@ -11,25 +11,35 @@ from typing import Any
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
-from hwrl.rollout import check_prompts, load_reward
-from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
+from hwrl.run.config import EMBEDDED, FSDP, TENSORBOARD, Config
+from hwrl.run.report.trackers import make_tracker
+from hwrl.user_code import load_function
 
 
 def check_inputs(config: Config) -> None:
-    """Raise an HwrlError if the model, the reward function or an engine is missing, or if a row is no prompt.
+    """Raise an HwrlError if the model, a user's function or an engine is missing, or if a row is no prompt.
 
     Reads only the headers of the weight files. The trainer checks later that they hold every tensor of the model:
     transformers renames and merges tensors as it loads them, so the names in the files are not enough. The processes
     also check later whatever needs the tokenizer.
 
-    Loading the reward function or a plugin runs its module. A plugin's ``hwrl_check_engine`` may raise too, unless the
+    Loading a function or a plugin runs its module. A plugin's ``hwrl_check_engine`` may raise too, unless the
     run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
-    check_prompts(config.data.train, key="data.train")
-    if config.data.eval is not None:
-        check_prompts(config.data.eval, key="data.eval")
-    load_reward(config.reward.function)
+    reward = config.reward.function
+    columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
+    for key, sets in (("data.train", config.data.train_sets), ("data.eval", config.data.eval_sets)):
+        for one in sets:
+            check_prompts(one.path, key=key, keys=DataKeys(*config.data.keys_of(one)), columns=columns)
+    if config.data.curriculum is not None:
+        load_function(config.data.curriculum, key="data.curriculum")
+    if config.rollout.workflow is not None:
+        load_function(config.rollout.workflow, key="rollout.workflow")
+    for key, target in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
+        if ":" in target:
+            load_function(target, key=key)
     if config.model.lora_rank:
         require_peft()
     if config.train.engine != FSDP:
@@ -38,6 +48,9 @@ def check_inputs(config: Config) -> None:
     if config.rollout.engine != EMBEDDED:
         load_rollout_engine(config)
         _check_engine(config.rollout.engine, "rollout.engine", config.rollout.engine_options)
+    for name in config.report.trackers:
+        if name != TENSORBOARD:
+            make_tracker(config, name)
 
 
 def is_local() -> bool:

@@ -11,8 +11,17 @@ from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.train.activations import ActivationCheckpointing as ActivationCheckpointing
+    from hwrl.train.advantages import group_advantages as group_advantages
+    from hwrl.train.algorithm import Algorithm as Algorithm
     from hwrl.train.choices import AdvantageName as AdvantageName
+    from hwrl.train.choices import AggregationMode as AggregationMode
+    from hwrl.train.choices import ImportanceLevel as ImportanceLevel
+    from hwrl.train.choices import KlEstimator as KlEstimator
     from hwrl.train.choices import LossName as LossName
+    from hwrl.train.choices import RejectionMode as RejectionMode
+    from hwrl.train.critic import CriticEngine as CriticEngine
+    from hwrl.train.critic import ValueLoss as ValueLoss
+    from hwrl.train.engines import Engines as Engines
     from hwrl.train.flops import ModelFlops as ModelFlops
     from hwrl.train.flops import read_model_flops as read_model_flops
     from hwrl.train.fsdp import FsdpEngine as FsdpEngine
@@ -21,13 +30,19 @@ if TYPE_CHECKING:
     from hwrl.train.loading import read_on_all_ranks as read_on_all_ranks
     from hwrl.train.loading import read_weights as read_weights
     from hwrl.train.losses import PolicyLoss as PolicyLoss
-    from hwrl.train.losses import group_advantages as group_advantages
     from hwrl.train.losses import mismatch_kl as mismatch_kl
+    from hwrl.train.memory import add_in_turns as add_in_turns
     from hwrl.train.memory import certain_fsdp_memory as certain_fsdp_memory
     from hwrl.train.memory import fsdp_memory as fsdp_memory
+    from hwrl.train.memory import reference_memory as reference_memory
+    from hwrl.train.objective import Objective as Objective
+    from hwrl.train.objective import Rejection as Rejection
+    from hwrl.train.objective import UserLoss as UserLoss
+    from hwrl.train.overlong import Overlong as Overlong
     from hwrl.train.packing import MicroBatch as MicroBatch
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
+    from hwrl.train.reference import ReferenceModel as ReferenceModel
     from hwrl.train.rng import rng_state as rng_state
     from hwrl.train.rng import set_rng_state as set_rng_state
     from hwrl.train.scoring import OutputScorer as OutputScorer
@@ -35,7 +50,6 @@ if TYPE_CHECKING:
     from hwrl.train.sharding import ShardedModel as ShardedModel
     from hwrl.train.sharding import layers_of as layers_of
     from hwrl.train.state_memory import StateMemory as StateMemory
-    from hwrl.train.trainer import Algorithm as Algorithm
     from hwrl.train.trainer import AsyncTrainer as AsyncTrainer
     from hwrl.train.trainer import TrainedStep as TrainedStep
     from hwrl.train.trainer import move_metrics as move_metrics
@@ -43,24 +57,37 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "ActivationCheckpointing": "activations",
     "AdvantageName": "choices",
-    "Algorithm": "trainer",
+    "AggregationMode": "choices",
+    "Algorithm": "algorithm",
     "AsyncTrainer": "trainer",
+    "CriticEngine": "critic",
+    "Engines": "engines",
     "FsdpEngine": "fsdp",
+    "ImportanceLevel": "choices",
+    "KlEstimator": "choices",
     "LossName": "choices",
     "MicroBatch": "packing",
     "ModelFlops": "flops",
+    "Objective": "objective",
     "OutputScorer": "scoring",
+    "Overlong": "overlong",
     "PolicyEngine": "policy",
     "PolicyLoss": "losses",
+    "ReferenceModel": "reference",
+    "Rejection": "objective",
+    "RejectionMode": "choices",
     "ShardedModel": "sharding",
     "StateMemory": "state_memory",
     "TrainedStep": "trainer",
+    "UserLoss": "objective",
+    "ValueLoss": "critic",
     "VocabularyShard": "scoring",
+    "add_in_turns": "memory",
     "apply_kernels": "kernels",
     "certain_fsdp_memory": "memory",
     "collate": "padding",
     "fsdp_memory": "memory",
-    "group_advantages": "losses",
+    "group_advantages": "advantages",
     "layers_of": "sharding",
     "mismatch_kl": "losses",
     "move_metrics": "trainer",
@@ -68,6 +95,7 @@ _MODULE_OF = {
     "read_model_flops": "flops",
     "read_on_all_ranks": "loading",
     "read_weights": "loading",
+    "reference_memory": "memory",
     "rng_state": "rng",
     "set_rng_state": "rng",
 }
@@ -75,19 +103,32 @@ _MODULE_OF = {
 __all__ = [
     "ActivationCheckpointing",
     "AdvantageName",
+    "AggregationMode",
     "Algorithm",
     "AsyncTrainer",
+    "CriticEngine",
+    "Engines",
     "FsdpEngine",
+    "ImportanceLevel",
+    "KlEstimator",
     "LossName",
     "MicroBatch",
     "ModelFlops",
+    "Objective",
     "OutputScorer",
+    "Overlong",
     "PolicyEngine",
     "PolicyLoss",
+    "ReferenceModel",
+    "Rejection",
+    "RejectionMode",
     "ShardedModel",
     "StateMemory",
     "TrainedStep",
+    "UserLoss",
+    "ValueLoss",
     "VocabularyShard",
+    "add_in_turns",
     "apply_kernels",
     "certain_fsdp_memory",
     "collate",
@@ -100,6 +141,7 @@ __all__ = [
     "read_model_flops",
     "read_on_all_ranks",
     "read_weights",
+    "reference_memory",
     "rng_state",
     "set_rng_state",
 ]

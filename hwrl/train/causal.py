@@ -134,11 +134,7 @@ class CausalModel:
         """
         batch, name = _short_rows(model), type(model).__name__
         with torch.compiler.set_stance("force_eager"):
-            self.scores = self._can_score(model, batch)
-            if not self.scores:
-                _log.log(
-                    self._level, "The output layer of %s computes all logits of a micro-batch", type(model).__name__
-                )
+            self._choose_output(model, batch)
             why = _why_not_static(model) or self._why_not_packed(model, batch, dtype)
         self.packs = not why
         if why and self._context is not None:
@@ -153,10 +149,16 @@ class CausalModel:
     # -- one call -----------------------------------------------------------------------------------------------
 
     def _from_logits(self, model: Any, part: MicroBatch) -> torch.Tensor:
-        logits = logits_at(model, part.places, **_inputs(part))
+        logits = logits_at(model, part.places, **model_inputs(part))
         return self.scorer.of_logits(logits, part.targets)
 
     # -- the trial ----------------------------------------------------------------------------------------------
+
+    def _choose_output(self, model: Any, batch: Batch) -> None:
+        """Replace the output layer by scores if the result is right; log it if not."""
+        self.scores = self._can_score(model, batch)
+        if not self.scores:
+            _log.log(self._level, "The output layer of %s computes all logits of a micro-batch", type(model).__name__)
 
     def _can_score(self, model: Any, batch: Batch) -> bool:
         """Return whether nothing but a plain matrix product lies between the last hidden states and the result."""
@@ -216,7 +218,7 @@ def score_pass(model: Any, part: MicroBatch, scorer: OutputScorer) -> tuple[torc
         return made[0]
 
     with replaced_forward(output, score):
-        result = model(**_inputs(part)).logits
+        result = model(**model_inputs(part)).logits
     return result[0], made[0][0]
 
 
@@ -232,7 +234,7 @@ def _why_wrong(model: Any, trial: _TrialAttention, off: float, dtype: torch.dtyp
     return ""
 
 
-def _inputs(part: MicroBatch) -> dict[str, Any]:
+def model_inputs(part: MicroBatch) -> dict[str, Any]:
     """Return the model's arguments for ``part``."""
     inputs: dict[str, Any] = {"input_ids": part.input_ids, "use_cache": False}
     if part.boundaries is not None:

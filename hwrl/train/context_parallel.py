@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from hwrl.models import load_model_config
 from hwrl.train.packing import PackShare
 
 if TYPE_CHECKING:
-    from hwrl.interfaces import Backend, Group
+    from hwrl.interfaces import Backend, Group, LossInputs
 
 
 class HeadExchange:
@@ -80,6 +81,28 @@ class ContextGroup(HeadExchange):
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' ``tensor`` on the host. Blocks."""
         return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def whole_inputs(self, inputs: LossInputs, counts: Sequence[int]) -> tuple[LossInputs, slice]:
+        """Return the loss's inputs for all tokens of a pack, and the slice of this rank's own, ``inputs``.
+
+        ``counts`` are the response tokens in each share. The other ranks' tensors carry no gradient. Blocks.
+        """
+        start = sum(counts[: self.share.index])
+        own = slice(start, start + counts[self.share.index])
+        whole: dict[str, Any] = {}
+        for field in fields(inputs):
+            if isinstance(value := getattr(inputs, field.name), torch.Tensor):
+                every = self._gathered(value.detach(), counts)
+                whole[field.name] = torch.cat([every[:start], value, every[own.stop :]])
+        return replace(inputs, **whole), own
+
+    def _gathered(self, values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Return the ranks' ``values``, in rank order; rank number ``n`` has ``counts[n]`` of them."""
+        padded = values.new_zeros(max(counts))
+        padded[: len(values)] = values
+        every = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(every, padded, group=self._group)
+        return torch.cat([part[:count] for part, count in zip(every, counts, strict=True)])
 
     def largest(self, number: float) -> float:
         """Return the largest of the ranks' ``number``. Blocks."""

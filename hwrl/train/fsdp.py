@@ -17,7 +17,7 @@ from hwrl.comm import Comm, Group, HashStore
 from hwrl.discovery import kernels
 from hwrl.errors import ConfigError
 from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, Moved, OffloadedState, TokenLoss
-from hwrl.lora import adapter_name, base_name, save_adapter, with_adapter
+from hwrl.lora import adapter_name, base_name, save_adapter, with_adapter, without_adapter
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
 from hwrl.models import load_tokenizer, model_identity, use_working_experts
@@ -49,11 +49,18 @@ class FsdpEngine(PolicyEngine):
     ratio to the behaviour policy. ``settings.context_parallel`` neighbouring ranks share each pack.
 
     With ``settings.host_step`` on one rank, the engine needs a default group of one process: if there is none, it makes
-    one, and :meth:`close` ends it.
+    one, and :meth:`close` ends it. It closes its ``reference``, too, the engine of :meth:`reference_logprobs`.
     """
 
-    def __init__(self, settings: EngineSettings, *, backend: Backend, group: Group | None) -> None:
+    _calls: type[CausalModel] = CausalModel
+
+    def __init__(
+        self, settings: EngineSettings, *, backend: Backend, group: Group | None, reference: FsdpEngine | None = None
+    ) -> None:
+        self._reference = reference
         with contextlib.ExitStack() as started:
+            if reference is not None:
+                started.callback(reference.close)
             if settings.host_step:
                 _require_not_offloaded(settings)
                 group = group or _group_of_one(backend, started)  # FSDP2 needs one
@@ -71,10 +78,8 @@ class FsdpEngine(PolicyEngine):
         model, reader = open_model(directory, group=group, backend=backend, level=self._level)
         use_working_experts(model, device=backend.device(), dtype=settings.dtype)
         self._saved = SavedNames.of(model)
-        if settings.lora is not None:
-            self.base = _agreed_identity(directory, group, backend)
-            model = with_adapter(model, settings.lora, seed=settings.seed, base_dtype=settings.dtype)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
+        model = self._adapted(model)
         self._compiler = self._make_compiler()
         self._memory = StateMemory.of(
             model,
@@ -88,8 +93,10 @@ class FsdpEngine(PolicyEngine):
         del reader  # it may hold a whole model
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         where = torch.device("cpu") if settings.host_step else backend.device()
-        self.optimizer = build_adamw(self._trained, device=where, **self._hyperparameters())
-        self._causal = CausalModel(backend=backend, scorer=self.scorer, level=self._level, context=self._context)
+        self.optimizer: Any = None  # a frozen model has none
+        if self._trained:
+            self.optimizer = build_adamw(self._trained, device=where, **self._hyperparameters())
+        self._causal = self._calls(backend=backend, scorer=self.scorer, level=self._level, context=self._context)
         self._causal.prove(self.compute_model, dtype=settings.dtype)
         if self._sharded is not None:
             self._sharded.reshard()
@@ -98,6 +105,13 @@ class FsdpEngine(PolicyEngine):
         if settings.param_offload and self._copy is not None:
             self._copy.free()
         self._offloader.offload(params=settings.param_offload, optimizer=settings.optimizer_offload)
+
+    def _adapted(self, model: Any) -> Any:
+        """Return ``model``, on the meta device, with what this engine puts into it."""
+        if self.settings.lora is None:
+            return model
+        self.base = _agreed_identity(self.settings.model_directory, self._group, self._backend)
+        return with_adapter(model, self.settings.lora, seed=self.settings.seed, base_dtype=self.settings.dtype)
 
     def _place(self, model: Any, reader: WeightReader) -> list[torch.nn.Module]:
         """Put ``model`` on the device: whole, with a copy in ``dtype``, or a shard; return the layers that run."""
@@ -125,7 +139,7 @@ class FsdpEngine(PolicyEngine):
         allocate(model, device=self._backend.device())
         self.model = running = model.to(self._backend.device())
         read(model, reader)
-        if self._dtype != torch.float32:
+        if self._dtype != torch.float32 and any(one.requires_grad for one in self.model.parameters()):
             self._copy = ComputeCopy(self.model, dtype=self._dtype)
             running = self._copy.modules
         self._fuse(running)
@@ -204,6 +218,15 @@ class FsdpEngine(PolicyEngine):
         if self._compiler is not None:
             metrics["recompilations"] = float(self._compiler.new_graphs())
         return metrics
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        if self.settings.lora is not None:
+            with without_adapter(self.compute_model):
+                return self.logprobs(batch)
+        if self._reference is None:
+            return super().reference_logprobs(batch)
+        with self._reference.on_device(optimizer=False):
+            return self._reference.logprobs(batch)
 
     def _passes(self, plan: Iterable[MicroBatch]) -> Generator[MicroBatch]:
         return super()._passes(plan if self._sharded is None else self._sharded.passes(plan))

@@ -20,6 +20,9 @@ from hwrl.models import build_meta_model, load_model
 if TYPE_CHECKING:
     from hwrl.comm import Group
 
+VALUE_WEIGHT = "value_weight"
+"""The name of a critic's output weights in their layer: no file has them."""
+
 _log = logging.getLogger("hwrl.train")
 
 
@@ -106,7 +109,7 @@ def _on_any_rank(group: Group | None, backend: Backend, *, mine: bool) -> bool:
 
 @torch.no_grad()
 def read_weights(model: Any, reader: WeightReader, *, directory: Path, group: Group | None, backend: Backend) -> None:
-    """Fill the parameters and persistent buffers of ``model`` from ``reader``, but not an adapter's.
+    """Fill the parameters and persistent buffers of ``model`` from ``reader``, but not an adapter's or a critic's own.
 
     Collective: an error of one rank is one on all. Raises DataError.
     """
@@ -136,7 +139,7 @@ def read_on_all_ranks(read: Callable[[], None], *, directory: Path, group: Group
 
 def _saved_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
-        if adapter_name(name) is None:
+        if adapter_name(name) is None and not name.endswith(f".{VALUE_WEIGHT}"):
             yield name, parameter
     yield from persistent_buffers(model)
 

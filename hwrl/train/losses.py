@@ -1,95 +1,106 @@
-"""Advantages and policy losses: pure functions of tensors, each with its source."""
+"""Policy losses of tokens: pure functions of tensors, each with its source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from hwrl.interfaces import PromptGroup
-from hwrl.train.choices import AdvantageName, LossName
+from hwrl.interfaces import LossInputs
+from hwrl.train.choices import ImportanceLevel, LossName
 
-
-def group_advantages(groups: Sequence[PromptGroup], *, estimator: AdvantageName) -> torch.Tensor:
-    """Return one advantage a response (float32, all groups in order), from the rewards of its own group.
-
-    ``grpo``: (r − mean) / (std + 1e-6), DeepSeekMath, arXiv:2402.03300 §4.1. ``dr_grpo``: r − mean,
-    arXiv:2503.20783 §3. ``rloo``: r − mean of the others, arXiv:2402.14740 §2. A group whose rewards are all equal
-    gives zeros: it teaches nothing.
-    """
-    per_group = [_ESTIMATORS[estimator](group.rewards.astype(np.float64)) for group in groups]
-    return torch.from_numpy(np.concatenate(per_group).astype(np.float32))
-
-
-_Doubles = npt.NDArray[np.float64]
-
-
-def _grpo(rewards: _Doubles) -> _Doubles:
-    return _dr_grpo(rewards) / (float(rewards.std()) + 1e-6)
-
-
-def _dr_grpo(rewards: _Doubles) -> _Doubles:
-    centred: _Doubles = rewards - rewards.mean()
-    return centred
-
-
-def _rloo(rewards: _Doubles) -> _Doubles:
-    others = max(1, len(rewards) - 1)
-    return _dr_grpo(rewards) * (len(rewards) / others)
-
-
-_ESTIMATORS: dict[str, Callable[[_Doubles], _Doubles]] = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo}
+_Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss per token, and how it treats data from older policies.
+    """A built-in loss per token, and how it treats data from older policies.
 
     ``ppo_clip``: the clipped surrogate (PPO, arXiv:1707.06347 eq. 7; the higher upper bound, DAPO, arXiv:2503.14476
     §3.1) on the ratio to the *behaviour* policy, so that staleness is inside the trust region. ``tis``: the policy
     gradient weighted by the ratio to the behaviour policy, truncated at ``is_threshold`` (truncated importance
     sampling). ``decoupled``: the clipped surrogate on the ratio to the *proximal* policy, weighted by the truncated
-    ratio of proximal to behaviour (AReaL, arXiv:2505.24298 §5.2).
+    ratio of proximal to behaviour (AReaL, arXiv:2505.24298 §5.2). ``gspo``: the clipped surrogate on the geometric mean
+    of a row's ratios to the behaviour policy (GSPO, arXiv:2507.18071 §4; its token form, §4.3). ``cispo``: the policy
+    gradient weighted by the clipped ratio to the behaviour policy (CISPO, arXiv:2506.13585 §3.1).
+
+    The weights of ``tis`` and ``decoupled`` are ratios of tokens, or with ``is_level`` "sequence" of whole rows.
     """
 
     name: LossName = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.28
     is_threshold: float = 2.0
+    is_level: ImportanceLevel = "token"
+
+    @property
+    def token_local(self) -> bool:
+        """Whether a token's loss depends on this token alone."""
+        return self.name != "gspo" and (self.is_level == "token" or self.name not in ("tis", "decoupled"))
 
     @property
     def needs_proximal(self) -> bool:
         """Whether the log-probabilities at the start of the step must be computed."""
         return self.name == "decoupled"
 
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        *,
-        behaviour: torch.Tensor,
-        proximal: torch.Tensor | None,
-        advantages: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss and the metrics of each token, as :class:`~hwrl.interfaces.TokenLoss` says."""
-        weight = (logprobs.detach() - behaviour).exp()
-        if self.name == "tis":
-            truncated = weight.clamp(max=self.is_threshold)
-            return -truncated * advantages * logprobs, {"is_weight": truncated, "clipped": weight > self.is_threshold}
-        if self.name == "ppo_clip":
-            loss, clipped = self._clipped(logprobs, behaviour, advantages)
-            return loss, {"is_weight": weight, "clipped": clipped}
-        assert proximal is not None, "the decoupled loss needs proximal log-probabilities"
-        correction = (proximal - behaviour).exp().clamp(max=self.is_threshold)
-        loss, clipped = self._clipped(logprobs, proximal, advantages)
-        return correction * loss, {"is_weight": correction, "clipped": clipped}
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen policy's log-probabilities must be computed: never."""
+        return False
 
-    def _clipped(
-        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ratio = (logprobs - old).exp()
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the entropy needs a gradient: never."""
+        return False
+
+    def __call__(self, inputs: LossInputs, /) -> _Result:
+        """Return the loss and the metrics of each token, as :class:`~hwrl.interfaces.TokenLoss` says."""
+        compute = {
+            "ppo_clip": self._ppo_clip,
+            "tis": self._tis,
+            "decoupled": self._decoupled,
+            "gspo": self._gspo,
+            "cispo": self._cispo,
+        }
+        return compute[self.name](inputs)
+
+    def _ppo_clip(self, inputs: LossInputs) -> _Result:
+        ratio = (inputs.logprobs - inputs.behaviour).exp()
+        loss, clipped = self._clipped(ratio, inputs.advantages)
+        return loss, {"is_weight": ratio.detach(), "clipped": clipped}
+
+    def _tis(self, inputs: LossInputs) -> _Result:
+        weight, truncated = self._importance(inputs, inputs.logprobs.detach())
+        return -weight * inputs.advantages * inputs.logprobs, {"is_weight": weight, "clipped": truncated}
+
+    def _decoupled(self, inputs: LossInputs) -> _Result:
+        assert inputs.proximal is not None, "the decoupled loss needs proximal log-probabilities"
+        weight, _ = self._importance(inputs, inputs.proximal)
+        loss, clipped = self._clipped((inputs.logprobs - inputs.proximal).exp(), inputs.advantages)
+        return weight * loss, {"is_weight": weight, "clipped": clipped}
+
+    def _gspo(self, inputs: LossInputs) -> _Result:
+        logprobs = inputs.logprobs
+        of_rows = inputs.row_means(logprobs.detach() - inputs.behaviour)
+        ratio = (logprobs - logprobs.detach() + of_rows[inputs.rows]).exp()  # a token's gradient, times the row's ratio
+        loss, clipped = self._clipped(ratio, inputs.advantages)
+        return loss, {"is_weight": ratio.detach(), "clipped": clipped}
+
+    def _cispo(self, inputs: LossInputs) -> _Result:
+        ratio = (inputs.logprobs.detach() - inputs.behaviour).exp()
+        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return -weight * inputs.advantages * inputs.logprobs, {"is_weight": weight, "clipped": weight != ratio}
+
+    def _importance(self, inputs: LossInputs, newer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the truncated ratio of ``newer`` to the behaviour policy, and where it was truncated."""
+        ratio = newer - inputs.behaviour
+        if self.is_level == "sequence":
+            ratio = inputs.row_sums(ratio)[inputs.rows]
+        limit = math.log(self.is_threshold)
+        return ratio.clamp(max=limit).exp(), ratio > limit  # no overflow of long rows
+
+    def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bounded = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         plain, clipped = ratio * advantages, bounded * advantages
         return -torch.minimum(plain, clipped), (clipped < plain).detach()

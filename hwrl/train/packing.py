@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hwrl.interfaces import Batch
+from hwrl.interfaces import Batch, LossInputs
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class MicroBatch:
     ``input_ids`` and ``position_ids`` (rows × length, int64); a pack has one row, and the ``boundaries`` of all shares.
     The response tokens are ``targets`` (int64), predicted at ``places`` (int64), indices into the flattened inputs.
     Both are padded to a rounded number: only the first ``trained_tokens`` count. ``rows`` and ``columns`` (int64, on
-    the host) are their indices in the batch. The float32 tensors have one number for each of them. ``real_tokens``
-    counts the inputs without padding.
+    the host) are their indices in the batch. The float32 tensors have one number for each of them, and
+    ``loss_rows`` (int64) tells each one's row among the ``row_count`` rows of the whole micro-batch. ``weights``
+    (row_count, float32, or None) belongs to those rows. ``real_tokens`` counts the inputs without padding, and
+    ``share_tokens`` the response tokens in each share.
     """
 
     input_ids: torch.Tensor
@@ -57,15 +59,36 @@ class MicroBatch:
     targets: torch.Tensor
     rows: torch.Tensor
     columns: torch.Tensor
+    loss_rows: torch.Tensor
+    row_count: int
     behaviour_logprobs: torch.Tensor
-    proximal_logprobs: torch.Tensor | None
     advantages: torch.Tensor
+    proximal_logprobs: torch.Tensor | None
+    reference_logprobs: torch.Tensor | None
+    weights: torch.Tensor | None
     real_tokens: int
+    share_tokens: tuple[int, ...]
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     @property
     def trained_tokens(self) -> int:
         """The number of response tokens."""
         return len(self.rows)
+
+    def loss_inputs(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: slice) -> LossInputs:
+        """Return the inputs of a loss for the response tokens ``tokens``, with their scores."""
+        proximal, reference = self.proximal_logprobs, self.reference_logprobs
+        return LossInputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            behaviour=self.behaviour_logprobs[tokens],
+            proximal=None if proximal is None else proximal[tokens],
+            reference=None if reference is None else reference[tokens],
+            advantages=self.advantages[tokens],
+            rows=self.loss_rows[tokens],
+            row_count=self.row_count,
+        )
 
 
 def plan_packs(lengths: Sequence[int], *, max_tokens: int, packs: int = 0) -> list[list[int]]:
@@ -125,18 +148,21 @@ def make_pack(batch: Batch, rows: torch.Tensor, *, device: torch.device, share: 
     predicted at them. Each share of a pack has at least one input.
     """
     lengths = (batch.lengths()[rows] - 1).clamp(min=0)
-    row = rows.repeat_interleave(lengths)
-    starts = lengths.cumsum(0) - lengths
-    column = torch.arange(len(row)) - starts.repeat_interleave(lengths)
+    row, column = _tokens_of_rows(lengths)
     total = max(1, len(row))
     size = min(rounded(total, bits=6), -(-total // _TOKEN_STEP) * _TOKEN_STEP)
     size = -(-size // share.count) * share.count
     filled = torch.zeros(2, 1, size, dtype=torch.long)
-    filled[0, 0, : len(row)], filled[1, 0, : len(row)] = batch.tokens[row, column], column
+    filled[0, 0, : len(row)], filled[1, 0, : len(row)] = batch.tokens[rows[row], column], column
     boundaries = _boundaries([length for length in lengths.tolist() if length] or [1], size=size)
-    mine = share.of(size)
-    row, column, inputs = row[mine], column[mine], filled[:, :, mine]
-    return _micro_batch(batch, row, column, inputs[0], inputs[1], boundaries, torch.arange(len(row)), device)
+    return _micro_batch(batch, rows, (row, column, torch.arange(len(row))), filled, boundaries, device, share=share)
+
+
+def _tokens_of_rows(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and column of each of the tokens of rows with ``lengths``, row by row."""
+    row = torch.arange(len(lengths)).repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    return row, torch.arange(len(row)) - starts.repeat_interleave(lengths)
 
 
 def _boundaries(lengths: list[int], *, size: int) -> Boundaries:
@@ -154,40 +180,56 @@ def make_rows(batch: Batch, rows: torch.Tensor, *, device: torch.device) -> Micr
     length = int(max([1, *lengths]))
     filled = batch.tokens[rows, :length] if len(rows) else torch.zeros(1, 1, dtype=torch.long)
     position_ids = torch.arange(filled.shape[1]).expand_as(filled)
-    row = rows.repeat_interleave(lengths)
-    starts = lengths.cumsum(0) - lengths
-    column = torch.arange(len(row)) - starts.repeat_interleave(lengths)
-    place = torch.arange(len(rows)).repeat_interleave(lengths) * length + column
-    return _micro_batch(batch, row, column, filled, position_ids, None, place, device)
+    row, column = _tokens_of_rows(lengths)
+    inputs = row, column, row * length + column
+    return _micro_batch(batch, rows, inputs, torch.stack([filled, position_ids]), None, device)
 
 
 def _micro_batch(
     batch: Batch,
-    row: torch.Tensor,
-    column: torch.Tensor,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
+    all_rows: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    filled: torch.Tensor,
     boundaries: Boundaries | None,
-    place: torch.Tensor,
     device: torch.device,
+    share: PackShare = PackShare(),
 ) -> MicroBatch:
-    """Return the micro-batch in which the token at ``row`` and ``column`` of ``batch`` lies at ``place``."""
-    trained = batch.mask[row, column + 1]
-    rows, columns = row[trained], column[trained] + 1
+    """Return the micro-batch of the batch's ``all_rows``, or its ``share``, on ``device``.
+
+    ``inputs`` are the row (an index into ``all_rows``), column and place of each input token. ``filled`` (2 × rows ×
+    length) has the token and the position of each place.
+    """
+    trained = batch.mask[all_rows[inputs[0]], inputs[1] + 1]
+    shares = [PackShare(index, share.count).of(filled.shape[2]) for index in range(share.count)]
+    mine = shares[share.index] if share.count > 1 else slice(0, None)
+    own = trained[mine]
+    loss_rows, columns, place = (each[mine][own] for each in inputs)
+    rows, columns = all_rows[loss_rows], columns + 1
     wanted = torch.zeros(2, rounded(len(rows), bits=5), dtype=torch.long)
-    wanted[0, : len(rows)], wanted[1, : len(rows)] = place[trained], batch.tokens[rows, columns]
+    wanted[0, : len(rows)], wanted[1, : len(rows)] = place - mine.start, batch.tokens[rows, columns]
     places, targets = wanted.to(device)
-    proximal = batch.proximal_logprobs
+    proximal, reference, values, returns = (
+        None if column is None else column[rows, columns].to(device)
+        for column in (batch.proximal_logprobs, batch.reference_logprobs, batch.values, batch.returns)
+    )
+    advantages = batch.advantages[rows] if batch.advantages.ndim == 1 else batch.advantages[rows, columns]
     return MicroBatch(
-        input_ids=input_ids.to(device),
-        position_ids=position_ids.to(device),
+        input_ids=filled[0][:, mine].to(device),
+        position_ids=filled[1][:, mine].to(device),
         boundaries=boundaries and Boundaries(boundaries.cu_seqlens.to(device), boundaries.max_length),
         places=places,
         targets=targets,
         rows=rows,
         columns=columns,
+        loss_rows=loss_rows.to(device),
+        row_count=len(all_rows),
         behaviour_logprobs=batch.behaviour_logprobs[rows, columns].to(device),
-        proximal_logprobs=None if proximal is None else proximal[rows, columns].to(device),
-        advantages=batch.advantages[rows].to(device),
-        real_tokens=len(row),
+        advantages=advantages.to(device),
+        proximal_logprobs=proximal,
+        reference_logprobs=reference,
+        weights=None if batch.weights is None else batch.weights[all_rows].to(device),
+        real_tokens=len(inputs[0][mine]),
+        share_tokens=tuple(int(trained[part].sum()) for part in shares) if share.count > 1 else (len(rows),),
+        values=values,
+        returns=returns,
     )

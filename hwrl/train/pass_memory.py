@@ -166,7 +166,7 @@ def _run(model: Any, *, tokens: int, targets: int, recompute: bool, context_para
             changes.enter_context(replaced_forward(layer, _observed(layer.forward, memory, kept, recompute)))
         for experts in filter(_has_experts, model.modules()):
             changes.enter_context(replaced_forward(experts, functools.partial(_experts, experts)))
-        with memory, scorer.knowing(lambda logprobs, _: torch.empty_like(logprobs)):
+        with memory, scorer.for_loss(lambda logprobs, *_: (torch.empty_like(logprobs), None)):
             scores, _ = score_pass(model, part, scorer)
             held, scoring = memory.now, memory.peak - memory.now
             memory.peak = held
@@ -195,7 +195,8 @@ def _meta_part(tokens: int, targets: int) -> MicroBatch:
 
     real = empty(targets, dtype=torch.float32)
     ids, places, rows = empty(1, tokens), empty(targets), torch.empty(0, dtype=torch.int64)
-    return MicroBatch(ids, empty(1, tokens), None, places, places, rows, rows, real, None, real, tokens)
+    known = (real, real, None, None, None)
+    return MicroBatch(ids, empty(1, tokens), None, places, places, rows, rows, places, 1, *known, tokens, (targets,))
 
 
 # -- a model to measure -----------------------------------------------------------------------------------------------

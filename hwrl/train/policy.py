@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from hwrl.errors import EngineError
-from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, TokenLoss, TrainEngine
+from hwrl.interfaces import Backend, Batch, Capability, EngineSettings, LossInputs, TokenLoss, TrainEngine
 from hwrl.train.activations import ranks_on_device, usable_nbytes
 from hwrl.train.context_parallel import ContextGroup
 from hwrl.train.losses import mismatch_kl
@@ -45,7 +45,7 @@ class PolicyEngine(TrainEngine):
 
     @abstractmethod
     def _scores(self, part: MicroBatch) -> torch.Tensor:
-        """Run the model on ``part``; return log-probability and entropy (detached) of its targets.
+        """Run the model on ``part``; return log-probability and entropy of its targets, as :attr:`scorer` does.
 
         2 × targets, float32. A micro-batch without targets runs the model too: its collectives serve other ranks.
         """
@@ -77,7 +77,7 @@ class PolicyEngine(TrainEngine):
     def train_batch(self, batch: Batch, *, loss: TokenLoss) -> dict[str, float]:
         with self._backend.range("hwrl.pack"):
             plan = self._plan(batch)
-        tokens = self._reduce([sum(part.trained_tokens for part in plan)], op="sum")[0]
+        tokens = max(1.0, self._reduce([sum(part.trained_tokens for part in plan)], op="sum")[0])
         totals: dict[str, torch.Tensor] = {}
         inputs = [0.0, 0.0]
         try:
@@ -124,37 +124,45 @@ class PolicyEngine(TrainEngine):
     def _backward(self, part: MicroBatch, *, loss: TokenLoss, tokens: float) -> dict[str, torch.Tensor]:
         """Add the gradient of ``part``'s share in the mean over all ranks' ``tokens``; return sums over its tokens."""
         scale = self._gradient_scale / tokens
-        with self._backend.range("hwrl.forward"), self._knowing(part, loss, scale):
+        with self._backend.range("hwrl.forward"), self._scoring_for(part, loss, scale):
             logprobs, entropy = self.forward(part)
         total, sums = self._loss(part, logprobs, entropy, loss=loss)
         with self._backend.range("hwrl.backward"):
             (total * scale).backward()
         return sums
 
-    def _knowing(self, part: MicroBatch, loss: TokenLoss, scale: float) -> AbstractContextManager[None]:
-        """Let the scorer take the gradients of ``part``'s loss, times ``scale``, with its scores inside the block."""
-        return self.scorer.knowing(functools.partial(_loss_gradient, part, loss, scale))
+    def _scoring_for(self, part: MicroBatch, loss: TokenLoss, scale: float) -> AbstractContextManager[None]:
+        """Let the scorer make scores for ``loss``; if that is token-local, with the gradients of it times ``scale``."""
+        known = functools.partial(_loss_gradient, part, loss, scale) if loss.token_local else None
+        return self.scorer.for_loss(known, entropy_gradient=loss.needs_entropy_gradient)
 
     def _loss(
         self, part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, *, loss: TokenLoss
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the sum of ``loss`` over ``part``'s tokens, and detached sums of it and of the metrics (float64)."""
-        per_token, metrics = _loss_of(part, loss, logprobs, slice(None))
-        total = per_token.sum()
+        """Return the sum of ``loss`` over the micro-batch's tokens, and detached sums over ``part``'s own (float64).
+
+        Ranks that share a pack see all its tokens, unless the loss is token-local: a row may be divided among them. So
+        each takes the gradient of the whole sum, by its own log-probabilities.
+        """
+        entropy = entropy if loss.needs_entropy_gradient else entropy.detach()
+        inputs, own = part.loss_inputs(logprobs, entropy, slice(None)), slice(None)
+        if self._context is not None and not loss.token_local:
+            inputs, own = self._context.whole_inputs(inputs, part.share_tokens)
+        per_token, metrics = _weighted_loss(part, loss, inputs)
         kl = mismatch_kl(logprobs.detach(), behaviour=part.behaviour_logprobs)
-        metrics = {**metrics, "mismatch_kl": kl, "entropy": entropy}
-        sums = {name: value.sum().double() for name, value in metrics.items()}
-        return total, {"loss": total.detach().double(), **sums}
+        metrics = {"loss": per_token.detach()[own], **{name: value[own] for name, value in metrics.items()}}
+        metrics |= {"mismatch_kl": kl, "entropy": entropy.detach()}
+        return per_token.sum(), {name: value.sum().double() for name, value in metrics.items()}
 
     def forward(self, part: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probability and entropy (detached) of ``part``'s response tokens (one dimension, float32)."""
+        """Return log-probability and entropy of ``part``'s response tokens (one dimension, float32)."""
         return self._without_padding(part, self._scores(part))
 
     @staticmethod
     def _without_padding(part: MicroBatch, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of ``part``'s response tokens, without those of the padding."""
         logprobs, entropy = scores[:, : part.trained_tokens]
-        return logprobs, entropy.detach()
+        return logprobs, entropy
 
     def _plan(self, batch: Batch) -> list[MicroBatch]:
         """Return the micro-batches on the device. Every rank has the same number of them; some may be empty.
@@ -219,30 +227,33 @@ class PolicyEngine(TrainEngine):
         return reduced
 
 
-def _loss_of(
-    part: MicroBatch, loss: TokenLoss, logprobs: torch.Tensor, tokens: slice
+def _weighted_loss(
+    part: MicroBatch, loss: TokenLoss, inputs: LossInputs
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    proximal = part.proximal_logprobs
-    return loss(
-        logprobs,
-        behaviour=part.behaviour_logprobs[tokens],
-        proximal=None if proximal is None else proximal[tokens],
-        advantages=part.advantages[tokens],
-    )
+    """Return the ``loss`` of each token of ``inputs``, times the weight of its row in ``part``; and its metrics."""
+    per_token, metrics = loss(inputs)
+    return per_token if part.weights is None else per_token * part.weights[inputs.rows], metrics
 
 
 def _loss_gradient(
-    part: MicroBatch, loss: TokenLoss, scale: float, logprobs: torch.Tensor, targets: slice
-) -> torch.Tensor:
-    """Return the gradient of the scaled loss by the ``logprobs`` of ``targets``; 0 for those that do not count."""
-    gradient = torch.zeros_like(logprobs)
+    part: MicroBatch, loss: TokenLoss, scale: float, logprobs: torch.Tensor, entropy: torch.Tensor, targets: slice
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of the scaled loss by ``logprobs`` and ``entropy`` of ``targets``; 0 if they do not count.
+
+    The second is None if the loss does not need it.
+    """
+    wanted = [logprobs, entropy] if loss.needs_entropy_gradient else [logprobs]
+    gradients = [torch.zeros_like(each) for each in wanted]
     count = min(targets.stop, part.trained_tokens) - targets.start
     if count > 0:
-        known = logprobs[:count].requires_grad_()
+        known = [each[:count].requires_grad_() for each in wanted]
         with torch.enable_grad():
-            per_token, _ = _loss_of(part, loss, known, slice(targets.start, targets.start + count))
-            gradient[:count] = torch.autograd.grad(per_token.sum() * scale, known)[0]
-    return gradient
+            inputs = part.loss_inputs(known[0], known[-1], slice(targets.start, targets.start + count))
+            per_token, _ = _weighted_loss(part, loss, inputs)
+            found = torch.autograd.grad(per_token.sum() * scale, known)
+        for gradient, values in zip(gradients, found, strict=True):
+            gradient[:count] = values
+    return gradients[0], gradients[1] if len(gradients) > 1 else None
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.long)

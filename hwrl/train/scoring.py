@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,27 +29,41 @@ def score_chunk(logits: torch.Tensor, targets: torch.Tensor, temperature: float)
 
 
 def logit_gradients(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, normalizer: torch.Tensor, gradient: torch.Tensor
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    normalizer: torch.Tensor,
+    gradient: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the gradient of ``logits``, in their shape and dtype; see :func:`score_chunk` for the inputs.
 
     ``gradient`` (positions, float32) is that of the targets' log-probabilities. ``normalizer`` (positions, float32) is
     the logarithm of the sum of exponentials over the whole vocabulary. Softmax minus one-hot, as in Wijmans et al.
-    2024, https://arxiv.org/abs/2411.09009. Traceable by ``torch.compile``.
+    2024, https://arxiv.org/abs/2411.09009. ``entropy`` has the negative entropies, and the gradient of the entropies
+    (positions, float32, each): -p · (log p + entropy) for each logit. Traceable by ``torch.compile``.
     """
     scaled = logits.to(torch.float32, copy=True).div_(temperature)
     share = (gradient / temperature)[:, None]
     inside = (targets >= 0) & (targets < logits.shape[-1])
-    gradients = scaled.sub_(normalizer[:, None]).exp_().mul_(-share)
+    shifted = scaled.sub_(normalizer[:, None])
+    if entropy is None:
+        gradients = shifted.exp_().mul_(-share)
+    else:
+        negative, of_entropy = entropy
+        factor = (shifted - negative[:, None]).mul_((of_entropy / temperature)[:, None]).add_(share)
+        gradients = shifted.exp_().mul_(factor.neg_())
     return gradients.scatter_add_(1, targets.where(inside, 0)[:, None], share.where(inside[:, None], 0.0)).to(
         logits.dtype
     )
 
 
-def _score_logits(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+def _score_logits(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, entropy_gradient: bool
+) -> torch.Tensor:
     distribution = (logits.float() / temperature).log_softmax(-1)
     logprobs = distribution.gather(1, targets[:, None])[:, 0]
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(distribution.exp() * distribution).sum(-1)
     return torch.stack([logprobs, entropy])
 
@@ -65,8 +80,11 @@ class VocabularyShard:
     add: Callable[[torch.Tensor], torch.Tensor]
 
 
-GradientOf = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Returns the loss's gradient by the log-probabilities (float32) of a slice of the targets."""
+GradientOf = Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor | None]]
+"""Takes log-probabilities and entropies of a slice of the targets; returns the loss's gradients by them (float32).
+
+The second is None if the loss does not need the entropy's gradient.
+"""
 
 
 @dataclass
@@ -74,7 +92,8 @@ class OutputScorer:
     """Computes log-probability and entropy of targets from hidden states, a chunk of positions at a time.
 
     At most ``chunk_logits`` logits exist at once (a position's at least). The backward pass computes the logits of a
-    chunk again, except inside :meth:`knowing`. An engine may replace ``forward`` and ``backward`` by compiled versions.
+    chunk again, unless :meth:`for_loss` knows the gradients. An engine may replace ``forward`` and ``backward`` by
+    compiled versions.
     """
 
     temperature: float = 1.0
@@ -83,25 +102,28 @@ class OutputScorer:
     forward: Callable[..., torch.Tensor] = score_chunk
     backward: Callable[..., torch.Tensor] = logit_gradients
     gradient_of: GradientOf | None = None
+    entropy_gradient: bool = False
 
     @contextlib.contextmanager
-    def knowing(self, gradient_of: GradientOf) -> Iterator[None]:
-        """Compute gradients with the scores inside the block: the logits of a chunk are there already.
+    def for_loss(self, gradient_of: GradientOf | None, *, entropy_gradient: bool = False) -> Iterator[None]:
+        """Compute scores inside the block for a loss; with ``entropy_gradient`` their entropies have a gradient, too.
 
-        That saves one of four products with the weight, as in Hsu et al. 2024, https://arxiv.org/abs/2410.10989. The
+        With ``gradient_of`` the gradients are computed with the scores: the logits of a chunk are there already. That
+        saves one of four products with the weight, as in Hsu et al. 2024, https://arxiv.org/abs/2410.10989. The
         backward pass must get exactly these gradients. Ranks that share the vocabulary compute the logits again.
         """
-        self.gradient_of = gradient_of
+        self.gradient_of, self.entropy_gradient = gradient_of, entropy_gradient
         try:
             yield
         finally:
-            self.gradient_of = None
+            self.gradient_of, self.entropy_gradient = None, False
 
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
     ) -> torch.Tensor:
-        """Return log-probability and entropy of ``targets`` (2 × positions, float32); the entropy has no gradient.
+        """Return log-probability and entropy of ``targets`` (2 × positions, float32).
 
+        The entropy has a gradient only inside of :meth:`for_loss`, if asked for.
         ``hidden`` (positions × size), ``weight`` (vocabulary × size), ``bias`` (vocabulary or None), ``targets``
         (positions, int64). Under autocast the product is computed in its dtype.
         """
@@ -120,8 +142,9 @@ class OutputScorer:
 
     def of_logits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the same from ``logits`` (positions × vocabulary, all of it), for models that compute them."""
+        score = functools.partial(_score_logits, entropy_gradient=self.entropy_gradient)
         parts = [logits[:0, :2].t().float()] + [  # without positions, too, the result belongs to the graph
-            checkpoint(_score_logits, logits[chunk], targets[chunk], self.temperature, use_reentrant=False)
+            checkpoint(score, logits[chunk], targets[chunk], self.temperature, use_reentrant=False)
             for chunk in self.chunks(*logits.shape)
         ]
         return torch.cat(parts, 1)
@@ -148,13 +171,14 @@ class _Score(torch.autograd.Function):
             logits = functional.linear(hidden[chunk], weight, bias)
             parts.append(scorer.forward(logits, targets[chunk], scorer.temperature))
             if early is not None:
-                normalizer, chosen, _ = parts[-1]
-                known = (normalizer, early(chosen - normalizer, chunk))
+                normalizer, chosen, negative = parts[-1]
+                of_logprobs, of_entropy = early(chosen - normalizer, -negative, chunk)
+                known = (normalizer, of_logprobs, None if of_entropy is None else (negative, of_entropy))
                 ctx.gradients.add(chunk, scorer.backward(logits, targets[chunk], scorer.temperature, *known))
         normalizer, chosen, negative = _joined(torch.cat(parts, 1), scorer.shard)
         if early is None:
-            ctx.save_for_backward(hidden, weight, bias, targets, normalizer)
-            ctx.scorer = scorer
+            ctx.save_for_backward(hidden, weight, bias, targets, normalizer, negative)
+            ctx.scorer, ctx.entropy_gradient = scorer, scorer.entropy_gradient
         return torch.stack([chosen - normalizer, -negative])
 
     @staticmethod
@@ -163,12 +187,13 @@ class _Score(torch.autograd.Function):
         if ctx.gradients is not None:
             gradients, ctx.gradients = ctx.gradients.found, None  # so that autograd takes them without a copy
             return *gradients, None, None
-        hidden, weight, bias, targets, normalizer = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer, negative = ctx.saved_tensors
         scorer: OutputScorer = ctx.scorer
         gradients = _Gradients(ctx.needs_input_grad, hidden, weight, bias)
         for chunk in scorer.chunks(len(hidden), len(weight)):
             logits = functional.linear(hidden[chunk], weight, bias)
-            known = (normalizer[chunk], gradient[0, chunk])
+            of_entropy = (negative[chunk], gradient[1, chunk]) if ctx.entropy_gradient else None
+            known = (normalizer[chunk], gradient[0, chunk], of_entropy)
             gradients.add(chunk, scorer.backward(logits, targets[chunk], scorer.temperature, *known))
         of_hidden, *others = gradients.found
         if of_hidden is not None and scorer.shard is not None:

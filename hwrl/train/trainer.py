@@ -8,28 +8,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hwrl.clock import ActivityClock
 from hwrl.errors import EngineError
 from hwrl.interfaces import Batch, Moved, PromptGroup, TrainEngine
+from hwrl.train.advantages import group_advantages
+from hwrl.train.aggregation import row_weights
+from hwrl.train.algorithm import Algorithm
 from hwrl.train.balance import divide_rows, imbalance
-from hwrl.train.choices import AdvantageName
-from hwrl.train.losses import PolicyLoss, group_advantages
-from hwrl.train.padding import collate
+from hwrl.train.padding import collate, token_rewards
 
 if TYPE_CHECKING:
+    from hwrl.train.critic import CriticEngine
     from hwrl.train.flops import ModelFlops
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """How a batch becomes optimizer steps: ``ppo_epochs`` passes over it, each in ``mini_batches`` parts."""
-
-    loss: PolicyLoss
-    advantage: AdvantageName = "grpo"
-    ppo_epochs: int = 1
-    mini_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,11 @@ class AsyncTrainer:
             if trained.publishes:
                 with trainer.sending():
                     ...  # send the engine's weights as version trainer.version
-        metrics = {**trained.metrics, **move_metrics(moved), **trainer.timing()}
+        critic = trainer.train_critic()
+        metrics = {**trained.metrics, **critic, **move_metrics(moved), **trainer.timing()}
+
+    The advantages come from the rewards of a trajectory's group or, with a ``critic``, from it (PPO). The critic trains
+    after the policy, and after the transfer: the replicas do not wait for it, and both need no memory at one time.
     """
 
     def __init__(
@@ -92,8 +89,10 @@ class AsyncTrainer:
         trigger_parameter_sync_step: int = 1,
         incarnation: int = 0,
         flops: ModelFlops | None = None,
+        critic: CriticEngine | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine, self._critic = engine, critic
+        self._for_critic: list[Batch] = []
         self._flops = flops
         self._incarnation, self._algorithm = incarnation, algorithm
         self._max_staleness = max_staleness
@@ -108,22 +107,39 @@ class AsyncTrainer:
         return self.steps_done // self._trigger_parameter_sync_step
 
     def step(self, groups: Sequence[PromptGroup]) -> TrainedStep:
-        """Train on ``groups``. ``steps_done`` goes up, and with it perhaps ``version``."""
+        """Train on ``groups``. ``steps_done`` goes up, and with it perhaps ``version``.
+
+        With a critic, :meth:`train_critic` must follow before anything else.
+        """
         consumed = self._consumed_metrics(groups)
+        overlong = self._algorithm.overlong
+        groups, shaped = (groups, {}) if overlong is None else overlong.apply(groups)
         work = _Work.of(groups, self._flops)
         division = divide_rows(
             work.costs, mini_batches=self._algorithm.mini_batches, shares=self.engine.data_parallel_size
         )
         with self.stepping():
-            trained = self._train(groups, [part[self.engine.data_parallel_rank] for part in division])
+            trained = self._train(groups, division)
         self.steps_done += 1
         balance = {"perf/imbalance": imbalance(division, work.costs), "weights/version": float(self.version)}
         return TrainedStep(
-            {**consumed, **trained, **balance},
+            {**consumed, **shaped, **trained, **balance},
             publishes=self.steps_done % self._trigger_parameter_sync_step == 0,
             tokens=work.tokens * self._algorithm.ppo_epochs,
             flops=work.flops(self._algorithm),
         )
+
+    def train_critic(self) -> dict[str, float]:
+        """Train the critic on the newest step's batch; return its metrics, none without a critic.
+
+        Outside of :meth:`stepping`, offloaded parameters of the policy leave it the device.
+        """
+        parts, self._for_critic = self._for_critic, []
+        if self._critic is None or not parts:
+            return {}
+        with self._clock.during("critic"), self._critic.on_device(optimizer=True):
+            metrics = [self._critic.fit(part) for _ in range(self._algorithm.ppo_epochs) for part in parts]
+        return _join(metrics, of="critic")
 
     # -- times and moves of the parts of a step --------------------------------------------------------------------
 
@@ -153,6 +169,7 @@ class AsyncTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the trainer's own state. The engine's tensors have their own ``state_dict``."""
+        assert not self._for_critic, "train_critic comes first"
         return {"steps_done": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -161,18 +178,57 @@ class AsyncTrainer:
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _train(self, groups: Sequence[PromptGroup], share: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Train on ``share``: the rows of this rank in each mini-batch."""
-        advantages = group_advantages(groups, estimator=self._algorithm.advantage)
-        batch = collate(groups, advantages=advantages, rows=[row for part in share for row in part])
+    def _train(self, groups: Sequence[PromptGroup], division: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
+        """Train on this rank's share of each mini-batch of ``division``."""
+        share = [part[self.engine.data_parallel_rank] for part in division]
+        rows = [row for part in share for row in part]
+        batch, metrics = self._estimated(groups, rows)
+        weights = self._row_weights(groups, division)
+        if weights is not None:
+            batch = replace(batch, weights=torch.from_numpy(weights[rows]))
         loss = self._algorithm.loss
         if loss.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
+        if loss.needs_reference:
+            batch = replace(batch, reference_logprobs=self.engine.reference_logprobs(batch))
         parts = _split(batch, [len(part) for part in share])
-        metrics = [
-            self.engine.train_batch(part, loss=loss) for _ in range(self._algorithm.ppo_epochs) for part in parts
-        ]
-        return _join(metrics)
+        if self._critic is not None:
+            self._for_critic = parts
+        if self.steps_done < self._algorithm.critic_warmup:
+            return metrics
+        return {**metrics, **self._train_policy(parts)}
+
+    def _estimated(self, groups: Sequence[PromptGroup], rows: Sequence[int]) -> tuple[Batch, dict[str, float]]:
+        """Return the batch of ``rows`` with advantages, and metrics of the critic, if there is one."""
+        if self._critic is None:
+            return collate(
+                groups, advantages=group_advantages(groups, estimator=self._algorithm.advantage), rows=rows
+            ), {}
+        batch = collate(groups, advantages=token_rewards(groups), rows=rows)
+        rewards = batch.advantages
+        if rewards.ndim == 1:  # every row has one token
+            rewards = rewards[:, None] * batch.mask
+        batch, metrics = self._critic.estimate(batch, rewards)
+        return batch, {f"critic/{name}": value for name, value in metrics.items()}
+
+    def _train_policy(self, parts: Sequence[Batch]) -> dict[str, float]:
+        loss = self._algorithm.loss
+        return _join(
+            [self.engine.train_batch(part, loss=loss) for _ in range(self._algorithm.ppo_epochs) for part in parts],
+            of="actor",
+        )
+
+    def _row_weights(
+        self, groups: Sequence[PromptGroup], division: Sequence[Sequence[Sequence[int]]]
+    ) -> npt.NDArray[np.float32] | None:
+        """Return the weight of each row in the loss; None: all have the same."""
+        algorithm = self._algorithm
+        return row_weights(
+            [int(length) for group in groups for length in group.policy_lengths],
+            [[row for rows in part for row in rows] for part in division],
+            mode=algorithm.aggregation,
+            constant=algorithm.loss_constant,
+        )
 
     def _require_published(self, groups: Sequence[PromptGroup]) -> None:
         """Raise unless this incarnation has published the weights of every token. So no age is below 0."""
@@ -195,7 +251,7 @@ class AsyncTrainer:
                 fix="take groups from a PromptLedger with the same max_staleness",
             )
         rewards = np.concatenate([group.rewards for group in groups])
-        lengths = np.concatenate([group.lengths for group in groups])
+        lengths = np.concatenate([group.policy_lengths for group in groups])
         spans = [group.newest_version - group.oldest_version for group in groups]
         extra = {name for group in groups for name in group.metrics} - {"reward"}
         return {
@@ -234,12 +290,12 @@ class _Work:
 
     @classmethod
     def of(cls, groups: Sequence[PromptGroup], model: ModelFlops | None) -> _Work:
-        responses = np.concatenate([group.lengths for group in groups]).astype(np.int64)
+        responses = np.concatenate([group.policy_lengths for group in groups]).astype(np.int64)
         prompts = np.repeat([len(group.prompt_ids) for group in groups], [group.size for group in groups])
-        lengths = prompts + responses
+        lengths = (prompts + np.concatenate([group.lengths for group in groups])) * (responses > 0)
         if model is None:
-            return cls(lengths.tolist(), int(lengths.sum()), 0, None)
-        costs: list[int] = model.training(lengths, responses=responses).tolist()
+            return cls(lengths.clip(min=1).tolist(), int(lengths.sum()), 0, None)
+        costs: list[int] = model.training(lengths, responses=responses).clip(min=1).tolist()
         forward = sum(model.forward(lengths, responses=responses).tolist())
         return cls(costs, int(lengths.sum()), forward, model)
 
@@ -247,7 +303,8 @@ class _Work:
         """Return the FLOPs of all passes over the rows; None without ``model``."""
         if self.model is None:
             return None
-        return float(sum(self.costs) * algorithm.ppo_epochs + self.forward * algorithm.loss.needs_proximal)
+        further = algorithm.loss.needs_proximal + algorithm.loss.needs_reference
+        return float(sum(self.costs) * algorithm.ppo_epochs + self.forward * further)
 
 
 def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -255,12 +312,16 @@ def _split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     return [batch] if len(sizes) == 1 else [batch.select(rows) for rows in torch.arange(batch.rows).split(list(sizes))]
 
 
-def _join(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step from those of its mini-batches: means, but the sum of the recompilations."""
+def _join(metrics: Sequence[Mapping[str, float]], *, of: str) -> dict[str, float]:
+    """Return the metrics of a step from those of its mini-batches: means, but the sum of the recompilations.
+
+    Those of the engine's speed belong to the policy: a critic's are left out.
+    """
     joined = {name: float(np.mean([row[name] for row in metrics])) for name in metrics[0]}
     if "recompilations" in joined:
         joined["recompilations"] *= len(metrics)
-    return {f"perf/{name}" if name in _SPEED_METRICS else f"actor/{name}": value for name, value in joined.items()}
+    speed = {f"perf/{name}": joined.pop(name) for name in _SPEED_METRICS if name in joined}
+    return {**{f"{of}/{name}": value for name, value in joined.items()}, **(speed if of == "actor" else {})}
 
 
 _SPEED_METRICS = ("padding_share", "recompilations")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hwrl.interfaces import Batch
+from hwrl.interfaces import Batch, LossInputs
 from hwrl.train import PolicyLoss
 from hwrl_bench.models import random_model
 
@@ -77,7 +77,16 @@ class ReferenceTraining:
         logprobs = torch.cat([checkpoint(self._score, each, weight, of, use_reentrant=False) for each, of in chunks])
         behaviour = part.behaviour_logprobs[:, prompt:].reshape(-1).to(self._device)
         advantages = part.advantages.repeat_interleave(part.mask.sum(1)).to(self._device)
-        per_token, _ = PolicyLoss()(logprobs, behaviour=behaviour, proximal=None, advantages=advantages)
+        rows = torch.arange(part.rows, device=self._device).repeat_interleave(part.mask.sum(1).to(self._device))
+        known = LossInputs(
+            logprobs=logprobs,
+            behaviour=behaviour,
+            advantages=advantages,
+            rows=rows,
+            row_count=part.rows,
+            entropy=torch.zeros_like(behaviour),
+        )
+        per_token, _ = PolicyLoss()(known)
         loss = per_token.sum() / tokens
         loss.backward()
         return loss.detach()

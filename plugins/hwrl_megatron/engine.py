@@ -204,7 +204,7 @@ class MegatronEngine(PolicyEngine):
         scale = self._gradient_scale / tokens
 
         def run(part: MicroBatch) -> torch.Tensor:
-            with self._knowing(part, loss, scale):
+            with self._scoring_for(part, loss, scale):
                 return self._run_stage(part)
 
         def scaled(part: MicroBatch, scores: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ from hwrl.rollout import (
     require_none_pending,
     require_same_model,
     require_weights,
+    stop_finder,
+    text_decoder,
 )
 from hwrl.saved_names import saved_weights
 from hwrl.weights import Taken
@@ -63,7 +65,7 @@ class VllmEngine(RolloutEngine):
     process if it has one.
 
     With ``settings.may_sleep`` it starts in vLLM's sleep mode. Raises ConfigError if vLLM has no sleep mode on this
-    device, no place for a part of the adapter, or no sampling at ``settings.temperature``.
+    device, no place for a part of the adapter, or no such ``settings.sampling``.
     """
 
     def __init__(self, settings: RolloutSettings, *, options: Mapping[str, Any], backend: Backend) -> None:
@@ -85,6 +87,9 @@ class VllmEngine(RolloutEngine):
         self._cache_number = 0
         self._asleep: frozenset[str] = frozenset()
         self._causes = Causes()
+        self._decode = text_decoder(settings.model_directory)
+        if settings.sampling.stop:
+            self._decode([])  # a directory without a tokenizer is an error now
         try:
             self._vllm = start_vllm(settings, options, inline=inline, causes=self._causes)
         except BaseException:
@@ -101,7 +106,10 @@ class VllmEngine(RolloutEngine):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         for request in requests:
             require_fit(request, max_length=self._settings.max_length)
-        accepted = [PartialResponse(request, self._core_request(request)) for request in requests]
+        accepted = [
+            PartialResponse(request, self._core_request(request), stop_finder(request, self._decode))
+            for request in requests
+        ]
         with self._or_no_weights("taking requests"):
             for partial in accepted:
                 self._add(partial)
@@ -345,17 +353,27 @@ class VllmEngine(RolloutEngine):
             ) from exc
 
     def _take(self, tokens: Sequence[NewTokens]) -> None:
-        """Append the requests' new tokens; keep the finished ones for the next :meth:`step`."""
+        """Append the requests' new tokens; keep the finished ones for the next :meth:`step`.
+
+        vLLM knows no stop texts: it runs ahead of a response with one, until it hears of the stop.
+        """
+        stopped = []
         for new in tokens:
             partial = self._requests.get(new.request_id)
-            if partial is None:  # aborted
+            if partial is None:  # aborted, or stopped
                 continue
             partial.take(new)
-            if new.end is not None:
-                del self._requests[new.request_id]
+            if partial.stop is None and new.end is None:
+                continue
+            del self._requests[new.request_id]
+            if partial.stop is None:
                 _require_end(partial, new.end)
-                response = partial.response(version=self.version, eos_ids=self._settings.eos_ids)
-                self._finished.append(Completion(partial.request.request_id, response))
+            elif new.end is None:
+                stopped.append(new.request_id)
+            response = partial.response(version=self.version, eos_ids=self._settings.eos_ids)
+            self._finished.append(Completion(partial.request.request_id, response))
+        if stopped:
+            self._core.abort(stopped)
 
     def _restart_requests(self) -> None:
         """Restart the requests without a token: their prompts may have been computed with the old weights."""
@@ -366,7 +384,7 @@ class VllmEngine(RolloutEngine):
             self._add(self._requests.pop(name))
 
 
-def _require_end(partial: PartialResponse, end: str) -> None:
+def _require_end(partial: PartialResponse, end: str | None) -> None:
     """Raise EngineError if vLLM has ended the request without finishing it."""
     if end not in _ENDS:
         raise EngineError(

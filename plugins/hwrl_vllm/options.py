@@ -39,7 +39,7 @@ _FIXED: dict[str, Any] = {
     "load_format": "dummy",  # the weights come from the trainer
     "skip_tokenizer_init": True,  # prompts and responses are token ids
     "generation_config": "vllm",  # a model's own sampling defaults would change the policy
-    "logprobs_mode": "processed_logprobs",  # at the temperature of sampling, as the trainer computes them
+    "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
     "async_scheduling": None,  # vLLM decides: on, unless another argument forbids it
     "stream_interval": 1,  # a token gets the version at its output
     "pipeline_parallel_size": 1,
@@ -52,7 +52,7 @@ _FIXED: dict[str, Any] = {
 
 _DRAFT = "a draft model would get no weights, and drafted tokens may have other log-probabilities than the policy"
 _OTHER_MODEL = "the replica would compute another model than the trainer, which only reads model.path"
-_OTHER_POLICY = "only rollout.temperature may shape the sampling, because the trainer computes with it alone"
+_OTHER_POLICY = "only the keys of rollout may shape the sampling: temperature, top_p, top_k and min_p"
 _ELSEWHERE = "a cache outside the engine may hold results of other weights"
 _MOVED = "it moves weights to other places, and an update would miss them"
 _OTHER_WORKERS = "hwrl places a replica's workers: in its process, or on rollout.tensor_parallel devices of its machine"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hwrl.interfaces import GenerationRequest, Response
+from hwrl.rollout import StopFinder
 from hwrl_vllm.scheduler import NewTokens
 
 
@@ -18,14 +19,28 @@ class PartialResponse:
 
     request: GenerationRequest
     core_request: Any
+    stops: StopFinder | None = None
+    stop: str | int | None = None
+    """The stop that has ended the response."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     _spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def take(self, new: NewTokens) -> None:
-        """Append ``new`` tokens."""
-        self.token_ids += new.token_ids
-        self.logprobs += new.logprobs
+        """Append ``new`` tokens, but none after a stop."""
+        count = len(new.token_ids)
+        if self.stops is not None:
+            count = self._count_to_stop(self.stops, new.token_ids)
+        self.token_ids += new.token_ids[:count]
+        self.logprobs += new.logprobs[:count]
+
+    def _count_to_stop(self, stops: StopFinder, token_ids: Sequence[int]) -> int:
+        """Return how many of ``token_ids`` belong to the response; :attr:`stop` is the stop in the last of them."""
+        for count, token_id in enumerate(token_ids, start=1):
+            self.stop = stops.find(token_id)
+            if self.stop is not None:
+                return count
+        return len(token_ids)
 
     def mark(self, version: int) -> None:
         """Record that the tokens since the last call come from ``version``."""
@@ -40,5 +55,6 @@ class PartialResponse:
             token_ids=np.array(self.token_ids, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.repeat(np.array(versions, dtype=np.int32), counts),
-            truncated=self.token_ids[-1] not in eos_ids,
+            truncated=self.stop is None and self.token_ids[-1] not in eos_ids,
+            stop=self.stop,
         )

@@ -28,17 +28,23 @@ def vllm_sampling(wanted: Sampling, eos_ids: Sequence[int]) -> Any:
         sampling = SamplingParams(
             temperature=wanted.temperature,
             max_tokens=wanted.max_new_tokens,
-            stop_token_ids=list(eos_ids),
+            top_p=wanted.top_p,
+            top_k=max(wanted.top_k, 0),  # 0: all
+            min_p=wanted.min_p,
+            seed=wanted.seed,
+            stop_token_ids=[*eos_ids, *wanted.stop_token_ids],  # hwrl itself looks for stop texts
             ignore_eos=True,  # the configuration's, which may be others
             logprobs=0,  # of the chosen token only
             detokenize=False,
         )
         if sampling.temperature != wanted.temperature:
             raise ValueError(f"it would sample at temperature {sampling.temperature}")
+        if wanted.is_filtered and (sampling.top_p, sampling.min_p) != (wanted.top_p, wanted.min_p):
+            raise ValueError(f"it would sample with top_p={sampling.top_p} and min_p={sampling.min_p}")
     except Exception as exc:  # since 0.28 vLLM's errors are no ValueError
         raise EngineError(
             f"vLLM cannot generate {wanted.max_new_tokens} tokens at temperature {wanted.temperature}",
-            why=str(exc),
+            why=f"{exc}; the request is {wanted}",
             fix="set rollout.temperature to a value that vLLM leaves unchanged, for example 1.0",
         ) from exc
     return sampling
@@ -75,16 +81,16 @@ def _make(settings: RolloutSettings, options: Mapping[str, Any], *, inline: bool
     from vllm.v1.engine.llm_engine import LLMEngine
 
     require_dtype(settings)
-    _require_temperature(settings)
+    _require_sampling(settings)
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(settings, options, device=engine_args("vllm"), known=known)
     return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=not inline)
 
 
-def _require_temperature(settings: RolloutSettings) -> None:
+def _require_sampling(settings: RolloutSettings) -> None:
     try:
-        vllm_sampling(Sampling(1, settings.temperature), settings.eos_ids)
+        vllm_sampling(settings.sampling, settings.eos_ids)
     except EngineError as exc:
         raise ConfigError(
-            f"rollout.temperature={settings.temperature} cannot be used with vLLM", why=exc.why, fix=exc.fix
+            f"rollout.temperature={settings.sampling.temperature} cannot be used with vLLM", why=exc.why, fix=exc.fix
         ) from exc

@@ -64,6 +64,22 @@ def test_ls_shows_what_is_complete_what_is_not_and_who_writes(home: Path, capsys
     assert _run(capsys, "ls", home)["tracker"] == "\ufffd3"
 
 
+def test_ls_has_the_account_of_the_prompts_in_a_runs_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = {"version": 3, "trained": 6, "next": 12, "owed": [9, 11], "filtered": [[2, 4]], "failed": [[7, 7]]}
+    with _manager(tmp_path) as manager:
+        for step, state in ((1, {"version": 0, "trained": 4, "next": 5, "owed": [4]}), (2, ledger)):
+            manager.save(step, {"model": {"weight": torch.ones(3)}}, extra={"ledger": state})
+        manager.save(3, {"model": {"weight": torch.ones(3)}}, extra={"ledger": "of another program"})
+    assert main(["checkpoints", "ls", str(tmp_path)]) == 0
+    _, first, second, third = capsys.readouterr().out.splitlines()
+    assert first.endswith("; prompts: 4 trained, 0 filtered, 0 failed, 1 owed"), "of an earlier hwrl"
+    assert second.endswith("; prompts: 6 trained, 3 filtered, 1 failed, 2 owed")
+    assert "prompts" not in third
+    assert [one["prompts"] for one in _run(capsys, "ls", tmp_path)["checkpoints"]][1:] == [ledger, None]
+
+
 def test_verify_names_what_differs(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(capsys, "verify", home) == {"status": 0, "directory": str(home), "whole": [1, 2, 3], "broken": {}}
     _flip(home / "global_step_2" / "__0_0.distcp")

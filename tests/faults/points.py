@@ -46,6 +46,11 @@ class Point:
         return self.limit_s < SLOW_LIMIT_S
 
     @property
+    def filters(self) -> bool:
+        """Whether prompts are filtered and skipped."""
+        return self.reward == "teaches_some"
+
+    @property
     def lives(self) -> int:
         """The number of runs it needs: an unfinished one is continued."""
         return 1 if "done" in self.ends else 2
@@ -54,7 +59,7 @@ class Point:
     def labels(self) -> frozenset[str]:
         """Its kinds of faults and its victims."""
         acts = [act for injection in self.injections for act in injection.acts]
-        kinds = {"reward"} if self.reward != "plain" else set()
+        kinds = {"filter" if self.filters else "reward"} if self.reward != "plain" else set()
         victims = {"helper" if act.victim in HELPERS else act.victim for act in acts}
         return frozenset(kinds | {act.kind for act in acts} | victims)
 
@@ -78,6 +83,8 @@ TWO_RANKS = ("train.ranks=2",)
 HOST = ("weights.bypass_cpu=false",)
 BACKGROUND = ("checkpoint.async_save=true",)
 UNSAVED = ("checkpoint.save_every_steps=0",)
+FILTER = ("algorithm.filter_groups=true", "rollout.on_failure=skip", "rollout.max_attempts=1")
+"""Prompts are filtered, and skipped; the reward ``teaches_some`` gives reasons for both."""
 GOES_BACK = at("stepping", Send("KILL", "trainer"), nth=4)
 """The trainer then goes back to step 2."""
 JUDGED = 7
@@ -306,6 +313,21 @@ def _rewards() -> list[Point]:
     ]
 
 
+def _filters() -> list[Point]:
+    def of(name: str, ends: str, *injections: Injection) -> Point:
+        return point(name, ends, *injections, words=FILTER, reward="teaches_some")
+
+    driver, trainer, replica = Send("KILL", "driver"), Send("KILL", "trainer"), Send("KILL", "replica")
+    return [
+        of("filter-kill-driver-judging", "killed", at("judging", driver, nth=3 * JUDGED)),
+        of("filter-kill-driver-saving", "killed", at("saving", driver, nth=4)),
+        of("filter-kill-trainer-stepping", "done", at("stepping", trainer, nth=4)),
+        of("filter-kill-trainer-resuming", "done", GOES_BACK, at("resuming", trainer)),
+        of("filter-kill-replica-judging", "done", at("judging", replica, nth=JUDGED)),
+        of("filter-kill-ledger-judging", "error", at("judging", Send("KILL", "ledger"), nth=3 * JUDGED)),
+    ]
+
+
 POINTS = [
     *_kills_of_driver(),
     *_kills_of_workers(),
@@ -315,6 +337,7 @@ POINTS = [
     *_disks(),
     *_edits(),
     *_rewards(),
+    *_filters(),
 ]
 """Every point. The number in a report is the place in this list."""
 

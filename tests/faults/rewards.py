@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -120,6 +122,17 @@ def gives_nan_sometimes(prompt: str, response: str, answer: str) -> Metrics:
 
 def gives_nan_always(prompt: str, response: str, answer: str) -> Metrics:
     return {"reward": float("nan")}
+
+
+def teaches_some(prompt: str, response: str, answer: str) -> Metrics:
+    """Always raise for a seventh of the training prompts, and give equal rewards for two sevenths."""
+    metrics = plain(prompt, response, answer)
+    kind = zlib.crc32(prompt.encode()) % 7
+    if prompt in _evaluation():
+        return metrics
+    if kind == 0:
+        raise ValueError("nobody can judge this prompt")
+    return {**metrics, "reward": 1.0 if kind < 3 else random.random()}
 
 
 def is_slow(prompt: str, response: str, answer: str) -> Metrics:

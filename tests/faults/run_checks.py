@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,15 +36,25 @@ def name_end(status: int, output: str) -> str:
     return {0: "done", 1: "error", 130: "interrupted", -signal.SIGKILL: "killed"}.get(status, f"status {status}")
 
 
-def check_accounts(directory: Path, *, steps: int, batch: int, max_staleness: int) -> None:
-    """Raise FellError unless a complete run trained on every prompt once, on tokens of permitted ages."""
+def check_accounts(
+    directory: Path, *, steps: int, batch: int, max_staleness: int, settled: Sequence[str] = ("sequence_numbers",)
+) -> None:
+    """Raise FellError unless a complete run settled every prompt once, and trained on tokens of permitted ages.
+
+    ``settled`` has the names of the kinds of settled prompts in the records; each must have some.
+    """
     lines = read_metrics(directory)
     require([line["step"] for line in lines] == [*range(1, steps + 1)], "metrics.jsonl lacks or repeats a step")
-    rows = (directory / "trained_prompts.jsonl").read_text().splitlines()
-    trained = Counter(number for row in rows for number in json.loads(row)["sequence_numbers"])
-    lost = sorted(set(range(steps * batch)) - set(trained))
-    twice = sorted(number for number, count in trained.items() if count > 1)
-    require(not lost and not twice and trained.total() == steps * batch, f"prompts lost: {lost}; twice: {twice}")
+    rows = [json.loads(row) for row in (directory / "trained_prompts.jsonl").read_text().splitlines()]
+    kinds = {kind: [int(number) for row in rows for number in row.get(kind, [])] for kind in settled}
+    require(all(kinds.values()), f"no prompts of a kind: {kinds}")
+    require({*rows[0], *rows[-1]} <= {"step", *settled}, f"settled prompts of other kinds: {[*rows[0], *rows[-1]]}")
+    counts = Counter(number for numbers in kinds.values() for number in numbers)
+    lost = sorted(set(range(max(steps * batch, max(counts) + 1))) - set(counts))
+    twice = sorted(number for number, count in counts.items() if count > 1)
+    require(not lost and not twice, f"prompts lost: {lost}; twice: {twice}")
+    sizes = [len(row["sequence_numbers"]) for row in rows]
+    require(sizes == [batch] * steps, f"prompts in the steps: {sizes}")
     ages = [value for line in lines for name, value in line.items() if name.startswith("staleness/")]
     require(all(0 <= age <= max_staleness for age in ages), f"ages of tokens from {min(ages)} to {max(ages)}")
     versions = [line["weights/version"] for line in lines]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,19 @@ def write_run(
 
 def test_a_whole_run_holds(tmp_path: Path) -> None:
     check_accounts(write_run(tmp_path), steps=3, batch=2, max_staleness=1)
+
+
+def test_a_run_that_filters_holds_and_each_number_is_settled_once(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, prompts=((0, 3), (2, 5), (6, 7)))
+    path, kinds = directory / "trained_prompts.jsonl", ("sequence_numbers", "filtered", "failed")
+    first, second, third = map(json.loads, path.read_text().splitlines())
+    for filtered, complaint in (([1], None), ([1, 2], "twice: .2."), ([], "no prompts of a kind"), ([8], "lost: .1.")):
+        rows = [first | {"failed": {"4": "no judge"}}, second | {"filtered": filtered}, third]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(FellError, match=complaint) if complaint else nullcontext():
+            check_accounts(directory, steps=3, batch=2, max_staleness=1, settled=kinds)
+    with pytest.raises(FellError, match="settled prompts of other kinds"):
+        check_accounts(directory, steps=3, batch=2, max_staleness=1)
 
 
 @pytest.mark.parametrize(

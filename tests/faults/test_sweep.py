@@ -1,4 +1,4 @@
-"""Ten points of the sweep: each kind of fault and each victim at least once.
+"""Ten points of the sweep: each kind of fault and each victim at least once; and the points with filtered prompts.
 
 ``make test`` leaves out those of a kind and a victim that a test of whole runs in ``tests/run`` meets, too.
 """
@@ -16,7 +16,9 @@ from tests.faults.sweep import describe
 from tests.faults.trial import run_point
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
-TEN = choose([point for point in POINTS if point.is_quick], 10, seed=5)
+TEN = choose([point for point in POINTS if point.is_quick and not point.filters], 10, seed=5)
+FILTERING = [point for point in POINTS if point.filters]
+FILTERED = "filter-kill-trainer-stepping"
 MET_ELSEWHERE = {
     "delete-config-kill-replica": "test_train_run.py: without its configuration the run replaces processes",
     "hup-trainer-stepping": "test_train_run.py: a frozen trainer goes back to its checkpoint",
@@ -25,6 +27,11 @@ MET_ELSEWHERE = {
     "freeze-reward-workers-judging": "test_reward_workers.py: a call above its limit is killed",
     "reward-ends-its-process-once": "test_reward_workers.py: a process that ends is replaced",
     "edit-weights-kill-trainer": "test_run_changes.py: an input that changed ends the run",
+    **{
+        point.name: f"{FILTERED}: the same account, and the trainer dies"
+        for point in FILTERING
+        if point.name != FILTERED
+    },
 }
 """Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""
 
@@ -45,8 +52,8 @@ def test_there_are_sixty_points_and_more_and_no_two_are_alike() -> None:
 
 
 def test_ten_points_meet_every_kind_and_every_victim() -> None:
-    assert labels(POINTS) - labels(TEN) <= {"everything"}
-    assert MET_ELSEWHERE.keys() <= {point.name for point in TEN}
+    assert labels([*TEN, *FILTERING]) >= labels(POINTS) - {"everything"}
+    assert MET_ELSEWHERE.keys() <= {point.name for point in [*TEN, *FILTERING]}
 
 
 def test_the_page_has_a_row_for_each_point() -> None:
@@ -56,7 +63,7 @@ def test_the_page_has_a_row_for_each_point() -> None:
 
 @pytest.mark.long(50)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("point", [_case(point) for point in TEN])
+@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *FILTERING]])
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)
     assert verdict.held, describe(point, verdict)

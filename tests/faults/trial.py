@@ -125,7 +125,13 @@ class _Trial:
         if end != "done":
             self._continue(scene)
             sentences.append(f"continued in {time.monotonic() - ended_s:.0f} s")
-        check_accounts(self._runs[-1].directory, steps=STEPS, batch=BATCH, max_staleness=MAX_STALENESS)
+        check_accounts(
+            self._runs[-1].directory,
+            steps=STEPS,
+            batch=BATCH,
+            max_staleness=MAX_STALENESS,
+            settled=["sequence_numbers", *(["filtered", "failed"] if self._point.filters else [])],
+        )
         self._check_processes(first, ended_s, limit_s=LEFT_BY_A_KILL_S if alone else LEFT_S)
         sentences.append(f"clean {time.monotonic() - ended_s:.0f} s after the end")
         self._check_processes(self._runs[-1], time.monotonic(), limit_s=LEFT_S)
@@ -165,7 +171,8 @@ class _Trial:
         for undo in reversed(scene.undo):
             undo()
         words = [word for word in self._point.words if not word.startswith("reward.")]
-        again = self._start("plain", (), "log-2", "resume=true", *words)
+        reward = self._point.reward if self._point.filters else "plain"
+        again = self._start(reward, (), "log-2", "resume=true", *words)
         status = _Watch(again, limit_s=CONTINUES_S).wait_for_end()
         end = name_end(status, again.output())
         if end != "done":

@@ -17,8 +17,9 @@ import torch
 
 from hwrl.errors import DataError
 from hwrl.models import encode_prompt, load_tokenizer
-from hwrl.rollout.data import Messages, Prompt, PromptStream, check_vocabulary, load_prompts
-from hwrl.rollout.reward import load_reward, score_response
+from hwrl.rollout import PromptSet, PromptStream
+from hwrl.rollout.data import Messages, Prompt, check_vocabulary, load_prompts
+from hwrl.rollout.reward import load_reward, metrics_of
 from hwrl.run.demo import write_demo
 
 
@@ -44,6 +45,7 @@ def test_json_lines_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
             ("1+1", [49, 43, 49], "2", 7),
             ("ü", [252], "x", None),
         ]
+        assert [one.row for one in prompts] == [{"extra": 0}, {"extra": 1}]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
 
 def test_the_stream_shows_every_prompt_once_an_epoch_in_an_order_of_the_seed() -> None:
     prompts = [Prompt(str(index), np.array([index], dtype=np.int32), None) for index in range(7)]
-    stream, again, other = (PromptStream(prompts, seed=seed) for seed in (1, 1, 2))
+    stream, again, other = (PromptStream([PromptSet("", prompts)], seed=seed) for seed in (1, 1, 2))
     first = [stream[number].text for number in range(7)]
     second = [stream[number].text for number in range(7, 14)]
     assert sorted(first) == sorted(second) == [str(index) for index in range(7)]
@@ -162,19 +164,19 @@ def test_the_stream_shows_every_prompt_once_an_epoch_in_an_order_of_the_seed() -
 def test_a_reward_comes_from_a_module_or_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def score(prompt, response, answer):\n    return len(response)\n")
-    assert score_response(load_reward(f"{path}:score"), prompt="", response="abc", answer=None) == {"reward": 3.0}
+    assert load_reward(f"{path}:score")("", "abc", None) == 3
     assert load_reward("hwrl.run.demo:sort_reward")("21>", "12", "12") == {"reward": 1.0, "exact": 1.0}
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("nothing", "names no reward function"),
+        ("nothing", "reward.function=nothing names no function"),
         ("no.such.module:f", "cannot be imported"),
         ("no_such_file.py:f", "there is no file"),
         ("hwrl.run.demo:absent", "no function 'absent'(.|\n)*reward.function=hwrl"),
         ("hwrl.run.demo:sort_rewrad", "did you mean 'sort_reward'"),
-        ("nothing", "reward.function=my_rewards"),
+        ("nothing", "for example reward.function=my_code"),
     ],
 )
 def test_a_reward_that_cannot_be_found_is_said(target: str, message: str) -> None:
@@ -207,7 +209,6 @@ NAN, INFINITE = float("nan"), float("inf")
 @pytest.mark.parametrize(
     "result",
     [
-        None,
         "good",
         "1.0",
         NAN,
@@ -224,7 +225,7 @@ NAN, INFINITE = float("nan"), float("inf")
 )
 def test_a_reward_must_be_a_finite_number(result: object) -> None:
     with pytest.raises(DataError, match="reward is not a"):
-        score_response(lambda prompt, response, answer: result, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
+        metrics_of(result)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +243,9 @@ def test_a_reward_must_be_a_finite_number(result: object) -> None:
 def test_a_metric_needs_a_valid_name_that_is_not_hwrls(name: object, why: str) -> None:
     metrics = {"reward": 1.0, name: 2.0}
     with pytest.raises(DataError, match=f"named {re.escape(repr(name)[:50])}(.|\n)*{why}"):
-        score_response(lambda prompt, response, answer: metrics, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # the wrong type is the point
+        metrics_of(metrics)
 
 
 def test_what_has_a_number_is_a_number() -> None:
     metrics = {"reward": np.float32(0.5), "length/tokens": 3, "größe": True, "loss": torch.tensor(0.25)}
-    scored = score_response(lambda prompt, response, answer: metrics, prompt="", response="", answer="")  # type: ignore[arg-type, return-value] # mypy knows floats only
-    assert scored == {"reward": 0.5, "length/tokens": 3.0, "größe": 1.0, "loss": 0.25}
+    assert metrics_of(metrics) == {"reward": 0.5, "length/tokens": 3.0, "größe": 1.0, "loss": 0.25}

@@ -41,7 +41,7 @@ class Examination:
         groups = []
         while self._engine.pending():
             for group in self._generator.step():
-                group.scores = self._rewards.score(group.prompt, group.responses)
+                group.score(self._rewards)
                 groups.append(group)
         return self.wait(groups)
 
@@ -146,7 +146,7 @@ def test_an_evaluation_whose_means_cannot_be_computed_is_answered_by_close() -> 
     answer = examination.evaluator.request(PROMPTS)
     examination.start()
     for group in examination.generate():
-        group._finished.clear()
+        group._samples.clear()
     with pytest.raises(ValueError):
         examination.evaluator.collect(incarnation=0)
     examination.evaluator.close()

@@ -27,7 +27,7 @@ def test_a_group_is_returned_once_with_its_last_response_and_in_the_order_of_its
     assert not started.is_generated
     assert generator.step() == [started]
     assert started.is_generated and not started.is_scored
-    assert [len(response.token_ids) for response in started.responses] == [3, 2, 1]
+    assert [len(row.response_ids) for row in started.trajectories] == [3, 2, 1]
     assert generator.tokens == 6
 
 
@@ -35,7 +35,7 @@ def test_groups_of_several_sizes_are_kept_apart() -> None:
     generator = GroupGenerator(CountingEngine(), group_size=3)
     one, three = (generator.start(Lengths()[0], Sampling(10), size=size) for size in (1, 3))
     assert generator.step() == [one, three]
-    assert [len(group.responses) for group in (one, three)] == [1, 3]
+    assert [len(group.samples) for group in (one, three)] == [1, 3]
 
 
 def test_there_is_room_for_whole_groups_only_and_dropping_frees_it() -> None:

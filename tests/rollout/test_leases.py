@@ -29,6 +29,9 @@ class SlowLedger:
     def fail(self, lease: PromptLease, reason: str) -> None:
         raise AssertionError(reason)
 
+    def renew(self, leases: Sequence[PromptLease]) -> None:
+        raise AssertionError("a queue makes no progress")
+
 
 def lease_of(number: int, *, version: int = 0, incarnation: int = 0) -> PromptLease:
     return PromptLease(100 + number, number, version, incarnation)

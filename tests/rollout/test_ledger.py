@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwrl.errors import EngineError
+from hwrl.errors import DataError, EngineError
 from hwrl.rollout import PromptLease, PromptLedger
+from hwrl.rollout.ledger import UntrainedPrompts, has_variance
 from tests.support.finished_groups import finished
+
+EQUAL, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
+"""The rewards of a group without variance, and of one with it."""
 
 
 def ledger_of(*, batch: int = 4, staleness: int = 1, total: int = 1000, timeout_s: float = 10.0) -> PromptLedger:
@@ -152,53 +159,189 @@ def test_a_version_that_the_trainer_has_just_published_is_taken() -> None:
     assert ledger.complete(finished(ledger.lease(1, replica="a", now_s=0)[0], versions=[0, 1]))
 
 
-@settings(max_examples=150, deadline=None)
+def filtering(*, batch: int = 2, staleness: int = 0, total: int = 4, in_a_row: int = 1000) -> PromptLedger:
+    ledger = PromptLedger(
+        groups_per_version=batch,
+        max_staleness=staleness,
+        total_groups=total,
+        teaches=has_variance,
+        max_filtered_in_a_row=in_a_row,
+    )
+    ledger.advance(0)
+    return ledger
+
+
+def test_a_filtered_group_is_replaced_at_once_and_the_stream_is_longer_by_it() -> None:
+    ledger = filtering()
+    first, second = ledger.lease(9, replica="a", now_s=0)
+    assert ledger.complete(finished(first, rewards=EQUAL)) and ledger.complete(finished(second, rewards=DIFFERENT))
+    (third,) = ledger.lease(9, replica="a", now_s=0)
+    ledger.complete(finished(third, rewards=DIFFERENT))
+    batch = ledger.take(2)
+    assert batch is not None and [group.sequence_number for group in batch] == [1, 2]
+    assert ledger.take_untrained() == UntrainedPrompts(filtered=[0])
+    ledger.advance(1)
+    assert [lease.sequence_number for lease in ledger.lease(9, replica="a", now_s=0)] == [3, 4]
+    assert [ledger.state_of(number) for number in range(5)] == ["filtered", "trained", "trained", "owed", "owed"]
+    with pytest.raises(ValueError, match="5 was never leased"):
+        ledger.state_of(5)
+
+
+def test_rewards_of_tokens_are_variance_too() -> None:
+    (lease,) = ledger_of().lease(1, replica="a", now_s=0)
+    group = finished(lease, rewards=EQUAL)
+    assert not has_variance(group)
+    assert not has_variance(replace(group, token_rewards=np.array([0.5, 0.5], dtype=np.float32)))
+    assert has_variance(replace(group, token_rewards=np.array([0.5, 0.25], dtype=np.float32)))
+
+
+def test_too_many_filtered_groups_in_a_row_end_the_run_and_a_kept_one_begins_the_count_anew() -> None:
+    ledger = filtering(batch=20, total=20, in_a_row=3)
+    leases = ledger.lease(20, replica="a", now_s=0)
+    for lease, rewards in zip(leases, [EQUAL, EQUAL, DIFFERENT, EQUAL, EQUAL], strict=False):
+        ledger.complete(finished(lease, rewards=rewards))
+    with pytest.raises(DataError, match=r"last 3 groups taught nothing(.|\n)*the last are 1(.|\n)*easier prompts"):
+        ledger.complete(finished(leases[5], rewards=EQUAL))
+
+
+def test_a_skipped_prompt_has_failed_and_too_many_in_a_row_end_the_run() -> None:
+    ledger = PromptLedger(groups_per_version=9, max_staleness=0, total_groups=9, max_attempts=1, max_skipped_in_a_row=2)
+    ledger.advance(0)
+    first, second, third, *others = ledger.lease(9, replica="a", now_s=0)
+    ledger.fail(first, reason="no judge")
+    ledger.complete(finished(second))
+    ledger.fail(third, reason="no judge")
+    ledger.fail(others[0], reason="no judge")
+    assert ledger.take_untrained().failed == {0: "no judge", 2: "no judge", 3: "no judge"}
+    with pytest.raises(EngineError, match=r"prompt 4 failed 1 times, after 2 other failed(.|\n)*no judge"):
+        ledger.fail(others[1], reason="no judge")
+    assert [ledger.state_of(number) for number in range(5)] == ["failed", "owed", "failed", "failed", "owed"]
+
+
+def test_the_account_survives_a_checkpoint_as_json_and_an_earlier_one_has_nothing_filtered() -> None:
+    ledger = filtering(batch=8, total=8)
+    leases = ledger.lease(8, replica="a", now_s=0)
+    for lease in leases[:5]:
+        ledger.complete(finished(lease, rewards=EQUAL))
+    state = json.loads(json.dumps(ledger.state_dict()))
+    assert state["filtered"] == [[0, 4]] and state["owed"] == [5, 6, 7]
+    resumed = filtering(batch=8, total=8)
+    resumed.load_state_dict(state, incarnation=1)
+    assert resumed.take_untrained().filtered == [0, 1, 2, 3, 4], "no line of a step has them yet"
+    assert resumed.state_dict() == state | {"untrained": {"filtered": [], "failed": []}}
+    resumed.load_state_dict({"version": 1, "trained": 8, "next": 9, "owed": [8]}, incarnation=2)
+    assert resumed.state_of(0) == "trained" and resumed.counts().filtered == 0
+
+
+def test_progress_keeps_a_lease_and_silence_ends_it() -> None:
+    ledger = ledger_of(timeout_s=10)
+    first, second = ledger.lease(2, replica="a", now_s=0)
+    ledger.renew([first], now_s=9)
+    assert ledger.expire(10.0) == ["a"] and ledger.counts().returned == 1
+    ledger.renew([second], now_s=18)
+    assert ledger.expire(18.9) == [] and ledger.expire(19.0) == ["a"], "an ended lease is not renewed"
+
+
+class RandomRun:
+    """A trainer and two replicas with one ledger. ``lines`` has the prompts of each step: trained, and untrained.
+
+    A part of the finished groups, ``filtered``, teaches nothing. A part of the leases, ``failed``, ends in a failure.
+    """
+
+    def __init__(self, ledger: PromptLedger, *, batch: int, seed: int, filtered: float, failed: float) -> None:
+        self.ledger, self.chance = ledger, random.Random(seed)
+        self._batch, self._filtered, self._failed = batch, filtered, failed
+        self.lines: list[tuple[list[int], UntrainedPrompts]] = []
+        self._running: list[PromptLease] = []
+        self._save()
+
+    def replicas_act(self) -> None:
+        """Lease prompts, finish one or fail with it, or lose a replica."""
+        event = self.chance.random()
+        if event < 0.46:
+            self._running += self.ledger.lease(self.chance.randint(1, 6), replica=self.chance.choice("ab"), now_s=0)
+        elif event < 0.96:
+            self._finish_one()
+        else:
+            self.ledger.forget_replica(self.chance.choice("ab"))
+
+    def save_or_go_back(self) -> None:
+        """Save a checkpoint; or continue from the last one, as after the death of the trainer.
+
+        A replica that was frozen meanwhile then hands in groups of the lost weights.
+        """
+        if self.chance.random() < 0.7:
+            self._save()
+            return
+        step, state = self._saved
+        del self.lines[step:]
+        self.ledger.load_state_dict(state, incarnation=self.ledger.incarnation + 1)
+        del self._running[8:]  # the others died with the trainer
+
+    def train(self, *, version: int, staleness: int) -> None:
+        """Do a step under ``version`` if the ledger gives a batch."""
+        self.ledger.advance(version)
+        groups = self.ledger.take(self._batch)
+        if groups is None:
+            return
+        assert all(group.incarnation == self.ledger.incarnation for group in groups)
+        assert all(version - group.newest_version >= 0 for group in groups)
+        assert all(version - group.oldest_version <= staleness for group in groups)
+        self.lines.append(([group.sequence_number for group in groups], self.ledger.take_untrained()))
+
+    def _finish_one(self) -> None:
+        if not self._running:
+            return
+        lease = self._running.pop(self.chance.randrange(len(self._running)))
+        if self.chance.random() < self._failed:
+            self.ledger.fail(lease, reason="no judge")
+            return
+        rewards = EQUAL if self.chance.random() < self._filtered else DIFFERENT
+        self.ledger.complete(finished(lease, versions=[lease.version, self.ledger.version], rewards=rewards))
+
+    def _save(self) -> None:
+        self._saved = (len(self.lines), json.loads(json.dumps(self.ledger.state_dict())))
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 5),
     steps_per_version=st.integers(1, 3),
     staleness=st.integers(0, 4),
-    steps=st.integers(1, 12),
+    versions=st.integers(1, 12),
+    filtered=st.sampled_from([0.0, 0.2, 0.7]),
+    failed=st.sampled_from([0.0, 0.1]),
 )
-def test_under_any_order_of_events_each_prompt_is_trained_once_and_within_the_bound(
-    seed: int, batch: int, steps_per_version: int, staleness: int, steps: int
+def test_under_any_order_of_events_each_prompt_is_settled_once_and_trained_within_the_bound(
+    seed: int, batch: int, steps_per_version: int, staleness: int, versions: int, filtered: float, failed: float
 ) -> None:
-    """A random run with stragglers, lost replicas, failures, expiries, and kill-and-resume from old checkpoints.
-
-    A replica that was frozen meanwhile hands in afterwards what it generated with the weights of a lost future.
-    """
-    chance = random.Random(seed)
-    per_version = batch * steps_per_version
-    steps = steps * steps_per_version
-    ledger = ledger_of(batch=per_version, staleness=staleness, total=steps * batch)
-    running: list[PromptLease] = []
-    trained: list[list[int]] = []
-    saved = (0, ledger.state_dict())
-    for turn in range(100_000):
-        step = len(trained)
-        if step == steps:
+    """Stragglers, lost replicas, filtered and failed prompts, and kill-and-resume from old checkpoints."""
+    steps = versions * steps_per_version
+    ledger = PromptLedger(
+        groups_per_version=batch * steps_per_version,
+        max_staleness=staleness,
+        total_groups=steps * batch,
+        max_attempts=2,
+        max_skipped_in_a_row=1000,
+        teaches=has_variance,
+    )
+    ledger.advance(0)
+    run = RandomRun(ledger, batch=batch, seed=seed, filtered=filtered, failed=failed)
+    for _ in range(100_000):
+        if len(run.lines) == steps:
             break
-        event = chance.random()
-        if event < 0.35:
-            running += ledger.lease(chance.randint(1, 6), replica=chance.choice("ab"), now_s=turn)
-        elif event < 0.75 and running:
-            lease = running.pop(chance.randrange(len(running)))
-            ledger.complete(finished(lease, versions=[lease.version, ledger.version]))
-        elif event < 0.78:
-            ledger.forget_replica(chance.choice("ab"))
-        elif event < 0.80:
-            saved = (step, ledger.state_dict())
+        event = run.chance.random()
+        if event < 0.78:
+            run.replicas_act()
         elif event < 0.81:
-            step, state = saved
-            del trained[step:]
-            ledger.load_state_dict(state, incarnation=ledger.incarnation + 1)
-            del running[8:]  # the others died with the trainer
+            run.save_or_go_back()
         else:
-            ledger.advance(step // steps_per_version)
-            groups = ledger.take(batch)
-            if groups is not None:
-                assert all(group.incarnation == ledger.incarnation for group in groups)
-                assert all(ledger.version - group.newest_version >= 0 for group in groups)
-                assert all(ledger.version - group.oldest_version <= staleness for group in groups)
-                trained.append([group.sequence_number for group in groups])
-    assert sorted(number for numbers in trained for number in numbers) == list(range(steps * batch))
+            run.train(version=len(run.lines) // steps_per_version, staleness=staleness)
+    settled = {number: "trained" for numbers, _ in run.lines for number in numbers}
+    settled |= {number: "filtered" for _, left in run.lines for number in left.filtered}
+    settled |= {number: "failed" for _, left in run.lines for number in left.failed}
+    assert sum(len(numbers) + len(left.filtered) + len(left.failed) for numbers, left in run.lines) == len(settled)
+    assert sorted(settled) == list(range(ledger.state_dict()["next"]))
+    assert settled == {number: ledger.state_of(number) for number in settled}
+    assert [len(numbers) for numbers, _ in run.lines] == [batch] * steps

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Response
-from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_workers
+from hwrl.interfaces import Ints
+from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_handle, reward_workers
 from hwrl.rollout.reward_process import send_frame
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
 
@@ -41,9 +41,8 @@ def start() -> Iterator[Start]:
         workers.close()
 
 
-def responses_of(lengths: Sequence[int]) -> list[Response]:
-    tokens = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
-    return [Response(ids, ids.astype(np.float32), ids, truncated=False) for ids in tokens]
+def responses_of(lengths: Sequence[int]) -> list[Ints]:
+    return [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
 
 
 def prompt_of(answer: object) -> Prompt:
@@ -161,8 +160,8 @@ def test_a_frame_of_another_form_fails_its_prompt_only(start: Start, tmp_path: P
         "    return 1.0\n"
     )
     workers = start(f"{path}:f", workers=1)
-    of_another_prompt = b'[1, [[{"reward": 7.0}], 0, null]]'
-    wrong_form = (b"{}", b"[3, []]", b"[4, [[], 0, null]]", b"[5, [[1], 0, null]]", b"[" * 9999)
+    of_another_prompt = b'[1, [[{"reward": 7.0}], 0, null, false]]'
+    wrong_form = (b"{}", b"[3, []]", b"[4, [[], 0, null, false]]", b"[5, [[1], 0, null, false]]", b"[" * 9999)
     for frame in (b"5", *wrong_form, of_another_prompt):
         assert "answer to no question" in str(score(workers, frame, [1]).result(60).failure), frame
     assert score(workers, b"", [1]).result(60) == Scores([{"reward": 1.0}])
@@ -202,7 +201,7 @@ def test_a_job_that_can_never_be_sent_fails(start: Start, monkeypatch: pytest.Mo
         begun.add(connection)
         send_frame(connection, content)
 
-    monkeypatch.setattr(reward_workers, "send_frame", send)
+    monkeypatch.setattr(reward_handle, "send_frame", send)
     assert "nobody listens" in str(score(start("length")).result(60).failure)
 
 
@@ -213,7 +212,7 @@ def test_a_process_that_does_not_take_its_first_frame_has_failed_to_start(
     program.write_text("#!/bin/sh\nexec sleep 1000\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(reward_workers, "_PIPE_S", 0.2)
+    monkeypatch.setattr(reward_handle, "_PIPE_S", 0.2)
     with pytest.raises(DataError, match="no reward worker can start"):
         start(f"{tmp_path}/reward.py:f", source=b"#" * (8 << 20)).wait_until_ready()
 
@@ -372,11 +371,10 @@ def test_processes_end_with_their_replica_also_inside_of_a_call(tmp_path: Path) 
     code = (
         "import sys, time\n"
         "import numpy as np\n"
-        "from hwrl.interfaces import Response\n"
         "from hwrl.rollout import Prompt, RewardWorkers\n"
         "ids = np.ones(1, dtype=np.int32)\n"
         "workers = RewardWorkers(sys.argv[1] + ':f', decode=str)\n"
-        "workers.score(Prompt('', ids, sys.argv[2]), [Response(ids, ids.astype(np.float32), ids, truncated=False)])\n"
+        "workers.score(Prompt('', ids, sys.argv[2]), [ids])\n"
         "time.sleep(1e6)\n"
     )
     file = tmp_path / "pid"

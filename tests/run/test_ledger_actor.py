@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import pytest
 
+from hwrl.errors import DataError
 from hwrl.interfaces import PromptGroup, Response
-from hwrl.rollout import PromptLease
+from hwrl.rollout import PromptLease, UntrainedPrompts
 from hwrl.run.config import Config, parse_config
-from hwrl.run.processes.actors import LedgerActor
+from hwrl.run.processes.actors import BatchInfo, LedgerActor
 
 
-def config_of() -> Config:
+def config_of(*, filtered_in_a_row: int | None = None, on_failure: str = "stop") -> Config:
+    algorithm = {"filter_groups": True, "max_filtered_in_a_row": filtered_in_a_row} if filtered_in_a_row else {}
     return parse_config(
         {
+            "algorithm": algorithm,
             "dir": "run",
             "model": {"path": "model"},
             "data": {"train": "train.jsonl"},
-            "reward": {"function": "m:f", "timeout_s": 0.1},
-            "rollout": {"n": 2, "group_timeout_s": 0.2},
+            "reward": {"function": "m:f", "timeout_s": 300},
+            "rollout": {"n": 2, "on_failure": on_failure, "max_attempts": 1, "group_timeout_s": 10},
             "train": {"steps": 3, "batch_groups": 2},
             "async_training": {"staleness_threshold": 0},
         }
@@ -87,13 +94,66 @@ def test_a_resume_ends_a_take_that_waits_for_the_lost_timeline() -> None:
     asyncio.run(scene())
 
 
-def test_replicas_that_hold_a_prompt_too_long_are_named_and_lose_it() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_s=0.0)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr("hwrl.run.processes.actors.time", clock)
+    return clock
+
+
+def test_replicas_without_progress_on_a_prompt_are_named_and_lose_it(clock: SimpleNamespace) -> None:
     async def scene() -> None:
         actor = LedgerActor(config_of())
         await begin(actor)
-        await actor.lease(1, "a#0")
-        await asyncio.sleep(0.22)  # the deadline itself, not a wait for something
+        (lease,) = await actor.lease(1, "a#0")
+        for clock.now_s in (8.0, 16.0):
+            await actor.renew([lease], "a#0")
+        clock.now_s = 25.9
+        assert await actor.expire_overdue() == []
+        clock.now_s = 26.0
         assert await actor.expire_overdue() == ["a#0"]
         assert [lease.sequence_number for lease in await actor.lease(2, "b#1")] == [0, 1]
+
+    asyncio.run(scene())
+
+
+def test_a_forgotten_replica_reports_no_progress(clock: SimpleNamespace) -> None:
+    async def scene() -> None:
+        actor = LedgerActor(config_of())
+        await begin(actor)
+        await actor.forget("a#0")
+        leases = await actor.lease(2, "b#1")
+        clock.now_s = 8.0
+        await actor.renew(leases, "a#0")
+        clock.now_s = 10.0
+        assert await actor.expire_overdue() == ["b#1"]
+
+    asyncio.run(scene())
+
+
+def test_a_batch_comes_with_the_prompts_that_were_filtered_or_failed() -> None:
+    async def scene() -> None:
+        actor = LedgerActor(config_of(filtered_in_a_row=9, on_failure="skip"))
+        batch = await begin(actor)
+        first, second = await actor.lease(2, "a#0")
+        await actor.complete([replace(finished(first), rewards=np.ones(2, dtype=np.float32))], "a#0", {})
+        await actor.fail(second, "no judge")
+        await actor.complete([finished(lease) for lease in await actor.lease(2, "a#0")], "a#0", {})
+        _, info = cast("tuple[Any, BatchInfo]", await batch)
+        assert info.sequence_numbers == [2, 3] and info.untrained == UntrainedPrompts([0], {1: "no judge"})
+        assert (info.counts["filtered"], info.counts["failed"]) == (1, 1)
+
+    asyncio.run(scene())
+
+
+def test_a_stream_without_variance_ends_the_run() -> None:
+    async def scene() -> None:
+        actor = LedgerActor(config_of(filtered_in_a_row=2))
+        batch = await begin(actor)
+        for lease in await actor.lease(2, "a#0"):
+            await actor.complete([replace(finished(lease), rewards=np.ones(2, dtype=np.float32))], "a#0", {})
+        with pytest.raises(DataError, match="last 2 groups taught nothing"):
+            await batch
 
     asyncio.run(scene())

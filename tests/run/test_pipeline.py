@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import pytest
 
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import EngineError
-from hwrl.rollout import Evaluation
+from hwrl.rollout import Evaluation, UntrainedPrompts
 from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.processes.actors import BatchInfo, RestoredRun
-from hwrl.run.report import read_metrics
+from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
+from hwrl.run.report import PROMPTS, read_metrics
 from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
 
@@ -51,7 +52,7 @@ class TrainerDiesInStepTwo(StandInFleet):
         self.batches += 1
         return BatchInfo([self._step + 1], {}, {"replica-0#0": {"idle_s": 0.0, "generate_s": 10.0 * self.batches}})
 
-    def step(self, groups: list[Any]) -> dict[str, float]:
+    def step(self, groups: list[Any]) -> StepOutcome:
         if self._step == 1 and not self.died:
             self.died = True
             raise TrainerDiedError("killed")
@@ -67,6 +68,21 @@ class TrainerDiesInStepTwo(StandInFleet):
 def test_the_first_line_after_a_trainers_death_has_no_totals_from_before_the_last_line(tmp_path: Path) -> None:
     train(tmp_path, TrainerDiesInStepTwo(tmp_path, DurableFS()), Interrupts())
     assert [line["rollout/generate_s"] for line in read_metrics(tmp_path)] == [10.0, 20.0], "not 30.0"
+
+
+class SkippingFleet(StandInFleet):
+    """Two prompts have failed before the first batch."""
+
+    def value_of(self, info: str) -> BatchInfo | None:
+        failed = {3: "no judge", 5: "no unit"} if self._step == 0 else {}
+        return BatchInfo([self._step + 1], {}, {}, UntrainedPrompts(failed=failed))
+
+
+def test_skipped_prompts_are_logged_and_recorded(tmp_path: Path) -> None:
+    told = train(tmp_path, SkippingFleet(tmp_path, DurableFS()), Interrupts())
+    assert told.count("is skipped") == 1 and "prompt 3 has failed and is skipped (no judge); 1 others, too" in told
+    first, second = (json.loads(line) for line in (tmp_path / PROMPTS).read_text().splitlines())
+    assert first["failed"] == {"3": "no judge", "5": "no unit"} and "failed" not in second
 
 
 class EvaluatingFleet(StandInFleet):

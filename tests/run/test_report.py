@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hwrl.errors import RunDirectoryError, attempt_all
+from hwrl.rollout import UntrainedPrompts
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.config import Config, load_config
 from hwrl.run.processes.actors import BatchInfo
@@ -267,6 +268,23 @@ def test_rates_and_idle_ratios_are_of_the_window_between_two_steps() -> None:
     assert metrics["response/tokens_total"] == 1020
     quiet = rates.metrics(trained, batch(150, 1.5, 2.5))
     assert quiet["rollout/idle_ratio"] == metrics["rollout/idle_ratio"], "no replica has reported since"
+
+
+def test_the_prompts_settled_without_training_are_in_the_line_and_in_the_metrics(tmp_path: Path) -> None:
+    untrained = UntrainedPrompts(filtered=[0, 4], failed={2: "no judge"})
+    with closing(RunReport(tmp_path, log=pytest.fail)) as report:
+        report.add(1, METRICS_OF_A_STEP, prompts=[1, 3], untrained=untrained)
+        report.add(2, METRICS_OF_A_STEP, prompts=[5, 6], untrained=UntrainedPrompts())
+    first, second = (json.loads(line) for line in (tmp_path / PROMPTS).read_text().splitlines())
+    assert first == {"step": 1, "sequence_numbers": [1, 3], "filtered": [0, 4], "failed": {"2": "no judge"}}
+    assert second == {"step": 2, "sequence_numbers": [5, 6]}
+    batch = BatchInfo([1, 3], {"filtered": 2, "failed": 1}, {}, untrained)
+    metrics = StepRates([], devices=DeviceCounts(1, 1)).metrics({"response/tokens": 1.0, "timing_s/wait": 1.0}, batch)
+    assert {name: value for name, value in metrics.items() if name.startswith("groups/")} == {
+        "groups/filtered": 2.0,
+        "groups/filtered_ratio": 0.5,
+        "groups/failed": 1.0,
+    }
 
 
 def test_what_comes_after_a_step_whose_line_was_lost_has_a_line_of_its_own(tmp_path: Path) -> None:

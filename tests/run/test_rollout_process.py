@@ -47,6 +47,9 @@ class OnePrompt:
     def fail(self, lease: PromptLease, reason: str) -> None:
         raise AssertionError(reason)
 
+    def renew(self, leases: Sequence[PromptLease]) -> None:
+        pass
+
 
 def memory_nbytes(name: str) -> int:
     """Return this process's memory: ``VmRSS`` now, ``VmHWM`` at its peak."""

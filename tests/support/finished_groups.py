@@ -8,15 +8,21 @@ from hwrl.interfaces import PromptGroup, Response
 from hwrl.rollout import PromptLease
 
 
-def finished(lease: PromptLease, *, versions: list[int] | None = None, incarnation: int | None = None) -> PromptGroup:
+def finished(
+    lease: PromptLease,
+    *,
+    versions: list[int] | None = None,
+    incarnation: int | None = None,
+    rewards: tuple[float, ...] = (0.0,),
+) -> PromptGroup:
     tokens = np.array(versions or [lease.version], dtype=np.int32)
     response = Response(tokens, tokens.astype(np.float32), tokens, truncated=False)
     return PromptGroup.join(
-        [response],
+        [response] * len(rewards),
         sequence_number=lease.sequence_number,
         lease_id=lease.lease_id,
         incarnation=lease.incarnation if incarnation is None else incarnation,
         prompt_ids=np.array([1], dtype=np.int32),
-        rewards=[0.0],
+        rewards=rewards,
         metrics={},
     )

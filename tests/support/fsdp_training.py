@@ -74,7 +74,7 @@ def join(rank: int, address: str, ranks: int) -> Group | None:
     return Comm().init_default(store=connect_store(address), rank=rank, size=ranks) if ranks > 1 else None
 
 
-def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
+def settings_on(model_directory: Path, **changes: Any) -> EngineSettings:
     settings = EngineSettings(
         model_directory=model_directory,
         learning_rate=1e-2,
@@ -83,7 +83,11 @@ def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
         min_learning_rate_ratio=0.1,
         micro_batch_tokens=64,
     )
-    return FsdpEngine(replace(settings, **changes), backend=hwrl.get_backend(), group=group)
+    return replace(settings, **changes)
+
+
+def engine_on(model_directory: Path, group: Any, **changes: Any) -> FsdpEngine:
+    return FsdpEngine(settings_on(model_directory, **changes), backend=hwrl.get_backend(), group=group)
 
 
 def micro_batch(batch: Batch) -> MicroBatch:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 
 from hwrl.interfaces import Batch, TokenLoss
-from hwrl.train import PolicyEngine
+from hwrl.train import OutputScorer, PolicyEngine
 
 
 def steps_in_both_forms(
@@ -26,7 +26,7 @@ def steps_in_both_forms(
     for packs in (True, False):
         engine._packing_pays = lambda real_share, packs=packs: packs  # type: ignore[misc,method-assign] # on every backend
         if not packs:
-            engine.scorer.knowing = _forgetting  # type: ignore[method-assign] # an independent way to the gradients
+            engine.scorer.for_loss = _forgetting(engine.scorer)  # type: ignore[method-assign] # an independent way
         assert (engine._plan(batch)[0].boundaries is not None) == packs
         taken.append({})
         taken[-1]["metrics"] = engine.train_batch(batch, loss=loss)
@@ -35,9 +35,14 @@ def steps_in_both_forms(
     return taken
 
 
-@contextlib.contextmanager
-def _forgetting(gradient_of: object) -> Iterator[None]:
-    yield
+def _forgetting(scorer: OutputScorer) -> Any:
+    """Return ``scorer.for_loss``, but without the gradients: the backward pass computes them."""
+    for_loss = scorer.for_loss
+
+    def without_gradients(_: object, *, entropy_gradient: bool) -> AbstractContextManager[None]:
+        return for_loss(None, entropy_gradient=entropy_gradient)
+
+    return without_gradients
 
 
 def assert_same_steps(steps: list[dict[str, Any]]) -> None:

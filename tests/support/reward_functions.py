@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _calls = 0
+_running = _most_running = 0
 
 
 def length(prompt: str, response: str, answer: object) -> float:
@@ -52,6 +54,69 @@ def leaves_a_child(prompt: str, response: str, answer: str) -> float:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
     Path(answer).write_text(str(child.pid))
     return float(child.wait())
+
+
+async def ponder(prompt: str, response: str, answer: float, *, source: str = "?") -> dict[str, float]:
+    """Wait for ``answer`` seconds, and report how many calls ran at once, at most so far."""
+    global _running, _most_running
+    _running += 1
+    _most_running = max(_most_running, _running)
+    try:
+        await asyncio.sleep(answer)
+        return {"reward": len(response.split()), "most": _most_running, "pid": os.getpid()}
+    finally:
+        _running -= 1
+
+
+async def obey_later(prompt: str, response: str, answer: Any) -> float:
+    """As ``obey``, in an event loop; "refuse to end" swallows the cancellation."""
+    await asyncio.sleep(0.01)
+    while answer == "refuse to end" and response == "1 2":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1e6)
+    if answer == "wait" and response == "1 2":
+        await asyncio.sleep(1e6)
+    if answer in _ORDERS:
+        obey(prompt, response, answer)
+    return 1.0
+
+
+def rank_all(prompts: list[str], responses: list[str], answers: list[Any], level: list[int]) -> list[Any]:
+    """Score all responses of a prompt by their place; ``answer`` may ask for another result."""
+    results: dict[str, Any] = {"too few": [1.0], "no list": 1.0, "one None": [1.0, None, 1.0]}
+    if answers[0] in results:
+        return results[answers[0]]  # type: ignore[no-any-return] # the wrong type is the point
+    assert len({len(column) for column in (prompts, responses, answers, level)}) == 1
+    return [{"reward": level[0] + index} for index in range(len(responses))]
+
+
+def names_columns(prompt: str, response: str, answer: object, level: int, *, unit: str = "none") -> dict[str, float]:
+    return {"reward": level, "unit": len(unit)}
+
+
+def takes_all(prompt: str, response: str, answer: object, /, **columns: object) -> float:
+    return float(sorted(columns) == ["level", "prompt", "source", "unit"])
+
+
+def cannot_judge(prompt: str, response: str, answer: object) -> float | None:
+    """Count the calls in the file ``answer``, and judge only responses with another length than two."""
+    with Path(str(answer)).open("a") as file:
+        file.write("x")
+    return None if response == "1 2" else 1.0
+
+
+def sets_an_alarm(prompt: str, response: str, answer: object) -> float:
+    """End an endless computation by a signal, as some libraries do. This works in a main thread only."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with contextlib.suppress(TimeoutError):
+        while True:
+            time.sleep(0.01)
+    return 1.0
 
 
 def _hold_the_lock() -> None:

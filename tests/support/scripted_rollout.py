@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
-from hwrl.interfaces import Completion, GenerationRequest, PromptGroup, Response, RolloutEngine, Sampling
-from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, Rollouter, Scorer, Scores
-from hwrl.rollout.reward import score_texts
+from hwrl.interfaces import Completion, GenerationRequest, Ints, PromptGroup, Response, RolloutEngine, Sampling
+from hwrl.rollout import LoopSettings, Prompt, PromptLease, Reward, RewardFunction, Rollouter, Scorer, Scores
+from hwrl.rollout.reward import ToScore, score
 
 
 class CountingEngine(RolloutEngine):
@@ -59,6 +59,7 @@ class Desk:
         self.incarnation = 0
         self.groups: list[PromptGroup] = []
         self.failed: list[tuple[int, str]] = []
+        self.renewed: list[list[int]] = []
 
     def lease(self, count: int) -> Future[list[PromptLease]]:
         given, self.numbers = self.numbers[:count], self.numbers[count:]
@@ -71,6 +72,9 @@ class Desk:
 
     def fail(self, lease: PromptLease, reason: str) -> None:
         self.failed.append((lease.sequence_number, reason))
+
+    def renew(self, leases: Sequence[PromptLease]) -> None:
+        self.renewed.append([lease.sequence_number for lease in leases])
 
 
 class Updater:
@@ -112,15 +116,15 @@ class InlineScorer:
     """Calls ``reward`` in a thread of this process, one call at a time; ``attempts`` calls if it raises."""
 
     def __init__(self, reward: Reward, *, attempts: int = 3) -> None:
-        self._reward, self._attempts = reward, attempts
+        self._reward, self._attempts = RewardFunction(reward), attempts
         self._thread = ThreadPoolExecutor(1)
 
-    def score(self, prompt: Prompt, responses: Sequence[Response]) -> Future[Scores]:
-        texts = [" ".join(map(str, response.token_ids)) for response in responses]
+    def score(self, prompt: Prompt, responses: Sequence[Ints]) -> Future[Scores]:
+        texts = [" ".join(map(str, response)) for response in responses]
         return self._thread.submit(self._score, prompt, texts)
 
     def _score(self, prompt: Prompt, texts: list[str]) -> Scores:
-        return Scores(*score_texts(self._reward, prompt.text, prompt.answer, texts, attempts=self._attempts))
+        return score(self._reward, ToScore(prompt.text, prompt.answer, texts), attempts=self._attempts)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

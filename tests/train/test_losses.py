@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.interfaces import PromptGroup, Response
+from hwrl.interfaces import LossInputs, PromptGroup, Response
 from hwrl.train import PolicyLoss, collate, group_advantages, mismatch_kl
 
 
@@ -42,12 +42,16 @@ def test_dr_grpo_only_centres_and_rloo_leaves_the_response_out() -> None:
 def evaluate(loss: PolicyLoss, *, ratio: float, advantage: float, proximal: float | None = None) -> tuple[float, float]:
     """Return loss and gradient for one token whose probability is ``ratio`` times the behaviour policy's."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    per_token, _ = loss(
-        logprob,
+    inputs = LossInputs(
+        logprobs=logprob,
         behaviour=torch.zeros(1),
         proximal=None if proximal is None else torch.tensor([math.log(proximal)]),
         advantages=torch.tensor([advantage]),
+        rows=torch.zeros(1, dtype=torch.int64),
+        row_count=1,
+        entropy=torch.zeros(1),
     )
+    per_token, _ = loss(inputs)
     per_token.sum().backward()
     assert logprob.grad is not None
     return per_token.item(), logprob.grad.item()

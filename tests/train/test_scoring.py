@@ -50,14 +50,14 @@ def test_gradients_that_are_known_with_the_scores_are_those_of_the_formula(chunk
     tensors, scorer = inputs(), OutputScorer(0.7, chunk)
     weights = torch.linspace(-1, 1, POSITIONS)
 
-    def of_squares(logprobs: torch.Tensor, targets: slice) -> torch.Tensor:
-        return 2 * logprobs * weights[targets]
+    def of_squares(logprobs: torch.Tensor, _: torch.Tensor, targets: slice) -> tuple[torch.Tensor, None]:
+        return 2 * logprobs * weights[targets], None
 
     def gradients(score: Any) -> list[torch.Tensor]:
         logprobs = score(*tensors)[0]
         return [logprobs.detach(), *torch.autograd.grad((logprobs.square() * weights).sum(), tensors[:3])]
 
-    with scorer.knowing(of_squares):
+    with scorer.for_loss(of_squares):
         found = gradients(scorer)
     for one, other in zip(found, gradients(plain), strict=True):
         torch.testing.assert_close(one, other, atol=3e-4, rtol=1e-4)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hwrl
 from hwrl.comm import serve_store, store_address
+from hwrl.interfaces import LossInputs
 from hwrl.testing.processes import run_processes
 from hwrl.train import FsdpEngine, MicroBatch, PolicyLoss
 from hwrl.train.activations import ranks_on_device
@@ -102,13 +103,14 @@ def failures(rank: int, model_directory: Path, address: str) -> dict[str, Any]:
     rest, owed = iter(range(2)), []
     real = PolicyLoss()
 
-    def fail_in_the_second_pass(*args: Any, **kwargs: Any) -> Any:
-        if next(rest, None) is None:
-            raise ValueError("a bad row")
-        return real(*args, **kwargs)
+    class FailsInTheSecondPass(PolicyLoss):
+        def __call__(self, inputs: LossInputs, /) -> Any:
+            if next(rest, None) is None:
+                raise ValueError("a bad row")
+            return real(inputs)
 
     with pytest.raises(ValueError, match="a bad row"):
-        engine.train_batch(batch, loss=fail_in_the_second_pass)
+        engine.train_batch(batch, loss=FailsInTheSecondPass())
     forward = engine.forward
 
     def noting(part: MicroBatch) -> Any:

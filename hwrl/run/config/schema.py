@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    model_validator,
+)
 
 from hwrl.interfaces import LoraSettings
+from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
+from hwrl.run.config.data import DataConfig, EvalConfig, RewardConfig
+from hwrl.run.config.generation import RolloutConfig
+from hwrl.run.config.section import Section
+from hwrl.run.config.training import FSDP, OptimizerConfig, TrainConfig
 from hwrl.run.config.values import (
     AbsolutePath,
-    Decay,
     Finite,
     Layers,
     Mebibytes,
     Name,
     NotNegative,
-    NotNegativeReal,
     Options,
     Positive,
     PositiveReal,
-    Processes,
     Seconds,
     Seed,
-    Share,
-    Temperature,
-    Threads,
 )
-from hwrl.train import AdvantageName, LossName
 
-FSDP = "fsdp"
-"""The train engine that needs no plugin."""
-EMBEDDED = "embedded"
-"""The rollout engine that needs no plugin."""
-
-
-class Section(BaseModel):
-    """A part of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+TENSORBOARD = "tensorboard"
+"""The tracker that needs no plugin."""
 
 
 class ModelConfig(Section):
@@ -61,222 +53,6 @@ class ModelConfig(Section):
         if not self.lora_rank:
             return None
         return LoraSettings(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
-
-
-class DataConfig(Section):
-    """Prompts: rows with ``prompt`` (a text or messages) and ``answer`` (anything), as .jsonl or .parquet."""
-
-    train: AbsolutePath
-    """Prompts to train on."""
-    eval: AbsolutePath | None = None
-    """Held-out prompts for evaluations; without them there are none."""
-    max_prompt_tokens: Positive = 1024
-    """A longer prompt is an error."""
-
-
-class RewardConfig(Section):
-    """The reward of a response."""
-
-    function: Name
-    """``package.module:function`` or ``file.py:function``, called as ``function(prompt, response, answer)``."""
-    attempts: Positive = 3
-    """Calls for one prompt, if the function raises, before the prompt has failed."""
-    timeout_s: Seconds = 300.0
-    """Time limit of one call, less than ``rollout.group_timeout_s``. A longer call is killed; its prompt has failed."""
-    workers: Processes = 4
-    """Most processes of each replica that call the function; another one starts when prompts wait."""
-
-    @field_validator("function")
-    @classmethod
-    def _a_file_is_absolute(cls, function: str) -> str:
-        place, colon, name = function.rpartition(":")
-        return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else function
-
-
-class RolloutConfig(Section):
-    """Generation."""
-
-    engine: Name = EMBEDDED
-    """``embedded``: a transformers model in the replica's process; or the name of a plugin's engine."""
-    engine_options: Options = {}
-    """The plugin's own settings, checked by the plugin."""
-    replicas: Processes = 1
-    """Rollout processes, each with its own model."""
-    n: Positive = 8
-    """Responses per prompt."""
-    max_new_tokens: Positive = 256
-    """A longer response is cut off and counts as truncated."""
-    temperature: Temperature = 1.0
-    """Temperature of sampling, and of the trained policy."""
-    max_running: Positive = 128
-    """Responses in one replica at the same time."""
-    group_timeout_s: Seconds = 600.0
-    """Time limit of a replica for one prompt, its rewards included; then another replica gets it."""
-    max_attempts: Positive = 3
-    """Failures of one prompt before the run ends with an error."""
-    tensor_parallel: Processes = 1
-    """Devices per replica, if its engine can divide a model. It shares none of them."""
-    max_restarts: NotNegative = 3
-    """Deaths of replicas in a run before it ends with an error; each dead replica is replaced."""
-    threads: Threads = 1
-    """Host threads of a replica."""
-    free_cache_engine: bool = False
-    """An idle replica frees its device memory until it has work again."""
-    sleep_level: Literal[1, 2] = 1
-    """1: an idle replica keeps its weights in host memory; 2: it drops them, and they are sent again."""
-
-    @model_validator(mode="after")
-    def _options_are_a_plugins(self) -> RolloutConfig:
-        if self.engine == EMBEDDED and self.engine_options:
-            raise ValueError(f"engine_options are for a plugin's engine, and engine={EMBEDDED} has none")
-        return self
-
-    @model_validator(mode="after")
-    def _a_plugins_engine_is_divided(self) -> RolloutConfig:
-        if self.engine == EMBEDDED and self.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel={self.tensor_parallel} is not possible: engine={EMBEDDED} uses one device"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _only_a_sleeper_has_a_level(self) -> RolloutConfig:
-        if self.sleep_level == 2 and not self.free_cache_engine:
-            raise ValueError("sleep_level=2 is for replicas that sleep; set free_cache_engine=true, too")
-        return self
-
-    @model_validator(mode="after")
-    def _a_group_fits(self) -> RolloutConfig:
-        if self.n < 2:
-            raise ValueError(
-                f"n={self.n} teaches nothing: a response's advantage comes from the others; set n=2 or more"
-            )
-        if self.max_running < self.n:
-            raise ValueError(
-                f"max_running={self.max_running} must be at least n={self.n}: a prompt's responses run together"
-            )
-        return self
-
-
-class OptimizerConfig(Section):
-    """AdamW and its schedule: linear warm-up, then linear decay."""
-
-    learning_rate: PositiveReal = 1e-6
-    """Its highest value."""
-    warmup_steps: NotNegative = 0
-    """Optimizer steps until the highest learning rate."""
-    min_learning_rate_ratio: Share = 1.0
-    """The last learning rate divided by the highest; 1 means no decay."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW's decay rates of the moments."""
-    weight_decay: NotNegativeReal = 0.0
-    """AdamW's."""
-    max_grad_norm: PositiveReal = 1.0
-    """Gradients are scaled down to this norm."""
-
-
-class TrainConfig(Section):
-    """The training side."""
-
-    engine: Name = FSDP
-    """``fsdp``: FSDP2, for any ``AutoModelForCausalLM`` directory; or the name of a plugin's engine."""
-    engine_options: Options = {}
-    """The plugin's own settings, checked by the plugin."""
-    ranks: Processes = 1
-    """Training processes. They share one model."""
-    context_parallel: Processes = 1
-    """Neighbouring ranks that [share each pack](training.md#long-rows): a divisor of ``ranks``."""
-    shard_ranks: Processes | None = None
-    """Ranks that shard one copy of the model, neighbours; the others have copies of it. null: all ``ranks``."""
-    steps: Positive = 100
-    """Training steps, one batch each."""
-    batch_groups: Positive = 32
-    """Prompts in a step, over all ranks."""
-    micro_batch_tokens: Positive = 16384
-    """Most tokens in one forward pass ([a pack](training.md#packs)); a longer row gets its own pass."""
-    param_offload: bool = False
-    """Keep the parameters in host memory, except during steps and weight transfers."""
-    optimizer_offload: bool = False
-    """Keep the optimizer's state in host memory, except during steps."""
-    host_step: bool = False
-    """Keep parameters, gradients and optimizer state in host memory; the optimizer steps there, on the host's cores."""
-    activation_checkpointing: Literal["auto"] | bool = "auto"
-    """Recompute layers in the backward pass: less memory, more time. ``auto``: as many as the memory needs."""
-    compile: Literal["auto"] | bool = "auto"
-    """Compile the layers with torch; ``auto``: where that pays on the device."""
-    fused_kernels: bool = True
-    """Run layers that are not compiled on the backend's fused operations, where these compute the same."""
-    max_restarts: NotNegative = 3
-    """Restarts of the trainer, from the last complete checkpoint, before the run ends with an error."""
-    threads: Threads = 1
-    """Host threads of a rank."""
-    profile_steps: tuple[Positive, Positive] | None = None
-    """The first and last step that torch's profiler records; rank 0 writes a Chrome trace to ``profile/``."""
-
-    @model_validator(mode="after")
-    def _options_are_a_plugins(self) -> TrainConfig:
-        if self.engine == FSDP and self.engine_options:
-            raise ValueError(f"engine_options are for a plugin's engine, and engine={FSDP} has none")
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_can_share_packs(self) -> TrainConfig:
-        if self.context_parallel > 1 and self.engine != FSDP:
-            raise ValueError(f"context_parallel={self.context_parallel} is for engine={FSDP}, not for {self.engine}")
-        if self.ranks % self.context_parallel:
-            raise ValueError(
-                f"context_parallel={self.context_parallel} must divide ranks={self.ranks}: that number of ranks shares "
-                "each pack"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_divide_into_copies(self) -> TrainConfig:
-        if self.shard_ranks is not None and self.engine != FSDP:
-            raise ValueError(f"shard_ranks={self.shard_ranks} is for engine={FSDP}; {self.engine} divides by itself")
-        if self.shard_ranks is not None and self.ranks % self.shard_ranks:
-            raise ValueError(
-                f"shard_ranks={self.shard_ranks} must divide ranks={self.ranks}: each copy of the model needs that "
-                "number of ranks"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_host_steps_or_keeps(self) -> TrainConfig:
-        if self.host_step and (self.param_offload or self.optimizer_offload):
-            raise ValueError(
-                "host_step=true already keeps parameters and optimizer state in host memory, in the step, too; set "
-                "param_offload and optimizer_offload to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _profiled_steps_are_trained(self) -> TrainConfig:
-        if self.profile_steps is not None and not self.profile_steps[0] <= self.profile_steps[1] <= self.steps:
-            raise ValueError(
-                f"profile_steps={list(self.profile_steps)} must be the first and the last of some of the "
-                f"steps=1 … {self.steps}"
-            )
-        return self
-
-
-class AlgorithmConfig(Section):
-    """Advantages and loss; see :mod:`hwrl.train.losses`."""
-
-    advantage: AdvantageName = "grpo"
-    """``grpo``, ``dr_grpo`` or ``rloo``."""
-    loss: LossName = "ppo_clip"
-    """``ppo_clip``, ``tis`` or ``decoupled``."""
-    clip_ratio_low: Annotated[PositiveReal, Field(lt=1)] = 0.2
-    """How far the ratio may fall below 1."""
-    clip_ratio_high: PositiveReal = 0.28
-    """How far the ratio may rise above 1."""
-    rollout_is_threshold: PositiveReal = 2.0
-    """Upper limit of importance weights of off-policy tokens (``tis`` and ``decoupled``)."""
-    ppo_epochs: Positive = 1
-    """Passes over each batch."""
-    mini_batches: Positive = 1
-    """Optimizer steps per pass."""
 
 
 class AsyncConfig(Section):
@@ -326,13 +102,32 @@ class CheckpointConfig(Section):
         return self
 
 
-class EvalConfig(Section):
-    """Evaluation on held-out prompts, greedy."""
+class ReportConfig(Section):
+    """What a run records about itself, and where its metrics go."""
 
-    every_steps: NotNegative = 0
-    """Training steps between two evaluations; 0: only at the end."""
-    prompts: Positive = 256
-    """Most prompts, from the beginning of the file."""
+    samples_per_step: NotNegative = 4
+    """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
+    trackers: tuple[Name, ...] = (TENSORBOARD,)
+    """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
+    tracker_options: dict[Name, Options] = Field(default_factory=dict)
+    """By the name of a plugin's tracker: its own settings, checked by the plugin."""
+    run_name: Name | None = None
+    """The run's name in trackers; null: the last part of ``dir``."""
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> ReportConfig:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers={list(self.trackers)} has a name twice")
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_a_trackers(self) -> ReportConfig:
+        unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
+        if unused:
+            raise ValueError(
+                f"tracker_options are for plugins in trackers={list(self.trackers)}, not for {', '.join(unused)}"
+            )
+        return self
 
 
 class TimeoutConfig(Section):
@@ -357,19 +152,21 @@ class Config(Section):
     """Seed of the order of prompts and of sampling."""
     resume: bool = False
     """Continue from the newest complete checkpoint in ``dir``; without one, start at the beginning."""
-    goals: dict[Name, Finite] = {}
+    goals: dict[Name, Finite] = Field(default_factory=dict)
     """Metrics to reach in the last training step and the last evaluation; else the exit status is 1."""
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     async_training: AsyncConfig = AsyncConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    report: ReportConfig = ReportConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
 
     @model_validator(mode="after")
@@ -385,6 +182,21 @@ class Config(Section):
                 f"the {responses} responses of a step (train.batch_groups={self.train.batch_groups} * rollout.n="
                 f"{self.rollout.n}) must be at least one for each rank in each mini-batch: {each} * "
                 f"algorithm.mini_batches={self.algorithm.mini_batches}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trajectories_are_rewarded(self) -> Config:
+        if self.reward.function is None and self.rollout.workflow is None:
+            raise ValueError("reward.function is missing: without rollout.workflow nothing else gives a reward")
+        return self
+
+    @model_validator(mode="after")
+    def _a_prompt_leaves_room(self) -> Config:
+        if self.max_model_len <= self.data.max_prompt_tokens:
+            raise ValueError(
+                f"rollout.max_model_len={self.max_model_len} must be more than data.max_prompt_tokens="
+                f"{self.data.max_prompt_tokens}: a prompt needs room for a response"
             )
         return self
 
@@ -422,13 +234,38 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_call_of_the_reward_ends_before_its_replica_counts_as_hung(self) -> Config:
-        if self.reward.timeout_s >= self.rollout.group_timeout_s:
+    def _advantages_have_a_source(self) -> Config:
+        if self.rollout.n < 2 and not self.algorithm.has_critic:
             raise ValueError(
-                f"reward.timeout_s={self.reward.timeout_s:g} must be less than rollout.group_timeout_s="
-                f"{self.rollout.group_timeout_s:g}: a replica that holds a prompt for so long is replaced"
+                f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
+                "rollout.n=2 or more, or algorithm.advantage=gae"
+            )
+        if self.train.engine != FSDP and (self.algorithm.has_critic or self.algorithm.kl_coeff):
+            key = "advantage=gae" if self.algorithm.has_critic else f"kl_coeff={self.algorithm.kl_coeff:g}"
+            missing = "critic" if self.algorithm.has_critic else "reference model"
+            raise ValueError(
+                f"algorithm.{key} needs train.engine={FSDP}: {self.train.engine} has no {missing} for its ranks"
             )
         return self
+
+    @model_validator(mode="after")
+    def _the_overlong_buffer_is_in_the_limit(self) -> Config:
+        if self.algorithm.overlong_buffer_tokens > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={self.algorithm.overlong_buffer_tokens} must be at most "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}: it is the last part of it"
+            )
+        return self
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a trajectory, the prompt included."""
+        return self.rollout.max_model_len or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def has_reference_copy(self) -> bool:
+        """Whether a frozen copy of the model is the reference of ``algorithm.kl_coeff``; an adapter has its base."""
+        return self.algorithm.kl_coeff != 0 and self.model.lora is None
 
     @property
     def groups_per_version(self) -> int:

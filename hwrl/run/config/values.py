@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+
+from hwrl.rollout import HUB
 
 _LARGEST_INT = (1 << 31) - 1
 _LARGEST_REAL = 1e9
@@ -44,6 +48,40 @@ def _check_layers(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
     return value
 
 
+def _check_kept(value: int) -> int:
+    if value == 0:
+        raise ValueError("Input should be a number of tokens to keep, or -1 for all")
+    return value
+
+
+def _make_file_absolute(target: str) -> str:
+    place, colon, name = target.rpartition(":")
+    return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else target
+
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < 0.01:
+        raise ValueError("Input should be 0 or at least 0.01")
+    return value
+
+
+def _make_path_absolute(path: Path) -> Path:
+    return path if str(path).startswith(HUB) else path.absolute()
+
+
+def built_in_or_function(names: Sequence[str]) -> Callable[[str], str]:
+    """Return a check that a text is one of ``names``, or names a function of the user."""
+
+    def check(value: str) -> str:
+        if value in names or ":" in value:
+            return value
+        close = difflib.get_close_matches(value, names, n=1)
+        also = f", did you mean {close[0]}?" if close else ""
+        raise ValueError(f"Input should be {', '.join(names)}, package.module:function or file.py:function{also}")
+
+    return check
+
+
 _NUMBER = BeforeValidator(_check_no_boolean)
 
 Positive = Annotated[int, Field(gt=0, le=_LARGEST_INT), _NUMBER]
@@ -63,12 +101,26 @@ Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), _NUMBER]
 """A decay rate of AdamW, which divides by 1 - decay."""
 Temperature = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), _NUMBER]
 """Some engines sample at 0.01 instead of a lower temperature. The trainer would compute with another one then."""
+EvalTemperature = Annotated[
+    float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_check_temperature), _NUMBER
+]
+"""Likewise, or 0 for greedy decoding."""
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _NUMBER]
+TopK = Annotated[int, Field(ge=-1, le=_LARGEST_INT), _NUMBER, AfterValidator(_check_kept)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, le=_LARGEST_INT), _NUMBER], ...], Field(max_length=1000)]
 Seconds = Annotated[float, Field(ge=0.1, le=1e7, allow_inf_nan=False), _NUMBER]
 """A time limit. No process on a busy machine answers within less than 0.1 s; 1e7 s are 115 days."""
 
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
+Texts = Annotated[tuple[Name, ...], Field(max_length=100)]
 Layers = Annotated[str | tuple[str, ...], AfterValidator(_check_layers)]
+DataName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
+"""The name of a data set. It is a part of metrics' names."""
 AbsolutePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.absolute)]
 """A path. A relative one is made absolute at once, because a worker process may have another working directory."""
+DataPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_make_path_absolute)]
+"""A path like AbsolutePath, or a name on the hub, which begins with ``hf:``."""
+Function = Annotated[Name, AfterValidator(_make_file_absolute)]
+"""A user's function: ``package.module:function`` or ``file.py:function``. The file's path is made absolute."""
 Options = Annotated[dict[Name, JsonValue], AfterValidator(_check_finite)]
 """A plugin's own settings. The plugin checks them."""

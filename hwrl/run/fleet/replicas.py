@@ -182,7 +182,7 @@ class Replicas:
         overdue = self._ledger.expire_overdue()
         for name, replica in self._replicas.items():
             if replica.replica_id in overdue:
-                late[name] = f"it held a prompt for more than rollout.group_timeout_s={group_s:g}"
+                late[name] = f"it made no progress on a prompt for rollout.group_timeout_s={group_s:g}"
             elif replica.run is None and now_s - replica.started_s > start_s:
                 late[name] = f"it was not set up within timeouts.start_s={start_s:g}"
             elif self._monitor.loop_turn_s(name) > turn_s:

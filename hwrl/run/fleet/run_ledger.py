@@ -47,7 +47,7 @@ class RunLedger:
         return self._wait(self.handle.forget(replica_id), "forget")
 
     def expire_overdue(self) -> list[str]:
-        """Take back prompts after their deadline; return the ids of the replicas that held them."""
+        """Take back prompts without progress; return the ids of the replicas that held them."""
         return self._wait(self.handle.expire_overdue(), "expire_overdue")
 
     def state_dict(self) -> dict[str, Any]:

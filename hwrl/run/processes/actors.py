@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hwrl.discovery import get_backend, set_backend
-from hwrl.errors import EngineError
+from hwrl.errors import HwrlError
 from hwrl.interfaces import PromptGroup
 from hwrl.lazy import large_imports
-from hwrl.rollout import PromptLease, PromptLedger
+from hwrl.rollout import PromptLease, PromptLedger, UntrainedPrompts, has_variance
 from hwrl.run.cluster.placement import (
     HeldDevices,
     ProcessDevices,
@@ -32,6 +32,7 @@ from hwrl.run.cluster.placement import (
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.report.records import Metrics
+from hwrl.run.report.samples import Sample
 
 if TYPE_CHECKING:
     from hwrl.rollout import Evaluation, Rollouter
@@ -65,11 +66,23 @@ class ProcessSetup:
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """The description of a batch: its prompts, the ledger's counts, and the running totals of each replica."""
+    """The description of a batch: its prompts, the ledger's counts, and the running totals of each replica.
+
+    ``untrained`` has the prompts that were filtered or have failed since the batch before.
+    """
 
     sequence_numbers: list[int]
     counts: dict[str, int]
     replicas: dict[str, dict[str, float]]
+    untrained: UntrainedPrompts = field(default_factory=UntrainedPrompts)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A training step: its metrics, and from rank 0 a few of its trajectories as text."""
+
+    metrics: Metrics
+    samples: list[Sample]
 
 
 @dataclass(frozen=True)
@@ -102,11 +115,14 @@ class LedgerActor:
             total_groups=config.train.steps * config.train.batch_groups,
             group_timeout_s=config.rollout.group_timeout_s,
             max_attempts=config.rollout.max_attempts,
+            max_skipped_in_a_row=config.rollout.max_skipped_in_a_row if config.rollout.on_failure == "skip" else 0,
+            teaches=has_variance if config.algorithm.filter_groups else None,
+            max_filtered_in_a_row=config.algorithm.max_filtered_in_a_row,
         )
         self._replica_totals: dict[str, dict[str, float]] = {}
         self._forgotten: set[str] = set()
         self._takes_abandoned = 0
-        self._fatal: EngineError | None = None
+        self._fatal: HwrlError | None = None
         self._changed = asyncio.Condition()
 
     async def alive(self) -> float:
@@ -134,7 +150,7 @@ class LedgerActor:
             self._changed.notify_all()
 
     async def fail(self, lease: PromptLease, reason: str) -> None:
-        """Put a prompt back. After too many failures of one prompt the next ``take`` raises."""
+        """Put a prompt back, or give it up. If it may not be given up, the next ``take`` raises."""
         async with self._changed:
             with self._fatal_errors():
                 self._ledger.fail(lease, reason=reason)
@@ -144,8 +160,13 @@ class LedgerActor:
     def _fatal_errors(self) -> Iterator[None]:
         try:
             yield
-        except EngineError as exc:
+        except HwrlError as exc:
             self._fatal = exc
+
+    async def renew(self, leases: Sequence[PromptLease], replica_id: str) -> None:
+        """Note that a replica has made progress on ``leases``."""
+        if replica_id not in self._forgotten:
+            self._ledger.renew(leases, now_s=time.monotonic())
 
     async def forget(self, replica_id: str) -> int:
         """Put back all prompts of a dead replica; return their number."""
@@ -157,7 +178,7 @@ class LedgerActor:
             return lost
 
     async def expire_overdue(self) -> list[str]:
-        """Put back the prompts past their deadline; return the ids of the replicas that held them."""
+        """Put back the prompts without progress; return the ids of the replicas that held them."""
         async with self._changed:
             replica_ids = self._ledger.expire(time.monotonic())
             self._changed.notify_all()
@@ -177,7 +198,8 @@ class LedgerActor:
                 if self._takes_abandoned != abandoned:
                     return [], None
             numbers = [group.sequence_number for group in groups]
-            return groups, BatchInfo(numbers, asdict(self._ledger.counts()), dict(self._replica_totals))
+            untrained, counts = self._ledger.take_untrained(), asdict(self._ledger.counts())
+            return groups, BatchInfo(numbers, counts, dict(self._replica_totals), untrained)
 
     def _take_now(self, count: int) -> list[PromptGroup] | None:
         if self._fatal is not None:
@@ -219,6 +241,10 @@ class RemoteLedger:
     def fail(self, lease: PromptLease, reason: str) -> None:
         """Report a failed prompt."""
         self._ledger.fail(lease, reason)
+
+    def renew(self, leases: Sequence[PromptLease]) -> None:
+        """Report progress."""
+        self._ledger.renew(leases, self._replica_id)
 
 
 # -- devices of a process -------------------------------------------------------------------------------------------
@@ -265,7 +291,8 @@ class RolloutActor:
         """
         with large_imports():
             self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
-            from hwrl.run.processes.build import build_rollouter, evaluation_prompts
+            from hwrl.run.processes.build import build_rollouter
+            from hwrl.run.processes.prompts import evaluation_prompts
 
         with setup.inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
             self._rollouter = build_rollouter(
@@ -343,8 +370,8 @@ class TrainActor:
         """Return the replicas that connected after the newest weights were sent."""
         return self._rank.replicas_awaiting_weights()
 
-    def step(self, groups: Sequence[PromptGroup]) -> Metrics:
-        """Train one step; return its metrics."""
+    def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
+        """Train one step."""
         with get_backend().allocating("a training step"):
             return self._rank.step(groups)
 

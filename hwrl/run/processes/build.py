@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers.modeling_utils  # noqa: F401 - every model imports it; here it belongs to the process's large imports
@@ -13,14 +14,14 @@ from hwrl.checkpoint import CheckpointManager
 from hwrl.comm import Comm, Group, PrefixStore, connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
-from hwrl.interfaces import RolloutEngine, Sampling, TrainEngine
+from hwrl.interfaces import RolloutEngine, TokenLoss, ToolParser, TrainEngine
 from hwrl.models import (
-    encode_prompt,
     load_generation_config,
     load_tokenizer,
     vocabulary_size,
 )
 from hwrl.rollout import (
+    HERMES,
     INCARNATION,
     AdapterUpdater,
     EmbeddedEngine,
@@ -29,22 +30,41 @@ from hwrl.rollout import (
     LoopSettings,
     ModelLink,
     ModelUpdater,
-    Prompt,
-    PromptStream,
+    NoRewards,
     ReceivedModels,
     RetryingReceiver,
     RewardWorkers,
     Rollouter,
+    SampleGenerator,
     WeightUpdater,
-    check_vocabulary,
-    load_prompts,
+    WorkflowGenerator,
+    WorkflowSettings,
+    load_workflow,
+    parse_tool_calls,
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs
+from hwrl.run.identity import ADVANTAGE, LOSS, REWARD, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
-from hwrl.run.processes.settings import engine_settings, rollout_settings
-from hwrl.train import Algorithm, AsyncTrainer, FsdpEngine, PolicyLoss, read_model_flops
+from hwrl.run.processes.prompts import training_prompts
+from hwrl.run.processes.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
+from hwrl.train import (
+    Algorithm,
+    AsyncTrainer,
+    CriticEngine,
+    Engines,
+    FsdpEngine,
+    LossName,
+    Objective,
+    Overlong,
+    PolicyLoss,
+    ReferenceModel,
+    Rejection,
+    UserLoss,
+    ValueLoss,
+    read_model_flops,
+)
+from hwrl.user_code import load_function
 from hwrl.weights import POLICY, POLICY_BASE, CoSender, PolicySender, TransportName, WeightReceiver, WeightSender
 
 
@@ -63,16 +83,21 @@ def build_rollouter(
     """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
     tokenizer = load_tokenizer(config.model.path)
     with ExitStack() as after_an_error:
-        rewards = _start_rewards(config, inputs, tokenizer)
+        rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
         after_an_error.callback(rewards.close)
         engine = _build_rollout_engine(config, tokenizer, seed=seed)
         after_an_error.callback(engine.close)
-        prompts = PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed)
+        prompts = training_prompts(config, inputs)
         rewards.wait_until_ready()
         weights = _build_updater(config, engine, store_address=store_address, replica=replica)
-        settings = _loop_settings(config)
         rollouter = Rollouter(
-            engine, ledger=ledger, prompts=prompts, rewards=rewards, weights=weights, settings=settings
+            engine,
+            ledger=ledger,
+            prompts=prompts,
+            rewards=rewards,
+            weights=weights,
+            settings=_loop_settings(config),
+            generator=_build_generator(config, inputs, engine, tokenizer),
         )
         after_an_error.pop_all()
     return rollouter
@@ -80,31 +105,55 @@ def build_rollouter(
 
 def _loop_settings(config: Config) -> LoopSettings:
     return LoopSettings(
-        sampling=Sampling(config.rollout.max_new_tokens, config.rollout.temperature),
+        sampling=rollout_sampling(config),
         group_size=config.rollout.n,
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
     )
 
 
+def _build_generator(
+    config: Config, inputs: RunInputs, engine: RolloutEngine, tokenizer: Any
+) -> SampleGenerator | None:
+    """Return the generator of the run's workflow; None for single turns."""
+    rollout = config.rollout
+    if rollout.workflow is None:
+        return None
+    source = inputs.source(WORKFLOW)
+    workflow = load_workflow(rollout.workflow, rollout.workflow_options, tokenizer=tokenizer, source=source)
+    settings = WorkflowSettings(
+        group_size=rollout.n,
+        max_samples=rollout.max_trajectories or rollout.max_running,
+        max_length=config.max_model_len,
+        vocabulary=vocabulary_size(config.model.path),
+        timeout_s=rollout.workflow_timeout_s,
+        attempts=rollout.workflow_attempts,
+        end_ids=_eos_ids(config.model.path, tokenizer),
+        parse_tools=_tool_parser(config, engine, tokenizer),
+        endpoint_host=rollout.endpoint_host,
+    )
+    return WorkflowGenerator(engine, workflow, tokenizer=tokenizer, settings=settings)
+
+
+def _tool_parser(config: Config, engine: RolloutEngine, tokenizer: Any) -> ToolParser:
+    if config.rollout.tool_parser == HERMES:
+        return parse_tool_calls
+    return engine.tool_parser(config.rollout.tool_parser, tokenizer=tokenizer)
+
+
 def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardWorkers:
     """Return reward workers, which begin to load the function."""
-    file = inputs.files.get(REWARD)
+    assert config.reward.function is not None, "its caller has asked"
     return RewardWorkers(
         config.reward.function,
-        source=inputs.read(REWARD) if file is not None and file.path.suffix == ".py" else None,
+        source=inputs.source(REWARD),
         decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
         attempts=config.reward.attempts,
         workers=config.reward.workers,
         timeout_s=config.reward.timeout_s,
+        batch=config.reward.batch,
+        concurrency=config.reward.concurrency,
     )
-
-
-def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
-    """Return the prompts for evaluations: none if the configuration has no evaluation data."""
-    if config.data.eval is None:
-        return []
-    return _load_prompts(config, inputs, key=EVAL)[: config.eval.prompts]
 
 
 def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
@@ -142,18 +191,6 @@ def _transfer_timeout_s(config: Config) -> float:
     return config.weights.timeout_s + drain_s
 
 
-def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt]:
-    tokenizer, path = load_tokenizer(config.model.path), inputs.files[key].path
-    prompts = load_prompts(
-        path,
-        content=inputs.read(key),
-        encode=lambda prompt: encode_prompt(tokenizer, prompt),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-    )
-    check_vocabulary(prompts, path=path, vocabulary=vocabulary_size(config.model.path))
-    return prompts
-
-
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
     settings = rollout_settings(config, eos_ids=_eos_ids(config.model.path, tokenizer), seed=seed)
     check_replica(config, get_backend())
@@ -189,29 +226,96 @@ def join_ranks(config: Config, store: Any, *, rank: int, incarnation: int) -> Gr
     return Comm(get_backend()).init_default(store=ranks_store, rank=rank, size=config.train.ranks)
 
 
-def build_train_engine(config: Config, *, group: Group | None) -> TrainEngine:
-    """Return the train engine with the model's weights."""
+def build_algorithm(config: Config, inputs: RunInputs) -> Algorithm:
+    """Return the advantages and the loss, built in or the user's. Raises DataError if those cannot be loaded."""
+    settings = config.algorithm
+    lower, upper = settings.rejection_band
+    objective = Objective(
+        _policy_loss(config, inputs),
+        rejection=None if settings.rollout_rs is None else Rejection(settings.rollout_rs, lower, upper),
+        kl_coeff=settings.kl_coeff,
+        kl_estimator=settings.kl_estimator,
+        entropy_coeff=settings.entropy_coeff,
+    )
+    longest = config.rollout.max_new_tokens
+    overlong = Overlong(
+        settings.mask_truncated, settings.overlong_buffer_tokens, max_tokens=longest, penalty=settings.overlong_penalty
+    )
+    return Algorithm(
+        objective,
+        _own_function(settings.advantage, ADVANTAGE, inputs) or settings.advantage,
+        settings.ppo_epochs,
+        settings.mini_batches,
+        aggregation=settings.loss_agg_mode,
+        loss_constant=settings.loss_scale_factor or longest,
+        overlong=overlong if overlong.masks_truncated or overlong.buffer_tokens else None,
+        critic_warmup=config.critic.warmup_steps,
+    )
+
+
+def _policy_loss(config: Config, inputs: RunInputs) -> TokenLoss:
+    settings = config.algorithm
+    function = _own_function(settings.loss, LOSS, inputs)
+    if function is not None:
+        return UserLoss.of(function)
+    return PolicyLoss(
+        cast(LossName, settings.loss),
+        clip_low=settings.clip_ratio_low,
+        clip_high=settings.clip_ratio_high,
+        is_threshold=settings.rollout_is_threshold,
+        is_level=settings.rollout_is,
+    )
+
+
+def _own_function(target: str, key: str, inputs: RunInputs) -> Callable[..., Any] | None:
+    """Return the user's function at ``target``; None if that is a built-in name."""
+    return load_function(target, key=key, source=inputs.source(key)) if ":" in target else None
+
+
+def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) -> Engines:
+    """Return the policy's engine with the model's weights, and the critic if the advantages come from one."""
+    critic = None
+    if config.algorithm.has_critic:  # first: the policy keeps whole weights in what is left
+        critic = _build_critic(config, group)
+    return Engines(_build_policy(config, group, needs_reference=algorithm.loss.needs_reference), critic)
+
+
+def _build_critic(config: Config, group: Group | None) -> CriticEngine:
+    settings = config.critic
+    if settings.path is not None and vocabulary_size(settings.path) < vocabulary_size(config.model.path):
+        raise ConfigError(
+            f"the model in {settings.path} cannot be the critic of {config.model.path}",
+            why="its vocabulary is smaller, so it cannot read all tokens of the policy",
+            fix="set critic.path to a model with the same tokenizer, or to null",
+        )
+    return CriticEngine(
+        critic_settings(config),
+        backend=get_backend(),
+        group=group,
+        gamma=settings.gamma,
+        lam=settings.lam,
+        loss=ValueLoss(settings.cliprange_value),
+    )
+
+
+def _build_policy(config: Config, group: Group | None, *, needs_reference: bool) -> TrainEngine:
     settings = engine_settings(config)
     if config.train.engine == FSDP:
-        return FsdpEngine(settings, backend=get_backend(), group=group)
+        frozen = needs_reference and settings.lora is None  # an adapter's base is the reference
+        reference = ReferenceModel(settings, backend=get_backend(), group=group) if frozen else None
+        return FsdpEngine(settings, backend=get_backend(), group=group, reference=reference)
     engine: TrainEngine = load_train_engine(config)(
         settings=settings, options=config.train.engine_options, backend=get_backend(), group=group
     )
     return engine
 
 
-def build_trainer(config: Config, engine: TrainEngine, *, incarnation: int) -> AsyncTrainer:
+def build_trainer(config: Config, engines: Engines, *, algorithm: Algorithm, incarnation: int) -> AsyncTrainer:
     """Return the trainer of this rank."""
-    settings = config.algorithm
-    loss = PolicyLoss(
-        settings.loss,
-        clip_low=settings.clip_ratio_low,
-        clip_high=settings.clip_ratio_high,
-        is_threshold=settings.rollout_is_threshold,
-    )
     return AsyncTrainer(
-        engine,
-        algorithm=Algorithm(loss, settings.advantage, settings.ppo_epochs, settings.mini_batches),
+        engines.policy,
+        critic=engines.critic,
+        algorithm=algorithm,
         max_staleness=config.async_training.staleness_threshold,
         trigger_parameter_sync_step=config.async_training.trigger_parameter_sync_step,
         incarnation=incarnation,

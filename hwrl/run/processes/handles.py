@@ -15,7 +15,15 @@ from hwrl.interfaces import PromptGroup
 from hwrl.rollout import PromptLease
 from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
-from hwrl.run.processes.actors import BatchInfo, LedgerActor, ProcessSetup, RestoredRun, RolloutActor, TrainActor
+from hwrl.run.processes.actors import (
+    BatchInfo,
+    LedgerActor,
+    ProcessSetup,
+    RestoredRun,
+    RolloutActor,
+    StepOutcome,
+    TrainActor,
+)
 from hwrl.run.processes.answers import Answer
 from hwrl.run.report.records import Metrics
 
@@ -68,8 +76,8 @@ class TrainerHandle(ActorHandle):
         """Return the replicas that connected after the newest weights were sent."""
         return _send(self._actor.replicas_awaiting_weights)
 
-    def step(self, groups: Answer[list[PromptGroup]]) -> Answer[Metrics]:
-        """Train one step and send the weights if they are due; the answer has the step's metrics."""
+    def step(self, groups: Answer[list[PromptGroup]]) -> Answer[StepOutcome]:
+        """Train one step and send the weights if they are due."""
         return _send(self._actor.step, groups)
 
     def finish_profile(self) -> Answer[str | None]:
@@ -135,12 +143,16 @@ class LedgerHandle(ActorHandle):
         """Report a failed prompt."""
         return _send(self._actor.fail, lease, reason)
 
+    def renew(self, leases: Sequence[PromptLease], replica_id: str) -> Answer[None]:
+        """Report progress on prompts of a replica."""
+        return _send(self._actor.renew, leases, replica_id)
+
     def forget(self, replica_id: str) -> Answer[int]:
         """Take back all prompts of a dead replica; the answer is their number."""
         return _send(self._actor.forget, replica_id)
 
     def expire_overdue(self) -> Answer[list[str]]:
-        """Take back prompts after their deadline; the answer has the ids of the replicas that held them."""
+        """Take back prompts without progress; the answer has the ids of the replicas that held them."""
         return _send(self._actor.expire_overdue)
 
     def take(self, count: int, version: int) -> tuple[Answer[list[PromptGroup]], Answer[BatchInfo | None]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from hwrl.interfaces import EngineSettings, RolloutSettings
+from hwrl.interfaces import EngineSettings, RolloutSettings, Sampling
 from hwrl.run.config import Config
 
 
@@ -32,6 +33,15 @@ def engine_settings(config: Config) -> EngineSettings:
     )
 
 
+def critic_settings(config: Config) -> EngineSettings:
+    """Return the settings of the critic's engine: the policy's, with a model and a learning rate of its own."""
+    return replace(
+        engine_settings(config),
+        model_directory=config.critic.path or config.model.path,
+        learning_rate=config.critic.learning_rate,
+    )
+
+
 def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int = 0) -> RolloutSettings:
     """Return the settings of a replica's rollout engine."""
     return RolloutSettings(
@@ -39,12 +49,26 @@ def rollout_settings(config: Config, *, eos_ids: Sequence[int] = (), seed: int =
         dtype=compute_dtype(config),
         eos_ids=eos_ids,
         max_running=config.rollout.max_running,
-        max_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        max_length=config.max_model_len,
         seed=seed,
-        temperature=config.rollout.temperature,
+        sampling=rollout_sampling(config),
         lora=config.model.lora,
         may_sleep=config.rollout.free_cache_engine,
         tensor_parallel=config.rollout.tensor_parallel,
+    )
+
+
+def rollout_sampling(config: Config) -> Sampling:
+    """Return the sampling of training prompts."""
+    settings = config.rollout
+    return Sampling(
+        settings.max_new_tokens,
+        settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        stop=settings.stop,
+        stop_token_ids=settings.stop_token_ids,
     )
 
 

@@ -12,21 +12,24 @@ from hwrl.comm import connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.interfaces import PromptGroup
+from hwrl.models import load_tokenizer
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.plan import check_rank
-from hwrl.run.processes.actors import RestoredRun
+from hwrl.run.processes.actors import RestoredRun, StepOutcome
 from hwrl.run.processes.build import (
+    build_algorithm,
     build_checkpoints,
     build_co_senders,
+    build_engines,
     build_sender,
-    build_train_engine,
     build_trainer,
     join_ranks,
 )
 from hwrl.run.processes.settings import compute_dtype
 from hwrl.run.processes.step_profile import PROFILES, StepProfile
 from hwrl.run.report.records import Metrics
+from hwrl.run.report.samples import Sample, pick_samples
 from hwrl.run.report.summary import SENT
 from hwrl.run.run_directory import MODEL_DIRECTORY
 from hwrl.train import move_metrics, rng_state, set_rng_state
@@ -55,35 +58,53 @@ class TrainerRank:
         self._group = join_ranks(config, store, rank=rank, incarnation=incarnation)
         alone = store_address.startswith("127.0.0.1")  # a run on one machine serves its store there
         check_rank(config, get_backend(), rank=rank, alone=alone)
-        self._engine = build_train_engine(config, group=self._group)
+        algorithm = build_algorithm(config, inputs)
+        self._engines = build_engines(config, group=self._group, algorithm=algorithm)
+        self._engine = self._engines.policy
         self._sender = (
             build_sender(config, store, transport, senders=senders, base=self._engine.base, incarnation=incarnation)
             if rank == 0
             else None
         )
         self._co_senders = build_co_senders(store) if rank and senders > 1 else {}
-        self._trainer = build_trainer(config, self._engine, incarnation=incarnation)
+        self._trainer = build_trainer(config, self._engines, algorithm=algorithm, incarnation=incarnation)
         self._checkpoints = build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
         self._profile = _profile_of(config) if rank == 0 else None
+        samples = rank == 0 and config.report.samples_per_step > 0
+        self._tokenizer = load_tokenizer(config.model.path) if samples else None
         self._peak_flops = get_backend().peak_flops(compute_dtype(config))  # once: a backend may read files for it
 
     # -- training and weights --------------------------------------------------------------------------------------
 
-    def step(self, groups: Sequence[PromptGroup]) -> Metrics:
-        """Train on ``groups``, and send the weights if they are due; return the metrics of both."""
+    def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
+        """Train on ``groups``, and send the weights if they are due; return the metrics of both, and samples."""
+        samples = self._pick_samples(groups)
         with self._profiled(), self._trainer.stepping() as moved:
             trained = self._trainer.step(groups)
             sent = self._send() if trained.publishes else {}
+        critic = self._trainer.train_critic()
         timing = self._trainer.timing()
         speed = trained.speed(
             seconds=timing["timing_s/train"],
             devices=self._config.train.ranks,
             peak_flops=self._peak_flops,
         )
-        metrics = {**trained.metrics, **sent, **move_metrics(moved), **timing, **speed}
+        metrics = {**trained.metrics, **critic, **sent, **move_metrics(moved), **timing, **speed}
         earlier, self._sent_between_steps = self._sent_between_steps, {}
-        return {**metrics, **{name: metrics.get(name, 0.0) + value for name, value in earlier.items()}}
+        summed = {name: metrics.get(name, 0.0) + value for name, value in earlier.items()}
+        return StepOutcome({**metrics, **summed}, samples)
+
+    def _pick_samples(self, groups: Sequence[PromptGroup]) -> list[Sample]:
+        if self._tokenizer is None:
+            return []
+        return pick_samples(
+            groups,
+            step=self._trainer.steps_done + 1,
+            version=self._trainer.version,
+            count=self._config.report.samples_per_step,
+            decode=self._tokenizer.decode,
+        )
 
     def finish_profile(self) -> str | None:
         """Write the profile if there is one to write; return a sentence about it for the log, but only once."""
@@ -120,7 +141,7 @@ class TrainerRank:
 
     def save(self, ledger: dict[str, Any]) -> Metrics:
         """Save a checkpoint of this moment, with the ledger's state; return how long it took."""
-        with self._trainer.saving(), self._engine.saved_state() as (state, offloader):
+        with self._trainer.saving(), self._engines.saved_state() as (state, offloader):
             report = self._checkpoints.save(
                 self._trainer.steps_done,
                 state,
@@ -138,14 +159,14 @@ class TrainerRank:
 
     def restore(self) -> RestoredRun | None:
         """Load the newest complete checkpoint; return None if there is none."""
-        with self._engine.on_device(optimizer=True):
-            state = self._engine.state_dict()
+        with self._engines.on_device():
+            state = self._engines.state_dict()
             resumed = self._checkpoints.resume(state)
             if resumed is None:
                 return None
             changed = self._inputs.compare_with_checkpoint(resumed.extra)
             self._check_base(resumed.extra["adapter"])
-            self._engine.load_state_dict(state)
+            self._engines.load_state_dict(state)
         self._trainer.load_state_dict(resumed.extra["trainer"])
         if self._rank < len(resumed.rank_extras):  # a rank that the saved run did not have keeps its initial state
             set_rng_state(resumed.rank_extras[self._rank]["rng"], get_backend())
@@ -191,7 +212,7 @@ class TrainerRank:
                 self._sender.close()
             for co_sender in self._co_senders.values():
                 co_sender.close()
-            self._engine.close()
+            self._engines.close()
             if self._group is not None:
                 self._group.close()
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from hwrl.run.report.records import Metrics
 
-TRAINER_BUSY = ("timing_s/train", "timing_s/sync", "timing_s/save")
+TRAINER_BUSY = ("timing_s/train", "timing_s/critic", "timing_s/sync", "timing_s/save")
 BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
 """The working time of a replica, in its totals."""
 _EQUAL = 0.05

@@ -62,6 +62,7 @@ class StepRates:
         trainer_s = sum(value for name, value in trained.items() if name.startswith("timing_s/"))
         metrics = {
             **{f"ledger/{name}": float(value) for name, value in batch.counts.items()},
+            **_untrained(batch),
             "response/tokens_total": self._trained_tokens,
             "trainer/tokens_per_s": trained["response/tokens"] / elapsed_s,
             "trainer/idle_ratio": trained["timing_s/wait"] / max(trainer_s, 1e-9),
@@ -69,7 +70,7 @@ class StepRates:
             "rollout/idle_ratio": self._rollout_idle_ratio,
             "rollout/reward_errors": rollout.get("reward_errors", 0.0),
             "rollout/replicas": float(len(batch.replicas)),
-            **{f"rollout/{name}": rollout[name] for name in (*BUSY_SECONDS, *COUNTS) if name in rollout},
+            **{f"rollout/{name}": rollout[name] for name in ("idle_s", *BUSY_SECONDS, *COUNTS) if name in rollout},
         }
         if not self._recovered:
             metrics["perf/step_s"] = elapsed_s
@@ -95,3 +96,13 @@ class StepRates:
 
 def _busy_s(totals: dict[str, float]) -> float:
     return sum(totals.get(name, 0.0) for name in BUSY_SECONDS)
+
+
+def _untrained(batch: BatchInfo) -> Metrics:
+    """Return the numbers of prompts that were settled without training since the last batch."""
+    filtered = len(batch.untrained.filtered)
+    return {
+        "groups/filtered": float(filtered),
+        "groups/filtered_ratio": filtered / max(1, filtered + len(batch.sequence_numbers)),
+        "groups/failed": float(len(batch.untrained.failed)),
+    }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,7 @@ def engine_of(
     may_sleep: bool = False,
     tensor_parallel: int = 1,
     temperature: float = 1.0,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
     max_length: int = LONGEST,
     **options: Any,
 ) -> VllmEngine:
@@ -106,7 +108,7 @@ def engine_of(
         eos_ids=[END],
         max_running=16,
         max_length=max_length,
-        temperature=temperature,
+        sampling=Sampling(1, temperature, **sampling),
         lora=lora,
         may_sleep=may_sleep,
         tensor_parallel=tensor_parallel,

@@ -67,7 +67,7 @@ def test_on_npus_weights_are_in_no_format_that_an_update_cannot_write() -> None:
         ("scheduler_cls", "a scheduler that can pause and finish its steps"),
         ("enable_return_routed_experts", "log-probabilities of a step take its place"),
         ("async_scheduling", "updates wait for the step that has begun"),
-        ("logits_processors", r"only rollout\.temperature may shape"),
+        ("logits_processors", r"only the keys of rollout may shape"),
         ("speculative_config", "a draft model would get no weights"),
         ("trust_remote_code", "hwrl runs no code from a model directory"),
         ("hf_overrides", "another model than the trainer"),

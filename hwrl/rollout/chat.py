@@ -1,0 +1,193 @@
+"""Conversations as tokens: the model's chat template, without encoding again what the policy said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hwrl.errors import DataError
+from hwrl.interfaces import Ints, ParsedAnswer, Response, ToolParser, Tools
+from hwrl.rollout.tool_calls import parse_tool_calls
+
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages as OpenAI writes them: ``role``, ``content``, and ``tool_calls`` or ``tool_call_id``."""
+_MARK = "THE POLICY SAID THIS"
+
+
+class ChatTokens:
+    """The chat template of ``tokenizer``'s model: conversations become tokens, and the policy's tokens messages.
+
+    The policy's tokens are never made from text: a conversation is the tokens of :meth:`prompt`, what the policy said,
+    the tokens of :meth:`following`, and so on. So it differs from the template's text where a template changes earlier
+    messages of the policy (drops their reasoning, say): the policy's tokens stay.
+
+    The tokens ``end_ids`` end a response. ``parse_tools`` reads the tool calls in the policy's text. ``options`` are
+    the run's options of the template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        end_ids: Collection[int],
+        parse_tools: ToolParser = parse_tool_calls,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._end_ids, self._parse_tools, self._options = frozenset(end_ids), parse_tools, dict(options or {})
+
+    def prompt(self, messages: Conversation, *, tools: Tools = (), options: Mapping[str, Any] | None = None) -> Ints:
+        """Return the tokens of ``messages`` and of the start of the policy's answer (int32).
+
+        ``options`` are added to the run's. Raises DataError if the template refuses.
+        """
+        return self.encode(self._render(messages, tools, options, answer_follows=True))
+
+    def following(
+        self,
+        messages: Conversation,
+        *,
+        at: int,
+        said: Ints,
+        tools: Tools = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Ints:
+        """Return the tokens between the policy's message ``messages[at]`` and the start of its next answer (int32).
+
+        ``said`` are the tokens with which the policy wrote it. If they lack an end token, because a limit or a stop
+        text ended them, the template's is added. Raises DataError if the template refuses, or if its text does not say
+        where the policy's message ends.
+        """
+        return self.after(said, self._tail(messages, at, tools, options))
+
+    def after(self, said: Ints, tail: Ints) -> Ints:
+        """Return ``tail``, without its end of the policy's turn if ``said`` ends with an end token already."""
+        ends = self._ends(tail)
+        if not len(said) or int(said[-1]) not in self._end_ids or not len(ends):
+            return tail
+        only_space = not self.decode(tail[: ends[0]], special=True).strip()
+        return tail[ends[0] + 1 :] if only_space else tail
+
+    def read(self, response: Response, *, tools: Tools = ()) -> ParsedAnswer:
+        """Return the policy's message: its text without special tokens, end and stop text. Calls need ``tools``."""
+        if not tools:
+            return ParsedAnswer(self.text(response))
+        return self._parse_tools(self.text(response, special=True), tools)
+
+    def text(self, response: Response, *, special: bool = False) -> str:
+        """Return the text of ``response`` without its end token and stop text; ``special`` keeps special tokens."""
+        ids = response.token_ids
+        if not response.truncated and len(ids) and int(ids[-1]) in {*self._end_ids, response.stop}:
+            ids = ids[:-1]
+        text = self.decode(ids, special=special)
+        if isinstance(response.stop, str) and (start := text.rfind(response.stop)) >= 0:
+            text = text[:start]
+        return text
+
+    def encode(self, text: str) -> Ints:
+        """Return the tokens of ``text`` (int32), without further special tokens."""
+        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def decode(self, token_ids: Ints, *, special: bool) -> str:
+        """Return the text of ``token_ids``; ``special`` keeps special tokens."""
+        text = self.tokenizer.decode(
+            token_ids.tolist(), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def _tail(self, messages: Conversation, at: int, tools: Tools, options: Mapping[str, Any] | None) -> Ints:
+        """Return the template's tokens from the end of the policy's message ``messages[at]`` on, that end included.
+
+        A text without tool calls in the message's place marks its end. A template may refuse that before results of
+        tools; then the tokens are those that come after a conversation up to the message.
+        """
+        before, after = messages[:at], messages[at + 1 :]
+        mark = _MARK
+        while mark in repr((messages, tools)):
+            mark += "!"
+        try:
+            text = self._render([*before, {"role": "assistant", "content": mark}, *after], tools, options)
+        except DataError:
+            if not messages[at].get("tool_calls"):
+                raise
+            text = ""
+        parts = text.split(mark)
+        if len(parts) == 2:
+            return self.encode(parts[1])
+        return self._tail_after_calls(messages, at, tools, options)
+
+    def _tail_after_calls(
+        self, messages: Conversation, at: int, tools: Tools, options: Mapping[str, Any] | None
+    ) -> Ints:
+        whole = self._render(messages, tools, options)
+        begun = self._render(messages[: at + 1], tools, options, answer_follows=False)
+        if not whole.startswith(begun):
+            raise DataError(
+                "the chat template does not say where a message of the policy ends",
+                why=f"with later messages, its text for the messages up to message {at + 1} changes",
+                fix="use a chat template that leaves earlier messages as they are; or write a workflow with its own",
+            )
+        ids, ends = self.encode(whole), self._ends(self.encode(begun))
+        return ids[self._ends(ids)[len(ends) - 1] :] if len(ends) else self.encode(whole[len(begun) :])
+
+    def _ends(self, ids: Ints) -> Ints:
+        return np.isin(ids, sorted(self._end_ids)).nonzero()[0].astype(np.int32)
+
+    def _render(
+        self,
+        messages: Conversation,
+        tools: Tools,
+        options: Mapping[str, Any] | None,
+        *,
+        answer_follows: bool = True,
+    ) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [_for_template(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=answer_follows,
+                **{**self._options, **(options or {})},
+            )
+        except Exception as exc:  # a template may raise anything, and refuses roles by raising
+            raise DataError(
+                "the chat template refuses the conversation",
+                why=str(exc) or repr(exc),
+                fix="send messages that the model's chat template knows; a model without one needs completions",
+            ) from exc
+        return str(text)
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``message`` as chat templates take it: content as one text, arguments of calls as objects."""
+    found = {key: value for key, value in message.items() if value is not None}
+    found["content"] = content_text(found.get("content"))
+    if found.get("role") == "developer":  # OpenAI's new name; templates know the old one
+        found["role"] = "system"
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
+    return found
+
+
+def content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Return a message's content as one text; its parts are lines."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(str(part["text"]) for part in content)
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": arguments_object(function.get("arguments"))}
+
+
+def arguments_object(arguments: Any) -> Any:
+    """Return a call's ``arguments`` as an object; text that is no JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,185 @@
+"""Answers of an endpoint in OpenAI's form: as one object, and as the chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from hwrl.interfaces import ParsedAnswer, Response
+from hwrl.rollout.chat import ChatTokens
+from hwrl.rollout.endpoint.conversations import Turn
+from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest
+
+_Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of the answers to a request: the recorded turn, and what the agent reads of it."""
+
+    turn: Turn
+    parsed: ParsedAnswer
+
+    @property
+    def response(self) -> Response:
+        """The engine's response."""
+        return self.turn.response
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's word for the end of the response."""
+        if self.response.truncated:
+            return "length"
+        return "tool_calls" if self.parsed.tool_calls else "stop"
+
+
+class AnswerFormat:
+    """The form of the answers to one request; ``choices`` share their prompt."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, asked: ChatRequest | CompletionRequest, choices: Sequence[Choice], chat: ChatTokens) -> None:
+        self.choices, self.chat = choices, chat
+        self._asked = asked
+        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
+        self._with_ids = asked.return_token_ids
+
+    def whole(self) -> _Json:
+        """Return the answer that is not streamed."""
+        choices = [{**self.of_choice(choice, index), **self._ids(choice)} for index, choice in enumerate(self.choices)]
+        return {**self._head, "object": self.kind, **self._prompt_ids(), "choices": choices, "usage": self._usage()}
+
+    def chunks(self) -> Iterator[_Json]:
+        """Yield the chunks of a stream, but for the last (:meth:`last_chunks`)."""
+        for index, choice in enumerate(self.choices):
+            for number, part in enumerate(self.parts_of_choice(choice)):
+                extra = {} if number else self._ids(choice)
+                yield self._chunk([{"index": index, "finish_reason": None, **part, **extra}])
+
+    def last_chunks(self) -> Iterator[_Json]:
+        """Yield the chunks that tell the end of each choice, and with ``stream_options`` the usage."""
+        for index, choice in enumerate(self.choices):
+            yield self._chunk([{"index": index, **self.empty_part(), "finish_reason": choice.finish_reason}])
+        if self._asked.stream_options.include_usage:
+            yield {**self._chunk([]), "usage": self._usage()}
+
+    def of_choice(self, choice: Choice, index: int) -> _Json:
+        """Return ``choice`` as a part of the whole answer."""
+        raise NotImplementedError
+
+    def parts_of_choice(self, choice: Choice) -> Iterator[_Json]:
+        """Yield ``choice`` as parts of a stream."""
+        raise NotImplementedError
+
+    def empty_part(self) -> _Json:
+        """Return a part without text."""
+        raise NotImplementedError
+
+    def token_texts(self, choice: Choice) -> list[str]:
+        """Return the text of each token of ``choice``, by itself."""
+        ids = choice.response.token_ids
+        return [self.chat.decode(ids[index : index + 1], special=True) for index in range(len(ids))]
+
+    def _chunk(self, choices: list[_Json]) -> _Json:
+        return {**self._head, "object": self.chunk_kind, **self._prompt_ids(), "choices": choices}
+
+    def _ids(self, choice: Choice) -> _Json:
+        return {"token_ids": choice.response.token_ids.tolist()} if self._with_ids else {}
+
+    def _prompt_ids(self) -> _Json:
+        return {"prompt_token_ids": self._prompt().tolist()} if self._with_ids else {}
+
+    def _prompt(self) -> Any:
+        turn = self.choices[0].turn
+        return turn.token_ids[: -len(turn.response.token_ids)]
+
+    def _usage(self) -> _Json:
+        prompt, said = len(self._prompt()), sum(len(choice.response.token_ids) for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+
+
+class ChatFormat(AnswerFormat):
+    """Answers of ``/v1/chat/completions``."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def of_choice(self, choice: Choice, index: int) -> _Json:
+        """Return ``choice`` as a part of the whole answer."""
+        calls = _tool_calls(choice)
+        content = choice.parsed.content
+        message: _Json = {"role": "assistant", "content": (content or None) if calls else content}
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def parts_of_choice(self, choice: Choice) -> Iterator[_Json]:
+        """Yield ``choice`` as parts of a stream."""
+        delta = {"role": "assistant", "content": choice.parsed.content}
+        yield {"delta": delta, "logprobs": self._logprobs(choice)}
+        if calls := _tool_calls(choice):
+            yield {"delta": {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}}
+
+    def empty_part(self) -> _Json:
+        """Return a part without text."""
+        return {"delta": {}}
+
+    def _logprobs(self, choice: Choice) -> _Json | None:
+        assert isinstance(self._asked, ChatRequest)
+        if not self._asked.logprobs:
+            return None
+        rows = []
+        for text, logprob in zip(self.token_texts(choice), choice.response.logprobs.tolist(), strict=True):
+            row = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            rows.append({**row, "top_logprobs": [row] if self._asked.top_logprobs else []})
+        return {"content": rows}
+
+
+class CompletionFormat(AnswerFormat):
+    """Answers of ``/v1/completions``."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def of_choice(self, choice: Choice, index: int) -> _Json:
+        """Return ``choice`` as a part of the whole answer."""
+        (part,) = self.parts_of_choice(choice)
+        return {"index": index, **part, "finish_reason": choice.finish_reason}
+
+    def parts_of_choice(self, choice: Choice) -> Iterator[_Json]:
+        """Yield ``choice`` as parts of a stream."""
+        yield {"text": choice.parsed.content, "logprobs": self._logprobs(choice)}
+
+    def empty_part(self) -> _Json:
+        """Return a part without text."""
+        return {"text": "", "logprobs": None}
+
+    def _logprobs(self, choice: Choice) -> _Json | None:
+        assert isinstance(self._asked, CompletionRequest)
+        if self._asked.logprobs is None:
+            return None
+        texts, logprobs = self.token_texts(choice), choice.response.logprobs.tolist()
+        offsets = [0, *accumulate(len(text) for text in texts)][: len(texts)]
+        top = [{text: value} for text, value in zip(texts, logprobs, strict=True)] if self._asked.logprobs else None
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+def _tool_calls(choice: Choice) -> list[_Json]:
+    return [
+        {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in choice.parsed.tool_calls
+    ]

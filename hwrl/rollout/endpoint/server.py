@@ -1,0 +1,226 @@
+"""The HTTP server of a replica's endpoints, in the event loop of its workflows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import Response as HttpResponse
+from starlette.routing import Route
+
+from hwrl.errors import HwrlError
+from hwrl.rollout.chat import ChatTokens
+from hwrl.rollout.endpoint.answers import AnswerFormat
+from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, read_request
+from hwrl.rollout.endpoint.session import Endpoint, Generates
+
+_MAX_BODY_NBYTES = 1 << 26
+_KEEP_ALIVE_S = 75
+_log = logging.getLogger(__name__)
+
+
+class EndpointServer:
+    """Serves all endpoints of a replica on one port of ``host``; each is known by its token.
+
+    Made, used and closed in one event loop. It serves from :meth:`start` to :meth:`aclose`.
+    """
+
+    def __init__(self, *, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=2048)
+        self.base_url = _url(host, self._socket.getsockname()[1])
+        """The address for agents, up to ``/v1``."""
+        self._endpoints: dict[str, Endpoint] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to serve. Does not block: clients can connect at once."""
+        self._task = asyncio.get_running_loop().create_task(self._serve())
+
+    async def aclose(self) -> None:
+        """End all connections, and free the port."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    @contextlib.contextmanager
+    def open(self, client: Generates, *, chat: ChatTokens) -> Iterator[Endpoint]:
+        """Serve an endpoint of ``client`` within the block; after it, requests are dropped and its token is unknown."""
+        endpoint = Endpoint(client, chat=chat, base_url=self.base_url)
+        self._endpoints[endpoint.name] = endpoint
+        try:
+            yield endpoint
+        finally:
+            del self._endpoints[endpoint.name]
+            endpoint.close()
+
+    async def _serve(self) -> None:
+        server = _QuietServer(
+            uvicorn.Config(
+                self._app(),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        try:
+            await server.serve(sockets=[self._socket])
+        finally:
+            server.force_exit = True
+            for connection in list(server.server_state.connections):
+                connection.shutdown()
+            for listener in getattr(server, "servers", ()):
+                listener.close()
+            self._socket.close()
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+            ],
+            exception_handlers={
+                EndpointError: _refuse,
+                HTTPException: _refuse_path,
+                HwrlError: _report,
+                Exception: _report_unexpected,
+            },
+        )
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    def _endpoint(self, request: Request) -> Endpoint:
+        """Return the endpoint with the token of ``request``."""
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        endpoint = self._endpoints.get(token.partition("-")[0])
+        expected = endpoint.api_key if endpoint is not None else ""
+        matches = hmac.compare_digest(token.encode(), expected.encode())
+        if endpoint is None or kind.lower() != "bearer" or not matches:
+            raise EndpointError(
+                "the token is unknown; use the endpoint's api_key, which ends with its run of the workflow",
+                status=401,
+                code="invalid_api_key",
+            )
+        return endpoint
+
+    async def _models(self, request: Request) -> HttpResponse:
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "hwrl"}
+        length = self._endpoint(request).max_length
+        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": length}]})
+
+    async def _chat(self, request: Request) -> HttpResponse:
+        endpoint = self._endpoint(request)
+        asked = read_request(ChatRequest, await _body(request))
+        return await _answer(request, endpoint, endpoint.chat(asked), stream=asked.stream)
+
+    async def _complete(self, request: Request) -> HttpResponse:
+        endpoint = self._endpoint(request)
+        asked = read_request(CompletionRequest, await _body(request))
+        return await _answer(request, endpoint, endpoint.complete(asked), stream=asked.stream)
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process's signals alone."""
+        yield
+
+
+async def _answer(
+    request: Request,
+    endpoint: Endpoint,
+    work: Awaitable[tuple[AnswerFormat, Callable[[], None]]],
+    *,
+    stream: bool,
+) -> HttpResponse:
+    """Wait for ``work``, and answer. A client that leaves before has no answer, and nothing is recorded."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    endpoint.working.add(task)
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return HttpResponse(status_code=499)
+        if task.cancelled():
+            raise EndpointError("the run of the workflow has ended", status=401, code="invalid_api_key")
+        form, record = task.result()
+    finally:
+        endpoint.working.discard(task)
+        task.cancel()
+        gone.cancel()
+    if stream:
+        return StreamingResponse(_events(form, record), media_type="text/event-stream")
+    record()
+    return JSONResponse(form.whole())
+
+
+async def _events(form: AnswerFormat, record: Callable[[], None]) -> AsyncIterator[str]:
+    """Yield the events of a stream. The answer is recorded before its end is told."""
+    for chunk in form.chunks():
+        yield _event(chunk)
+    record()
+    for chunk in form.last_chunks():
+        yield _event(chunk)
+    yield "data: [DONE]\n\n"
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_NBYTES:
+            raise EndpointError(f"the body has more than {_MAX_BODY_NBYTES:,} bytes", status=413)
+    return bytes(body)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse(request: Request, exc: Exception) -> HttpResponse:
+    assert isinstance(exc, EndpointError)
+    return JSONResponse(exc.body(), status_code=exc.status)
+
+
+async def _refuse_path(request: Request, exc: Exception) -> HttpResponse:
+    assert isinstance(exc, HTTPException)
+    message = f"{request.method} {request.url.path}: {exc.detail}; chat/completions, completions and models are served"
+    return JSONResponse(EndpointError(message, status=exc.status_code).body(), status_code=exc.status_code)
+
+
+async def _report(request: Request, exc: Exception) -> HttpResponse:
+    assert isinstance(exc, HwrlError)
+    return JSONResponse(EndpointError(f"{exc.what}: {exc.why}", status=500).body(), status_code=500)
+
+
+async def _report_unexpected(request: Request, exc: Exception) -> HttpResponse:
+    return JSONResponse(EndpointError(f"the endpoint failed: {exc!r}", status=500).body(), status_code=500)
+
+
+def _url(host: str, port: int) -> str:
+    """Return the address for agents. A host for all interfaces becomes this machine's own."""
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostbyname(socket.gethostname())
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -1,0 +1,136 @@
+"""One endpoint: the policy, for the agent of one run of a workflow."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from hwrl.errors import DataError
+from hwrl.interfaces import Ints, Response, Sampling, Trajectory
+from hwrl.rollout.chat import ChatTokens
+from hwrl.rollout.endpoint.answers import AnswerFormat, ChatFormat, Choice, CompletionFormat
+from hwrl.rollout.endpoint.conversations import Conversations, Turn, chat_keys, said_message
+from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, GenerationFields
+
+_numbers = itertools.count(1)
+Record: TypeAlias = Callable[[], None]
+
+
+class Generates(Protocol):
+    """What an endpoint needs of :class:`~hwrl.rollout.PolicyClient`."""
+
+    sampling: Sampling
+    max_length: int
+
+    async def generate(self, token_ids: Ints, sampling: Sampling | None = None) -> Response:
+        """Return the policy's continuation of ``token_ids``."""
+        ...
+
+
+class Endpoint:
+    """An OpenAI-compatible address of the policy for the agent of one run of a workflow.
+
+    An agent needs ``base_url`` and ``api_key``, a secret. Whatever the policy answers is recorded;
+    :meth:`trajectories` returns it. After the run the key is invalid.
+    """
+
+    def __init__(self, client: Generates, *, chat: ChatTokens, base_url: str) -> None:
+        self.base_url = base_url
+        self.name = f"hwrl{next(_numbers)}"
+        self.api_key = f"{self.name}-{secrets.token_urlsafe(24)}"
+        self.max_length = client.max_length
+        self.working: set[asyncio.Future[tuple[AnswerFormat, Record]]] = set()
+        """The requests under way."""
+        self._client, self._chat = client, chat
+        self._conversations = Conversations()
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return what the policy answered so far, a trajectory for each conversation, without rewards.
+
+        A request that repeats an earlier conversation continues it. All others begin a new one. Tokens,
+        log-probabilities and versions are the engine's.
+        """
+        return self._conversations.trajectories()
+
+    def close(self) -> None:
+        """End the requests under way."""
+        for task in list(self.working):
+            task.cancel()
+
+    async def chat(self, asked: ChatRequest) -> tuple[AnswerFormat, Record]:
+        """Answer; return the answers, and a function to record them. Raises EndpointError."""
+        tools, options = asked.tools, asked.chat_template_kwargs
+        keys = chat_keys(asked.messages, tools=tools, options=options)
+        try:
+            before, context_ids = self._chat_context(asked, keys)
+        except DataError as exc:
+            raise EndpointError(f"{exc.what}: {exc.why}", param="messages") from exc
+        choices = []
+        for turn in await self._generate(asked, before, context_ids):
+            parsed = self._chat.read(turn.response, tools=tools if asked.tool_choice == "auto" else ())
+            choices.append(Choice(turn, parsed))
+        said = [[*asked.messages, said_message(choice.parsed)] for choice in choices]
+        found = [chat_keys(messages, tools=tools, options=options)[-1] for messages in said]
+        return ChatFormat(asked, choices, self._chat), self._recorder(choices, found)
+
+    async def complete(self, asked: CompletionRequest) -> tuple[AnswerFormat, Record]:
+        """Answer; return the answers, and a function to record them. Raises EndpointError."""
+        prompt = asked.prompt
+        before, context_ids = self._text_context(prompt) if isinstance(prompt, str) else self._ids_context(prompt)
+        turns = await self._generate(asked, before, context_ids)
+        choices = [Choice(turn, self._chat.read(turn.response)) for turn in turns]
+        found = [prompt + one.parsed.content if isinstance(prompt, str) else object() for one in choices]
+        return CompletionFormat(asked, choices, self._chat), self._recorder(choices, found)
+
+    def _recorder(self, choices: Sequence[Choice], keys: Sequence[Hashable]) -> Record:
+        def record() -> None:
+            for choice, key in zip(choices, keys, strict=True):
+                self._conversations.record(choice.turn, key=key)
+
+        return record
+
+    # -- contexts: the conversation that a request continues, and the tokens that others added -----------------------
+
+    def _chat_context(self, asked: ChatRequest, keys: Sequence[Hashable]) -> tuple[Turn | None, Ints]:
+        messages, tools, options = asked.messages, asked.tools, asked.chat_template_kwargs
+        for at in reversed(range(len(messages))):
+            before = self._conversations.find(keys[at + 1])
+            if before is not None:
+                said = before.response.token_ids
+                return before, self._chat.following(messages, at=at, said=said, tools=tools, options=options)
+        return None, self._chat.prompt(messages, tools=tools, options=options)
+
+    def _text_context(self, text: str) -> tuple[Turn | None, Ints]:
+        before, rest = self._conversations.start_of_text(text)
+        if before is None:
+            return None, np.array(self._chat.tokenizer(text)["input_ids"], dtype=np.int32)
+        stop = before.response.stop
+        rest = rest.removeprefix(stop) if isinstance(stop, str) else rest  # the policy wrote it already
+        return before, self._chat.after(before.response.token_ids, self._chat.encode(rest))
+
+    def _ids_context(self, token_ids: Sequence[int]) -> tuple[Turn | None, Ints]:
+        ids = np.array(token_ids, dtype=np.int32)
+        before = self._conversations.start_of_ids(ids)
+        return before, ids[0 if before is None else len(before.token_ids) :]
+
+    async def _generate(self, asked: GenerationFields, before: Turn | None, context_ids: Ints) -> list[Turn]:
+        """Return ``asked.n`` turns, none recorded yet."""
+        ids = context_ids if before is None else np.concatenate((before.token_ids, context_ids))
+        if not 0 < len(ids) < self.max_length:
+            raise EndpointError(
+                f"this request has {len(ids)} tokens; a conversation has 1 to {self.max_length}, the answer's included",
+                code="context_length_exceeded",
+            )
+        samplings = [asked.sampling(self._client.sampling, choice=choice) for choice in range(asked.n)]
+        tasks = [asyncio.ensure_future(self._client.generate(ids, sampling)) for sampling in samplings]
+        try:
+            responses = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [Turn(before, context_ids, response) for response in responses]

@@ -1,0 +1,91 @@
+"""A built-in workflow: text environments with Gymnasium's ``reset`` and ``step``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from hwrl.errors import DataError
+from hwrl.interfaces import Trajectory
+from hwrl.rollout.data import Prompt
+from hwrl.rollout.workflow import PolicyClient, Workflow
+from hwrl.user_code import load_function
+
+
+class TextEnvironment(Protocol):
+    """An environment whose observations and actions are texts, with the methods of ``gymnasium.Env``.
+
+    Both methods may be coroutines; else each call has a thread of the process. See
+    https://gymnasium.farama.org/api/env/.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode; return the first observation, behind the prompt ("" for none), and information.
+
+        ``options`` are the prompt's row: ``prompt``, ``answer``, and its other columns.
+        """
+        ...
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Take the policy's text; return observation, reward, terminated, truncated, and information."""
+        ...
+
+
+def environment(
+    *, tokenizer: Any, make: str, make_options: Mapping[str, Any] | None = None, max_turns: int = 16
+) -> Workflow:
+    """Return a workflow that plays an episode of at most ``max_turns`` turns; a factory for ``rollout.workflow``.
+
+    ``make`` is the import path of a function or class: called with ``make_options``, it returns a new
+    :class:`TextEnvironment` for each episode. The reward is the sum of the steps' rewards. Numbers in the last step's
+    information are metrics, beside ``turns``. An observation is tokenised as text, without special tokens.
+    """
+    constructor = load_function(make, key="rollout.workflow_options.make")
+    options = dict(make_options or {})
+
+    async def play(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        env: TextEnvironment = constructor(**options)
+        row = {**prompt.row, "prompt": prompt.text, "answer": prompt.answer}
+        observation, info = await call_maybe_async(env.reset, options=row)
+        trajectory = client.begin(prompt.token_ids)
+        reward, turns, ended, cut = 0.0, 0, False, False
+        while not ended and turns < max_turns:
+            if observation:
+                trajectory.add(tokenizer(observation, add_special_tokens=False)["input_ids"])
+            if trajectory.room <= 0:
+                break
+            response = await trajectory.generate()
+            text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
+            observation, gained, terminated, cut, info = _checked(await call_maybe_async(env.step, text), make)
+            reward, turns, ended = reward + gained, turns + 1, terminated or cut
+        if not turns:
+            raise DataError(
+                f"the episode of the prompt {prompt.text[:80]!r} has no turn",
+                why="the first observation leaves the policy no room",
+                fix="raise rollout.max_model_len, or shorten the observation",
+            )
+        numbers = {name: float(value) for name, value in info.items() if isinstance(value, int | float)}
+        return trajectory.finish(reward, {**numbers, "turns": float(turns)}, truncated=cut or not ended)
+
+    return play
+
+
+async def call_maybe_async(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``: await a coroutine function, and give any other a thread, since it may block."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def _checked(result: Any, make: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    try:
+        observation, reward, terminated, truncated, info = result
+        return str(observation), float(reward), bool(terminated), bool(truncated), dict(info)
+    except (TypeError, ValueError) as exc:
+        raise DataError(
+            f"a step of {make} did not return what an environment returns",
+            why=f"it returned {str(result)[:200]!r}",
+            fix="return (observation, reward, terminated, truncated, info)",
+        ) from exc

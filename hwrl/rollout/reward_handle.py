@@ -1,0 +1,219 @@
+"""A reward worker's process, as its replica holds it: :class:`RewardProcess`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any
+
+from hwrl.errors import DataError
+from hwrl.interfaces import Ints
+from hwrl.rollout.data import Prompt
+from hwrl.rollout.reward import Columns, Scores, short_repr
+from hwrl.rollout.reward_process import CALL, JOB, LOADED, RewardSettings, send_frame
+
+_PIPE_S = 10.0
+"""How long a live worker may take to move one frame; it moves at memory speed."""
+
+
+@dataclass(eq=False)
+class ScoringJob:
+    """A prompt with responses to score.
+
+    ``message`` is what the process gets. ``alone`` is true after a process was lost with several jobs: the next one has
+    no other, so that it is known which job ends processes.
+    """
+
+    prompt: Prompt
+    responses: Sequence[Ints]
+    number: int
+    scores: Future[Scores] = field(default_factory=Future)
+    queued_s: float = field(default_factory=time.monotonic)
+    texts: list[str] = field(default_factory=list)
+    message: bytes = b""
+    failed_sends: int = 0
+    alone: bool = False
+
+    def answer(self, scores: Scores) -> None:
+        """Set the result, unless nobody wants it any longer."""
+        with contextlib.suppress(InvalidStateError):
+            self.scores.set_result(scores)
+
+
+class RewardProcess:
+    """One worker process. It has one job at a time; with an async function up to ``capacity`` calls of jobs.
+
+    Raises OSError if it cannot start.
+    """
+
+    def __init__(self, settings: RewardSettings) -> None:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            self.connection, their_connection = socket.socketpair()
+            ours.callback(self.connection.close)
+            theirs.callback(their_connection.close)
+            self._calls_pipe, calls_end = os.pipe()
+            ours.callback(os.close, self._calls_pipe)
+            theirs.callback(os.close, calls_end)
+            self._process = _start_process(their_connection.fileno(), calls_end)
+            self._close = ours.pop_all().close
+        self.connection.settimeout(_PIPE_S)
+        os.set_blocking(self._calls_pipe, False)
+        self.is_loading = True
+        self.columns = Columns()
+        self.jobs: dict[int, ScoringJob] = {}
+        self._capacity, self._batch = 1, settings.batch
+        self._stuck = False
+        # The calls begun in this job, and the begin and the index of the last one. Loading counts as a call.
+        self._calls: tuple[int, float, int] = (0, time.monotonic(), 0)
+        try:
+            send_frame(self.connection, pickle.dumps(settings))
+        except TimeoutError:  # half a frame is sent: the process would wait for the rest
+            self.end()
+            raise
+        except OSError:  # it is dead: reading tells
+            pass
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it owes no answer."""
+        return not self.is_loading and not self.jobs
+
+    @property
+    def must_end(self) -> bool:
+        """Whether a call in it could not be cancelled, and all others have ended."""
+        return self._stuck and not self.jobs
+
+    def takes(self, job: ScoringJob) -> bool:
+        """Return whether it has room for ``job``."""
+        if self.is_loading or self._stuck:
+            return False
+        if not self.jobs:
+            return True
+        alone = job.alone or any(other.alone for other in self.jobs.values())
+        return not alone and sum(len(other.responses) for other in self.jobs.values()) < self._capacity
+
+    def give(self, job: ScoringJob) -> None:
+        """Send ``job`` to the process. Raises OSError if the process is dead."""
+        if not self.jobs:
+            self._calls = (0, time.monotonic(), 0)
+        self.jobs[job.number] = job
+        try:
+            send_frame(self.connection, JOB.pack(job.number) + job.message)
+        except OSError:
+            del self.jobs[job.number]
+            raise
+
+    @property
+    def called_s(self) -> float:
+        """The last sign of life: the begin of a call, in seconds of ``time.monotonic``, or a later note."""
+        return self._calls[1]
+
+    def read_calls(self) -> None:
+        """Read the notes of the calls that began since the last reading."""
+        nbytes = CALL.size << 10
+        with contextlib.suppress(BlockingIOError):
+            while notes := os.read(self._calls_pipe, nbytes):
+                for begun_s, number, index in CALL.iter_unpack(notes):
+                    count, _, last = self._calls
+                    if number in self.jobs:  # else a process that the function forked works on an earlier job
+                        self._calls = (count + 1, begun_s, index)
+                    elif number == LOADED:
+                        self._calls = (count, begun_s, last)
+                if len(notes) < nbytes:
+                    break
+
+    def take(self, frame: bytes) -> DataError | None:
+        """Take the answer in ``frame``. Returns why the function is not loaded, if so.
+
+        Raises ValueError, TypeError or KeyError if ``frame`` is no answer that the process owes.
+        """
+        number, result = json.loads(frame)
+        if self.is_loading and number == LOADED:
+            return self._take_first(result)
+        job = self.jobs.get(number) if isinstance(number, int) else None
+        if job is None or self.is_loading:
+            raise ValueError(f"{number} is no number of a job")
+        scores = _whole_scores(result, count=len(job.texts))
+        self.read_calls()
+        del self.jobs[number]
+        self._stuck |= scores.stuck
+        job.answer(scores)
+        return None
+
+    def _take_first(self, result: dict[str, Any]) -> DataError | None:
+        self.is_loading = False
+        if "error" in result:
+            what, why, fix = result["error"]
+            return DataError(what, why=why, fix=fix)
+        required, optional, rest, taken = result["columns"]
+        self.columns = Columns(frozenset(required), frozenset(optional), rest, frozenset(taken))
+        self._capacity = result["capacity"]
+        return None
+
+    def fail(self, why: str) -> None:
+        """Answer the only job of an ended process."""
+        (job,) = self.jobs.values()
+        count, _, index = self._calls
+        errors = max(count - index, 1)  # index calls have a result
+        where = ""
+        if job.texts:
+            one_by_one = self._capacity == 1 and not self._batch
+            where = (
+                f" for the response {short_repr(job.texts[index])}"
+                if one_by_one
+                else f" for {len(job.texts)} responses"
+            )
+        job.answer(Scores([], errors, f"{why}{where}"))
+
+    def end(self, *, grace_s: float = 0.0) -> str:
+        """Kill what the process started, and the process itself if it lives after ``grace_s``; return how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PIPE_S)
+        self.read_calls()
+        self._close()
+        return _describe(self._process.returncode)
+
+
+def _start_process(connection: int, calls: int) -> subprocess.Popen[bytes]:
+    """Start a worker's process with these two descriptors. Raises OSError."""
+    code = (
+        f"import sys; sys.path[:] = {[str(entry) for entry in sys.path]!r}; "
+        f"from hwrl.rollout.reward_process import main; main({connection}, {calls}, {os.getpid()})"
+    )
+    # Not multiprocessing: it would import the main module, which is Ray's in a replica.
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=(connection, calls), process_group=0
+    )
+
+
+def _whole_scores(result: list[Any], *, count: int) -> Scores:
+    """Return the scores of ``count`` responses. Raises ValueError unless they are whole."""
+    metrics, errors, failure, stuck = result
+    if len(metrics) != count and failure is None:
+        raise ValueError(f"there are {len(metrics)} scores of {count} responses")
+    return Scores([dict(each) for each in metrics], int(errors), failure, bool(stuck))
+
+
+def _describe(status: int | None) -> str:
+    """Say how a process ended."""
+    if status is None:
+        return "hung"
+    if status >= 0:
+        return f"ended with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"

@@ -1,0 +1,83 @@
+"""Find the stop texts and stop tokens that end a response, token by token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hwrl.errors import EngineError
+from hwrl.interfaces import GenerationRequest, Sampling
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text, special tokens included."""
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""The end of a text whose last character has more bytes than its tokens."""
+_MOST_BYTES = 4
+"""Bytes of a character in UTF-8, and so tokens."""
+
+
+class StopFinder:
+    """Looks for the stops of one response, as its tokens come.
+
+    A stop text may begin and end inside tokens. The finder decodes the newest tokens only, together with those before
+    them: a token's text may depend on its neighbour, and a character may need several tokens.
+    """
+
+    def __init__(self, sampling: Sampling, decode: Decode | None) -> None:
+        self._texts, self._ids = sampling.stop, frozenset(sampling.stop_token_ids)
+        self._decode = decode
+        self._kept = max(map(len, sampling.stop), default=1) - 1  # characters of an unfinished stop text
+        self._tokens: list[int] = []  # since the beginning of the decoded window
+        self._read = 0  # of these, the tokens whose text is in the tail
+        self._tail = ""
+
+    def find(self, token_id: int) -> str | int | None:
+        """Take the next token; return the stop that it completes, the earliest in the text; None if there is none."""
+        if token_id in self._ids:
+            return token_id
+        if self._decode is None or not self._texts:
+            return None
+        self._tokens.append(token_id)
+        known = self._decode(self._tokens[: self._read])
+        text = self._decode(self._tokens)
+        seen = self._tail + text[len(known) :]
+        found = [(place, -len(stop), stop) for stop in self._texts if (place := seen.find(stop)) >= 0]
+        is_whole = len(text) > len(known) and not text.endswith(_INCOMPLETE)
+        if is_whole or len(self._tokens) - self._read == _MOST_BYTES:
+            del self._tokens[: self._read]
+            self._read = len(self._tokens)
+            self._tail = seen[max(0, len(seen) - self._kept) :]
+        return min(found)[2] if found else None
+
+
+def stop_finder(request: GenerationRequest, decode: Decode | None) -> StopFinder | None:
+    """Return a finder for the stops of ``request``; None if it has none.
+
+    Raises EngineError for stop texts without ``decode``.
+    """
+    sampling = request.sampling
+    if sampling.stop and decode is None:
+        raise EngineError(
+            f"request {request.request_id} has stop texts, and the engine has no tokenizer to find them",
+            why=f"its stops are {sampling.stop!r}, and the engine was made without decode",
+            fix="make the engine with decode, or use stop_token_ids",
+        )
+    return StopFinder(sampling, decode) if sampling.stop or sampling.stop_token_ids else None
+
+
+def text_decoder(model_directory: Path) -> Decode:
+    """Return a function that decodes with the tokenizer in ``model_directory``. Its first call reads the tokenizer.
+
+    That call raises DataError without a tokenizer.
+    """
+
+    @functools.cache
+    def decode() -> Decode:
+        from hwrl.models import load_tokenizer
+
+        tokenizer = load_tokenizer(model_directory)
+        return functools.partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    return lambda token_ids: decode()(token_ids)

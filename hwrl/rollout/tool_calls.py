@@ -1,0 +1,45 @@
+"""The built-in parser of tool calls in the policy's text."""
+
+from __future__ import annotations
+
+import json
+
+from hwrl.interfaces import ParsedAnswer, ToolCall, Tools
+
+HERMES = "hermes"
+"""The built-in form's name: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as many models write calls."""
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+
+
+def parse_tool_calls(text: str, tools: Tools = ()) -> ParsedAnswer:
+    """Read the calls in ``text``. The content is the text before the first one, or all of it if a call is damaged.
+
+    >>> parse_tool_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    ParsedAnswer(content='Let me see. ', tool_calls=(ToolCall(name='add', arguments='{"a": 1}'),))
+    >>> parse_tool_calls('<tool_call>{"name": "add"')
+    ParsedAnswer(content='<tool_call>{"name": "add"', tool_calls=())
+    """
+    content, found, rest = text.partition(_BEGIN)
+    calls = []
+    while found:
+        call, rest = _first_call(rest)
+        if call is None:
+            return ParsedAnswer(text)
+        calls.append(call)
+        _, found, rest = rest.partition(_BEGIN)
+    return ParsedAnswer(content, tuple(calls))
+
+
+def _first_call(text: str) -> tuple[ToolCall | None, str]:
+    """Return the call at the start of ``text``, or None if there is none, and the text behind it."""
+    text = text.lstrip()
+    try:
+        call, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return None, text
+    rest = text[end:].lstrip()
+    is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
+    arguments = call.get("arguments", {}) if is_call else None
+    if not isinstance(arguments, dict) or not rest.startswith(_END):
+        return None, text
+    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)), rest.removeprefix(_END)

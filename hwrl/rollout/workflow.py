@@ -1,0 +1,446 @@
+"""Workflows: users' async functions that make a prompt's trajectories, with as many generations and tools as they like.
+
+They run in an event loop in a thread of its own, thousands at a time. The rollouter's thread owns the engine: it takes
+the workflows' requests, and hands them their responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from hwrl.errors import DataError, EngineError, UnsupportedError
+from hwrl.interfaces import (
+    GenerationRequest,
+    Ints,
+    Response,
+    RolloutEngine,
+    Sampling,
+    Segment,
+    ToolParser,
+    Trajectory,
+)
+from hwrl.rollout.chat import ChatTokens
+from hwrl.rollout.data import Prompt
+from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
+from hwrl.rollout.ledger import PromptLease
+from hwrl.rollout.reward import short_repr
+from hwrl.rollout.tool_calls import parse_tool_calls
+from hwrl.user_code import load_function
+
+if TYPE_CHECKING:
+    from hwrl.rollout.endpoint.server import EndpointServer
+    from hwrl.rollout.endpoint.session import Endpoint
+
+_log = logging.getLogger(__name__)
+_END_S = 5.0
+"""How long the loop's thread may take to end; a workflow that blocks it is left behind."""
+
+
+class PolicyClient:
+    """The policy, for one run of a workflow; its methods belong to the workflows' event loop.
+
+    ``tokenizer`` is the model's. ``sampling`` is the run's, with the prompt's own limits. A conversation may have
+    ``max_length`` tokens, those to generate included; their ids are less than ``vocabulary``. ``chat`` turns messages
+    into tokens, and the policy's tokens into messages.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[Ints, Sampling], Awaitable[Response]],
+        *,
+        chat: ChatTokens,
+        sampling: Sampling,
+        max_length: int,
+        vocabulary: int,
+        serve: Callable[[], EndpointServer],
+    ) -> None:
+        self._generate, self._vocabulary, self._serve = generate, vocabulary, serve
+        self.tokenizer, self.chat = chat.tokenizer, chat
+        self.sampling, self.max_length = sampling, max_length
+
+    async def generate(self, token_ids: Sequence[int] | Ints, sampling: Sampling | None = None) -> Response:
+        """Return the policy's continuation of ``token_ids``. New weights may arrive between two of its tokens.
+
+        ``sampling`` replaces the run's. Its ``max_new_tokens`` is lowered to the room that ``max_length`` leaves.
+        Raises EngineError if there is no room, or for a token that the model does not have.
+        """
+        ids = np.asarray(token_ids, dtype=np.int32)
+        room = self.max_length - len(ids)
+        if room <= 0 or not len(ids):
+            raise EngineError(
+                f"the policy cannot continue {len(ids)} tokens",
+                why=f"a conversation has 1 to {self.max_length} tokens with the generated ones (rollout.max_model_len)",
+                fix="end the trajectory before that, or raise rollout.max_model_len",
+            )
+        if ids.min() < 0 or ids.max() >= self._vocabulary:
+            raise EngineError(
+                f"the model has no token {ids.max() if ids.min() >= 0 else ids.min()}",
+                why=f"its tokens are 0 to {self._vocabulary - 1}",
+                fix="encode text with client.tokenizer",
+            )
+        sampling = sampling or self.sampling
+        return await self._generate(ids, replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens)))
+
+    def begin(self, prompt_ids: Sequence[int] | Ints) -> TrajectoryBuilder:
+        """Return a trajectory that begins with ``prompt_ids`` and grows turn by turn."""
+        return TrajectoryBuilder(self, prompt_ids)
+
+    @contextlib.asynccontextmanager
+    async def endpoint(self) -> AsyncIterator[Endpoint]:
+        """Serve the policy over HTTP to an agent, within the block; see :class:`Endpoint`.
+
+        Raises UnsupportedError if hwrl's extra ``agents`` is not installed.
+        """
+        with self._serve().open(self, chat=self.chat) as endpoint:
+            yield endpoint
+
+
+class TrajectoryBuilder:
+    """A trajectory that grows: :meth:`generate` adds what the policy says, :meth:`add` what others say."""
+
+    def __init__(self, client: PolicyClient, prompt_ids: Sequence[int] | Ints) -> None:
+        self._client, self._truncated = client, False
+        self._segments = [Segment(np.asarray(prompt_ids, dtype=np.int32))]
+
+    @property
+    def token_ids(self) -> Ints:
+        """All tokens so far."""
+        return np.concatenate([segment.token_ids for segment in self._segments])
+
+    @property
+    def room(self) -> int:
+        """How many more tokens the conversation may have."""
+        return self._client.max_length - sum(len(segment.token_ids) for segment in self._segments)
+
+    async def generate(self, sampling: Sampling | None = None, *, reward: float | None = None) -> Response:
+        """Let the policy continue, and return its response. ``reward`` is this turn's; see :meth:`reward_turn`.
+
+        Raises what :meth:`PolicyClient.generate` raises.
+        """
+        response = await self._client.generate(self.token_ids, sampling)
+        self._segments.append(Segment.of_response(response, reward=reward))
+        self._truncated = response.truncated
+        return response
+
+    def add(self, token_ids: Sequence[int] | Ints) -> None:
+        """Append tokens of another author: a tool, a user, a template. They are not trained."""
+        self._segments.append(Segment(np.asarray(token_ids, dtype=np.int32)))
+
+    def reward_turn(self, reward: float) -> None:
+        """Give the policy's newest turn ``reward``, at its last token."""
+        last = max(index for index, segment in enumerate(self._segments) if segment.by_policy)
+        rewards = np.zeros(len(self._segments[last].token_ids), dtype=np.float32)
+        rewards[-1] = reward
+        self._segments[last] = replace(self._segments[last], rewards=rewards)
+
+    def finish(
+        self, reward: float | None = None, metrics: Mapping[str, float] | None = None, *, truncated: bool = False
+    ) -> Trajectory:
+        """Return the trajectory. Without ``reward`` the run's reward function judges it.
+
+        It counts as truncated if a limit ended the policy's last turn, or with ``truncated``.
+        """
+        return Trajectory(tuple(self._segments), reward, dict(metrics or {}), self._truncated or truncated)
+
+
+Workflow: TypeAlias = Callable[[PolicyClient, Prompt], Awaitable[Trajectory | Sequence[Trajectory]]]
+"""Makes one sample of a prompt: one trajectory, or several."""
+
+
+class WorkflowFactory(Protocol):
+    """Makes the workflow of a replica, once; ``options`` are the run's ``rollout.workflow_options``."""
+
+    def __call__(self, *, tokenizer: Any, **options: Any) -> Workflow:
+        """Return the workflow."""
+        ...
+
+
+def load_workflow(target: str, options: Mapping[str, Any], *, tokenizer: Any, source: bytes | None = None) -> Workflow:
+    """Return the workflow of the factory at ``target``, made with ``options``.
+
+    ``source`` is as for :func:`~hwrl.user_code.load_function`. Raises DataError.
+    """
+    factory = load_function(target, key="rollout.workflow", source=source)
+    try:
+        workflow = factory(tokenizer=tokenizer, **options)
+    except Exception as exc:
+        raise DataError(
+            f"the factory {target} made no workflow",
+            why=f"called with tokenizer=… and rollout.workflow_options={dict(options)!r}, it raised {short_repr(exc)}",
+            fix="correct the options, or the factory",
+        ) from exc
+    if not callable(workflow):
+        raise DataError(
+            f"the factory {target} made no workflow",
+            why=f"it returned {short_repr(workflow)}",
+            fix="return an async function: workflow(client, prompt) -> Trajectory",
+        )
+    return workflow  # type: ignore[no-any-return] # the user's; its results are checked
+
+
+async def single_turn(client: PolicyClient, prompt: Prompt) -> Trajectory:
+    """Return one response; the same as a run without a workflow, and the model of others."""
+    trajectory = client.begin(prompt.token_ids)
+    await trajectory.generate()
+    return trajectory.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkflowSettings:
+    """How workflows run: at most ``max_samples`` at once, each for ``timeout_s`` at most, in up to ``attempts`` tries.
+
+    A conversation may have ``max_length`` tokens, of a ``vocabulary``. A group has ``group_size`` samples. The tokens
+    ``end_ids`` end a response. ``parse_tools`` reads tool calls. Endpoints listen at ``endpoint_host``, an address of
+    this machine.
+    """
+
+    group_size: int
+    max_samples: int
+    max_length: int
+    vocabulary: int
+    timeout_s: float = 600.0
+    attempts: int = 2
+    end_ids: Collection[int] = ()
+    parse_tools: ToolParser = parse_tool_calls
+    endpoint_host: str = "127.0.0.1"
+
+
+@dataclass(eq=False)
+class _Request:
+    """A workflow's request to the engine. ``life`` counts the drops of all work before it."""
+
+    token_ids: Ints
+    sampling: Sampling
+    answer: asyncio.Future[Response]
+    life: int
+
+
+@dataclass(eq=False)
+class _GroupRun:
+    """A group under way. The event loop's thread owns ``tasks``, the rollouter's thread the rest."""
+
+    group: PendingGroup
+    client: PolicyClient
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def cancel(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+
+class WorkflowGenerator(SampleGenerator):
+    """The generator of workflows: a sample is a run of ``workflow``.
+
+    A run that raises, returns no trajectory or takes longer than its limit is repeated; after the last attempt its
+    group has failed. See :class:`WorkflowSettings`. A response that nobody waits for any longer is dropped.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, workflow: Workflow, *, tokenizer: Any, settings: WorkflowSettings
+    ) -> None:
+        self._engine, self._workflow, self._settings = engine, workflow, settings
+        self._chat = ChatTokens(tokenizer, end_ids=settings.end_ids, parse_tools=settings.parse_tools)
+        self._server: EndpointServer | None = None
+        self._runs: set[_GroupRun] = set()
+        self._requests: deque[_Request] = deque()
+        self._running: dict[int, _Request] = {}
+        self._results: deque[tuple[_GroupRun, int, Sequence[Trajectory] | str]] = deque()
+        self._numbers = itertools.count()
+        self._life = 0
+        self.failed_runs = 0
+        """Runs of the workflow that failed so far, repeated or not."""
+        self._loop_turned = True  # since the last call of has_progress
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="workflows", daemon=True)
+        self._thread.start()
+
+    # -- in the rollouter's thread ------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        running = sum(run.group.size - len(run.group.samples) for run in self._runs)
+        return max(0, self._settings.max_samples - running) // self._settings.group_size
+
+    def pending(self) -> int:
+        return len(self._runs)
+
+    def has_work(self) -> bool:
+        return bool(self._requests or self._results) or self._engine.pending() > 0
+
+    def start(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: PromptLease | None = None) -> PendingGroup:
+        group = PendingGroup(prompt, size, lease)
+        client = PolicyClient(
+            functools.partial(self._generate, life=self._life),
+            chat=self._chat,
+            sampling=limited(sampling, prompt),
+            max_length=self._settings.max_length,
+            vocabulary=self._settings.vocabulary,
+            serve=self._serve,
+        )
+        run = _GroupRun(group, client)
+        self._runs.add(run)
+        self._loop.call_soon_threadsafe(self._begin, run)
+        return group
+
+    def step(self) -> list[PendingGroup]:
+        self._submit()
+        if self._engine.pending():
+            answers = []
+            for completion in self._engine.step():
+                self.tokens += len(completion.response.token_ids)
+                answers.append((self._running.pop(completion.request_id).answer, completion.response))
+            if answers:
+                self._loop.call_soon_threadsafe(_answer, answers)
+        return self._collect()
+
+    def leases(self) -> list[PromptLease]:
+        return [run.group.lease for run in self._runs if run.group.lease is not None]
+
+    def has_progress(self, *, generated: bool) -> bool:
+        """Return whether a step was made, or no workflow waits for the engine and their event loop is alive.
+
+        A tool may take long: ``WorkflowSettings.timeout_s`` limits its run, and the event loop ends it.
+        """
+        alive, self._loop_turned = self._loop_turned, False
+        self._loop.call_soon_threadsafe(self._note_turn)
+        return generated or (alive and not self._requests and not self._running)
+
+    def drop(self) -> None:
+        self._life += 1
+        self._engine.abort()
+        self._requests.clear()
+        self._running.clear()
+        for run in self._runs:
+            self._loop.call_soon_threadsafe(run.cancel)
+        self._runs.clear()
+
+    def close(self) -> None:
+        self.drop()
+        asyncio.run_coroutine_threadsafe(_stop(self._loop), self._loop)
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            _log.warning("a workflow blocks the event loop, and is left behind")
+        else:
+            self._loop.close()
+
+    def _submit(self) -> None:
+        """Give the waiting requests to the engine, but those from before the last drop; hand back a refusal."""
+        while self._requests:
+            request = self._requests.popleft()
+            if request.life != self._life or request.answer.done():
+                continue
+            number = next(self._numbers)
+            try:
+                self._engine.submit([GenerationRequest(number, request.token_ids, request.sampling)])
+            except EngineError as exc:
+                if self._engine.version < 0:
+                    raise  # it has failed
+                self._loop.call_soon_threadsafe(_refuse, request.answer, exc)
+            else:
+                self._running[number] = request
+
+    def _collect(self) -> list[PendingGroup]:
+        """Take the results of runs; return the groups that are complete, or have failed."""
+        finished = []
+        while self._results:
+            run, index, result = self._results.popleft()
+            if run not in self._runs:
+                continue  # it was dropped, or has failed
+            if isinstance(result, str):
+                run.group.fail(result)
+                self._loop.call_soon_threadsafe(run.cancel)
+            else:
+                run.group.add(index, result)
+            if run.group.is_generated or run.group.is_scored:
+                self._runs.remove(run)
+                finished.append(run.group)
+        return finished
+
+    # -- in the event loop's thread -----------------------------------------------------------------------------
+
+    def _note_turn(self) -> None:
+        self._loop_turned = True
+
+    def _serve(self) -> EndpointServer:
+        """Return the server of all endpoints; the first call starts it."""
+        if self._server is None:
+            self._server = _start_server(self._settings.endpoint_host)
+        return self._server
+
+    def _begin(self, run: _GroupRun) -> None:
+        run.tasks += [self._loop.create_task(self._make_sample(run, index)) for index in range(run.group.size)]
+
+    async def _make_sample(self, run: _GroupRun, index: int) -> None:
+        reason = ""
+        for _ in range(self._settings.attempts):
+            try:
+                async with asyncio.timeout(self._settings.timeout_s):
+                    result = await self._workflow(run.client, run.group.prompt)
+                self._results.append((run, index, _checked(result, max_length=self._settings.max_length)))
+                return
+            except TimeoutError as exc:
+                reason = f"the workflow did not return within {self._settings.timeout_s:g} s: {short_repr(exc)}"
+            except Exception as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
+                reason = f"the workflow raised {short_repr(exc)}"
+            self.failed_runs += 1
+        self._results.append((run, index, reason))
+
+    async def _generate(self, token_ids: Ints, sampling: Sampling, *, life: int) -> Response:
+        request = _Request(token_ids, sampling, self._loop.create_future(), life)
+        self._requests.append(request)
+        return await request.answer
+
+
+def _checked(result: Trajectory | Sequence[Trajectory], *, max_length: int) -> Sequence[Trajectory]:
+    """Return a run's trajectories. Raises ValueError if there are none, or one that is too long to train."""
+    sample = (result,) if isinstance(result, Trajectory) else tuple(result)
+    if not sample or not all(isinstance(row, Trajectory) for row in sample):
+        raise ValueError(f"a workflow returns a Trajectory, or a sequence of them, not {short_repr(result)}")
+    longest = max(sum(len(segment.token_ids) for segment in row.trained_segments) for row in sample)
+    if longest > max_length:
+        raise ValueError(f"a trajectory has {longest} tokens, and rollout.max_model_len allows {max_length}")
+    return sample
+
+
+def _answer(answers: Sequence[tuple[asyncio.Future[Response], Response]]) -> None:
+    for future, response in answers:
+        if not future.done():  # else the workflow was cancelled, or has timed out
+            future.set_result(response)
+
+
+def _refuse(answer: asyncio.Future[Response], error: EngineError) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+
+
+def _start_server(host: str) -> EndpointServer:
+    try:
+        from hwrl.rollout.endpoint.server import EndpointServer
+    except ImportError as exc:
+        raise UnsupportedError(
+            "this process cannot serve endpoints",
+            why=f"a package is not installed: {exc}",
+            fix="pip install 'hwrl[agents]', on every machine with replicas",
+        ) from exc
+    server = EndpointServer(host=host)
+    server.start()
+    return server
+
+
+async def _stop(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel all tasks but this one, wait until they have ended, and stop the loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others, timeout=_END_S) if others else None
+    loop.call_soon(loop.stop)

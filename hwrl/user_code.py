@@ -1,0 +1,110 @@
+"""Load a user's function by its import path: a reward, a loss, an advantage, a workflow, a curriculum."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import zlib
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from hwrl.errors import DataError
+
+_loaded: dict[str, tuple[bytes, Any]] = {}
+"""The modules made from sources, with their sources: two functions of one file share its module."""
+
+
+def load_function(target: str, *, key: str, source: bytes | None = None) -> Callable[..., Any]:
+    """Return the function at ``target``: ``package.module:function`` or ``path/to/file.py:function``.
+
+    ``key`` is the configuration key with this target; errors name it. ``source`` replaces the content of the module's
+    file, which may have changed since. Runs the module, once for each source. Raises DataError.
+
+    >>> load_function("hwrl.run.demo:sort_reward", key="reward.function")("21>", "12", "12")["reward"]
+    1.0
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise DataError(
+            f"{key}={target} names no function",
+            why="it must be package.module:function or path/file.py:function",
+            fix=f"for example {key}=my_code.py:my_function",
+        )
+    module = _load_file(Path(place), key, source) if place.endswith(".py") else _load_module(place, key, source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise DataError(
+            f"there is no function {name!r} in {place}",
+            why=f"{key}={target} names it",
+            fix=_fix_for_name(module, name=name),
+        )
+    return function  # type: ignore[no-any-return] # the user's function; its caller checks the result
+
+
+def function_file(target: str) -> Path | None:
+    """Return the Python file of the function at ``target``, without running it; None if there is none."""
+    module = target.rpartition(":")[0]
+    if module.endswith(".py"):
+        return Path(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
+
+
+def _fix_for_name(module: Any, *, name: str) -> str:
+    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    close = difflib.get_close_matches(name, functions, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"define {name!r} there, or name another function"
+
+
+def _load_module(name: str, key: str, source: bytes | None) -> Any:
+    try:
+        spec = None if source is None else importlib.util.find_spec(name)
+        return importlib.import_module(name) if spec is None or source is None else _execute(spec, source)
+    except ImportError as exc:
+        raise DataError(
+            f"the module {name} of {key} cannot be imported",
+            why=str(exc),
+            fix=f"install the missing module, or name a file: {key}=path/file.py:function",
+        ) from exc
+    except (Exception, SystemExit) as exc:
+        raise _broken(name, key, exc) from exc
+
+
+def _load_file(path: Path, key: str, source: bytes | None) -> Any:
+    name = f"hwrl_user_{path.stem}_{zlib.crc32(str(path.absolute()).encode()):08x}"  # files of one name may differ
+    spec = importlib.util.spec_from_file_location(name, path)
+    if (source is None and not path.is_file()) or spec is None:
+        raise DataError(f"there is no file {path}", why=f"{key} names it", fix="correct the path")
+    try:
+        return _execute(spec, path.read_bytes() if source is None else source)
+    except (Exception, SystemExit) as exc:
+        raise _broken(str(path), key, exc) from exc
+
+
+def _execute(spec: ModuleSpec, source: bytes) -> Any:
+    """Return the module of ``spec`` with the code ``source``, importable under its name from now on."""
+    known, module = _loaded.get(spec.name, (None, None))
+    if known == source:
+        return module
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look it up there
+    code = compile(source, str(spec.origin), "exec", dont_inherit=True)  # our __future__ imports are not the user's
+    exec(code, vars(module))
+    _loaded[spec.name] = source, module
+    return module
+
+
+def _broken(place: str, key: str, exc: BaseException) -> DataError:
+    ends = isinstance(exc, SystemExit)
+    return DataError(
+        f"the code of {key} in {place} cannot be loaded",
+        why=f"it {'ended the process' if ends else 'raised'}: {exc!r}",
+        fix="put the script's own work under `if __name__ == '__main__':`" if ends else "fix the error in the reason",
+    )

@@ -1,0 +1,325 @@
+"""Endpoints over HTTP: what agents read, what is recorded, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from hwrl.errors import EngineError
+from hwrl.interfaces import Sampling
+from hwrl.rollout import Endpoint
+from tests.support.agents import ScriptedPolicy, ask, chat, chatml_policy, served
+
+USER = {"role": "user", "content": "1 + 1?"}
+AGAIN = {"role": "user", "content": "Sure?"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+Agent = Callable[[Endpoint, ScriptedPolicy], Awaitable[None]]
+
+
+def with_policy(*texts: str, **fields: Any) -> Callable[[Agent], Callable[[], None]]:
+    """Run the test, an agent, beside an endpoint of a policy that says ``texts``."""
+
+    def decorate(agent: Agent) -> Callable[[], None]:
+        async def run() -> None:
+            policy = chatml_policy(*texts, **fields)
+            async with asyncio.timeout(60), served(policy) as endpoint:
+                await agent(endpoint, policy)
+
+        @functools.wraps(agent)
+        def test() -> None:
+            asyncio.run(run())
+
+        del test.__wrapped__  # pytest would look for the agent's parameters
+        return test
+
+    return decorate
+
+
+def text(policy: ScriptedPolicy, ids: Any) -> str:
+    return policy.chat.decode(ids, special=True)
+
+
+@with_policy("Two.")
+async def test_an_answer_has_openais_form(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await chat(endpoint, [USER], logprobs=True, top_logprobs=1, return_token_ids=True)
+    assert answer.status == 200 and answer.message == {"role": "assistant", "content": "Two."}
+    (choice,) = answer.body["choices"]
+    assert choice["finish_reason"] == "stop" and choice["token_ids"] == policy.said[0].token_ids.tolist()
+    assert answer.body["prompt_token_ids"] == policy.asked[0][0].tolist()
+    assert text(policy, policy.asked[0][0]) == "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"
+    row = choice["logprobs"]["content"][1]
+    assert (row["token"], row["logprob"], row["bytes"]) == ("w", -2.0, [ord("w")]) and len(row["top_logprobs"]) == 1
+    prompt, said = len(policy.asked[0][0]), len(policy.said[0].token_ids)
+    assert answer.body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": said,
+        "total_tokens": prompt + said,
+    }
+    models = await ask(endpoint, "models")
+    assert models.body["data"][0]["id"] == "policy" and models.body["data"][0]["max_model_len"] == 2000
+
+
+@with_policy("Two.", "Yes, two.", "I am.")
+async def test_a_conversation_is_one_trajectory_of_the_engines_tokens(
+    endpoint: Endpoint, policy: ScriptedPolicy
+) -> None:
+    messages: list[Any] = [USER]
+    for new in (AGAIN, AGAIN, None):
+        answer = await chat(endpoint, messages)
+        messages = [*messages, {**answer.message, "refusal": None}, *([new] if new else [])]
+    (row,) = endpoint.trajectories()
+    assert [part.by_policy for part in row.segments] == [False, True] * 3 and not row.truncated
+    for part, said in zip(row.segments[1::2], policy.said, strict=True):
+        assert part.token_ids is said.token_ids and part.logprobs is said.logprobs and part.versions is said.versions
+    assert policy.asked[2][0].tolist() == [token for part in row.segments[:-1] for token in part.token_ids]
+    assert text(policy, row.segments[2].token_ids) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@with_policy(CALL, "Two.")
+async def test_tools_are_offered_called_and_answered(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await chat(endpoint, [USER], tools=[TOOL])
+    (call,) = answer.message["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": 1}'} and call["type"] == "function"
+    assert answer.body["choices"][0]["finish_reason"] == "tool_calls" and answer.message["content"] is None
+    rewritten = {**call, "id": "mine", "function": {"name": "add", "arguments": '{"b":1,"a":1}'}}
+    said = {"role": "assistant", "tool_calls": [rewritten]}
+    await chat(endpoint, [USER, said, {"role": "tool", "tool_call_id": "mine", "content": "2"}], tools=[TOOL])
+    (row,) = endpoint.trajectories()
+    assert text(policy, row.segments[1].token_ids) == CALL + "<|im_end|>"
+    assert "<tool_response>\n2\n</tool_response>" in text(policy, row.segments[2].token_ids)
+    assert "add" in text(policy, row.segments[0].token_ids)
+
+
+@with_policy(CALL)
+async def test_with_tool_choice_none_a_call_is_text(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await chat(endpoint, [USER], tools=[TOOL], tool_choice="none")
+    assert answer.message["content"] == CALL and "tool_calls" not in answer.message
+
+
+@with_policy("Two.", "Three.", "Yes.", "No.")
+async def test_each_choice_is_a_trajectory_and_each_token_is_trained_once(
+    endpoint: Endpoint, policy: ScriptedPolicy
+) -> None:
+    answer = await chat(endpoint, [USER], n=2, seed=5)
+    assert [choice["index"] for choice in answer.body["choices"]] == [0, 1]
+    assert [sampling.seed for _, sampling in policy.asked] == [5, 6]
+    chosen = [USER, {"role": "assistant", "content": "Three."}, AGAIN]
+    await chat(endpoint, chosen)
+    await chat(endpoint, chosen)
+    rows = endpoint.trajectories()
+    assert [[part.by_policy for part in row.segments] for row in rows] == [
+        [False, True],
+        [False, True, False, True],
+        [False, True],  # "Three." is in its context
+    ]
+    trained = [part.token_ids for row in rows for part in row.segments if part.by_policy]
+    assert sorted(map(list, trained)) == sorted(list(said.token_ids) for said in policy.said)
+    assert rows[2].segments[0].token_ids.tolist() == policy.asked[3][0].tolist()
+
+
+@with_policy("Two.", "Sure.")
+async def test_a_rewritten_history_begins_a_trajectory(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    await chat(endpoint, [USER])
+    await chat(endpoint, [USER, {"role": "assistant", "content": "2"}, AGAIN])
+    first, second = endpoint.trajectories()
+    assert len(first.segments) == len(second.segments) == 2
+    assert "assistant\n2<|im_end|>" in text(policy, second.segments[0].token_ids)
+
+
+@with_policy(" Two.", "Sure.")
+async def test_white_space_around_an_answer_does_not_count(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    await chat(endpoint, [USER])
+    await chat(endpoint, [USER, {"role": "assistant", "content": [{"type": "text", "text": "Two."}]}, AGAIN])
+    assert len(endpoint.trajectories()) == 1
+
+
+@with_policy("Two.")
+async def test_other_tools_make_another_conversation(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await chat(endpoint, [USER])
+    await chat(endpoint, [USER, answer.message, AGAIN], tools=[TOOL])
+    assert len(endpoint.trajectories()) == 2
+
+
+@with_policy("Two.", "Three.", CALL)
+async def test_a_stream_has_the_same_content(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await chat(
+        endpoint, [USER], n=2, stream=True, stream_options={"include_usage": True}, return_token_ids=True
+    )
+    events = answer.body
+    assert events[-1]["usage"]["completion_tokens"] == 5 + 7 and events[-1]["choices"] == []
+    for index, content in enumerate(["Two.", "Three."]):
+        parts = [one for event in events for one in event["choices"] if one["index"] == index]
+        assert "".join(part["delta"].get("content", "") for part in parts) == content
+        assert [part["finish_reason"] for part in parts] == [None, "stop"]
+        assert parts[0]["token_ids"] == policy.said[index].token_ids.tolist()
+    events = (await chat(endpoint, [USER, AGAIN], stream=True, tools=[TOOL])).body
+    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert [call["function"]["name"] for call in calls] == ["add"] and calls[0]["index"] == 0
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert len(endpoint.trajectories()) == 3
+
+
+@with_policy("Two.", "Yes.")
+async def test_completions_of_text_continue_text(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await ask(endpoint, "completions", {"prompt": "1 + 1 =", "logprobs": 1})
+    (choice,) = answer.body["choices"]
+    assert choice["text"] == "Two." and choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["tokens"][:2] == ["T", "w"] and choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
+    await ask(endpoint, "completions", {"prompt": "1 + 1 =Two.<|im_end|>\nSure?", "stream": True})
+    (row,) = endpoint.trajectories()
+    assert text(policy, row.segments[2].token_ids) == "\nSure?"
+
+
+@with_policy("Two.", "Yes.")
+async def test_completions_of_token_ids_continue_token_ids(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    prompt = policy.chat.encode("1 + 1 =").tolist()
+    answer = await ask(endpoint, "completions", {"prompt": prompt, "return_token_ids": True})
+    said = answer.body["choices"][0]["token_ids"]
+    await ask(endpoint, "completions", {"prompt": [*prompt, *said, 9, 8]})
+    await ask(endpoint, "completions", {"prompt": [*prompt, 9]})
+    first, second = endpoint.trajectories()
+    assert [part.token_ids.tolist() for part in first.segments][:3] == [prompt, said, [9, 8]]
+    assert second.segments[0].token_ids.tolist() == [*prompt, 9]
+
+
+@with_policy("Two.")
+async def test_sampling_is_the_runs_with_the_requests_parameters(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    await chat(endpoint, [USER], temperature=0.5, top_p=0.9, stop="x", max_completion_tokens=3, presence_penalty=0)
+    await chat(endpoint, [USER], max_tokens=500, user="me", parallel_tool_calls=True)
+    assert policy.asked[0][1] == Sampling(3, 0.5, top_p=0.9, stop=("x",)) and policy.asked[1][1] == Sampling(100)
+    first, _ = endpoint.trajectories()
+    assert first.truncated and len(first.segments[1].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"n": 0}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 0}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"anything": 1}, "anything"),
+        ({"messages": []}, "messages"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    @with_policy("Two.")
+    async def agent(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+        answer = await ask(endpoint, "chat/completions", {"messages": [USER], **fields})
+        error = answer.body["error"]
+        assert answer.status == 400 and error["param"] == param and error["type"] == "invalid_request_error"
+        assert param in error["message"] and not policy.asked
+
+    agent()
+
+
+@with_policy("Two.")
+async def test_bad_messages_are_refused_with_their_number(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    bad: Any
+    for bad, reason in [
+        (image, "messages[1] has a part of the type 'image_url'"),
+        ({"role": "judge", "content": "x"}, "messages[1] has the role 'judge'"),
+        ({"role": "user", "content": 3}, "messages[1] has a content"),
+        ({"role": "assistant", "tool_calls": [{"id": 1}]}, "messages[1] has tool_calls"),
+    ]:
+        answer = await chat(endpoint, [USER, bad])
+        assert answer.status == 400 and reason in answer.body["error"]["message"]
+    for content in (b"{", b"[]", b"null"):
+        assert (await ask(endpoint, "chat/completions", content=content)).status == 400
+    answer = await ask(endpoint, "embeddings", {})
+    assert answer.status == 404 and "chat/completions" in answer.body["error"]["message"]
+    assert (await ask(endpoint, "chat/completions")).status == 405
+
+
+@with_policy("Two.", max_length=20)
+async def test_a_conversation_without_room_is_refused(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await chat(endpoint, [USER])
+    assert answer.status == 400 and answer.body["error"]["code"] == "context_length_exceeded"
+
+
+@with_policy("Two.", error=EngineError("the request cannot run", why="it is too hot"))
+async def test_an_error_of_the_engine_is_one_of_the_server(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    answer = await chat(endpoint, [USER], n=2)
+    assert answer.status == 500 and answer.body["error"]["message"] == "the request cannot run: it is too hot"
+    assert endpoint.trajectories() == []
+
+
+@with_policy("Two.")
+async def test_only_the_token_of_its_run_opens_an_endpoint(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    name = endpoint.api_key.partition("-")[0]
+    for wrong in ("", "x", name, f"{name}-", endpoint.api_key[:-1], "é"):
+        answer = await ask(endpoint, "chat/completions", {"messages": [USER]}, token=wrong.encode().decode("latin-1"))
+        assert answer.status == 401 and answer.body["error"]["code"] == "invalid_api_key"
+    assert not policy.asked
+
+
+def test_the_token_dies_with_the_run_and_never_reaches_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    async def run() -> str:
+        policy = chatml_policy("Two.")
+        async with served(policy) as endpoint:
+            async with served(policy) as other:
+                assert (await ask(endpoint, "models", token=other.api_key)).status == 401
+                token = other.api_key
+            policy.gate.clear()
+            waiting = asyncio.ensure_future(chat(endpoint, [USER]))
+            await policy.arrived.wait()
+            endpoint.close()
+            assert (await waiting).status == 401 and policy.cancelled == 1
+            assert endpoint.trajectories() == []
+            return token
+
+    token = asyncio.run(run())
+    assert token not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_request_of_a_client_that_leaves_is_dropped(stream: bool) -> None:
+    @with_policy("Two.")
+    async def agent(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+        policy.gate.clear()
+        body = json.dumps({"messages": [USER], "stream": stream}).encode()
+        host, _, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint.api_key}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await policy.arrived.wait()
+        writer.close()
+        while not policy.cancelled:
+            await asyncio.sleep(0)
+        policy.gate.set()
+        assert (await chat(endpoint, [USER])).status == 200
+        assert len(endpoint.trajectories()) == 1
+
+    agent()
+
+
+@with_policy("Two.")
+async def test_a_reader_that_does_not_read_delays_nobody(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    policy.texts = ["x" * 60_000 + "<|im_end|>"]
+    policy.sampling, policy.max_length = Sampling(100_000), 200_000
+    host, _, port = endpoint.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+    body = json.dumps({"messages": [USER], "stream": True, "logprobs": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint.api_key}\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert await reader.read(1)
+    policy.texts = ["Two.<|im_end|>"]
+    for _ in range(3):
+        assert (await chat(endpoint, [USER])).message["content"] == "Two."
+    writer.close()

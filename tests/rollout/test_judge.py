@@ -1,0 +1,110 @@
+"""A judge over HTTP: a real server in a process of its own fails, stalls and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hwrl.errors import ConfigError
+from hwrl.rollout import Judge, Prompt, RewardWorkers
+from tests.support.sources import REPO
+
+
+class Server:
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}/v1"
+
+    def seen(self) -> dict[str, Any]:
+        with urllib.request.urlopen(self.url) as answer:
+            return dict(json.load(answer))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    pytest.importorskip("openai")
+    file = tmp_path / "port"
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.judge_server", str(file)], cwd=REPO)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (file.exists() and file.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.02)
+        yield Server(int(file.read_text()))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(judge: Judge, *questions: str) -> list[str | BaseException]:
+    async def all_of_them() -> list[str | BaseException]:
+        try:
+            return await asyncio.gather(*(judge.ask(question) for question in questions), return_exceptions=True)
+        finally:
+            await judge.close()
+
+    return asyncio.run(all_of_them())
+
+
+def test_an_answer_comes_also_after_a_failure_a_silence_and_a_limit(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGES_KEY", "secret")
+    judge = Judge(server.url, "judge", api_key_env="JUDGES_KEY", timeout_s=1.0)
+    questions = ["hello", "fail once", "stall once", "limit once"]
+    assert ask(judge, *questions) == [str(float(len(question))) for question in questions]
+    seen = server.seen()
+    assert set(seen["keys"]) == {"Bearer secret"}
+    first, second = seen["times"]["limit once"]
+    assert second - first >= 1.9, "Retry-After says two seconds; the backoff alone is shorter"
+    assert [len(seen["times"][question]) for question in questions] == [1, 2, 2, 2]
+
+
+def test_a_server_that_never_answers_is_an_error_after_the_last_attempt(server: Server) -> None:
+    judge = Judge(server.url, "judge", max_retries=1, timeout_s=0.5)
+    failed, silent = ask(judge, "fail", "stall")
+    assert "out of order" in str(failed) and "timed out" in str(silent).lower()
+    assert [len(server.seen()["times"][question]) for question in ("fail", "stall")] == [2, 2]
+
+
+def test_no_more_requests_are_open_than_allowed(server: Server) -> None:
+    judge = Judge(server.url, "judge", max_concurrency=3)
+    answers = ask(judge, *(f"wait:{number}" for number in range(9)))
+    assert answers == ["6.0"] * 9
+    assert server.seen()["most"] == 3
+
+
+def test_the_reward_of_the_docs_asks_a_judge_from_a_worker(server: Server, tmp_path: Path) -> None:
+    page = (REPO / "docs/rewards.md").read_text()
+    (code,) = [part.split("```")[0] for part in page.split("```python\n")[1:] if "Judge(" in part]
+    assert code.count("\n") <= 20
+    (tmp_path / "judged.py").write_text(code.replace("http://judge:8000/v1", server.url))
+    workers = RewardWorkers(f"{tmp_path / 'judged.py'}:judged", decode=lambda ids: "x" * len(ids))
+    try:
+        prompt = Prompt("Say x.", np.ones(1, dtype=np.int32), "x", row={"rubric": "Is it short?"})
+        scores = workers.score(prompt, [np.ones(length, dtype=np.int32) for length in (1, 2, 3)]).result(60)
+    finally:
+        workers.close()
+    assert scores.failure is None and len(scores.metrics) == 3
+
+
+def test_a_judge_without_its_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openai")
+    monkeypatch.delenv("JUDGES_KEY", raising=False)
+    with pytest.raises(ConfigError, match="JUDGES_KEY is not set"):
+        Judge("http://127.0.0.1:1/v1", "judge", api_key_env="JUDGES_KEY")
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"hwrl\[judge\]"):
+        Judge("http://127.0.0.1:1/v1", "judge")

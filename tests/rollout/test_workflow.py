@@ -1,0 +1,268 @@
+"""Workflows: trajectories of several turns, failures, limits, drops; on a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hwrl.errors import EngineError
+from hwrl.interfaces import RolloutEngine, Sampling, Trajectory
+from hwrl.rollout import (
+    ChatTokens,
+    LoopSettings,
+    PolicyClient,
+    Prompt,
+    Rollouter,
+    Workflow,
+    WorkflowGenerator,
+    WorkflowSettings,
+    single_turn,
+)
+from tests.support.scripted_rollout import CountingEngine, Desk, InlineScorer, Lengths, Updater, step_until
+
+Make = Callable[..., WorkflowGenerator]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Return a maker of generators of a workflow on a counting engine; they are closed at the end."""
+    made: list[WorkflowGenerator] = []
+
+    def generator_of(workflow: Workflow, *, engine: RolloutEngine | None = None, **settings: Any) -> WorkflowGenerator:
+        chosen = {"group_size": 2, "max_samples": 8, "max_length": 12, "vocabulary": 100, "timeout_s": 5.0, **settings}
+        made.append(
+            WorkflowGenerator(engine or CountingEngine(), workflow, tokenizer=None, settings=WorkflowSettings(**chosen))
+        )
+        return made[-1]
+
+    yield generator_of
+    for generator in made:
+        generator.close()
+
+
+async def two_turns(client: PolicyClient, prompt: Prompt) -> Trajectory:
+    trajectory = client.begin(prompt.token_ids)
+    await trajectory.generate()
+    await asyncio.sleep(0)
+    trajectory.add([7, 8])
+    last = await trajectory.generate()
+    trajectory.reward_turn(0.5)
+    return trajectory.finish(reward=float(len(last.token_ids)), metrics={"turns": 2.0})
+
+
+def step_to_the_end(generator: WorkflowGenerator) -> list[Any]:
+    finished: list[Any] = []
+    deadline_s = time.monotonic() + 20.0
+    while generator.pending():
+        assert time.monotonic() < deadline_s, "it never ended"
+        finished += generator.step()
+        time.sleep(0.001)
+    return finished
+
+
+def start(generator: WorkflowGenerator, number: int = 1, size: int = 2) -> Any:
+    return generator.start(Lengths()[number], Sampling(10), size=size)
+
+
+def test_a_trajectory_of_several_turns_has_the_engines_tokens_and_the_tools(make: Make) -> None:
+    generator = make(two_turns)
+    group = start(generator)
+    assert step_to_the_end(generator) == [group] and group.is_generated
+    for row in group.trajectories:
+        assert [part.by_policy for part in row.segments] == [False, True, False, True]
+        assert [part.token_ids.tolist() for part in row.segments] == [[2], [1, 2], [7, 8], [1, 2]]
+        assert row.segments[3].logprobs is not None and row.segments[3].logprobs.tolist() == [-1, -2]
+        assert row.segments[3].rewards is not None and row.segments[3].rewards.tolist() == [0, 0.5]
+    assert generator.tokens == 8
+    group.score(InlineScorer(lambda *_: 9.0))
+    assert group.metrics() == [{"reward": 2.0, "turns": 2.0}] * 2
+
+
+def test_a_single_turn_as_a_workflow_is_the_single_turn(make: Make) -> None:
+    generator = make(single_turn)
+    group = start(generator)
+    step_to_the_end(generator)
+    (row, _) = group.trajectories
+    assert row.response_ids.tolist() == [1, 2] and row.reward is None and not row.truncated
+
+
+def test_many_run_at_once_and_room_counts_their_samples(make: Make) -> None:
+    generator = make(two_turns, max_samples=1000, engine=CountingEngine(room=4))
+    groups = [start(generator) for _ in range(300)]
+    assert generator.room() == 200 and generator.pending() == 300
+    step_to_the_end(generator)
+    assert all(group.is_generated for group in groups) and generator.room() == 500
+
+
+def test_a_run_that_raises_is_repeated_and_then_fails_its_group(make: Make) -> None:
+    calls: list[int] = []
+
+    async def fails_at_first(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("the tool is away")
+        return await two_turns(client, prompt)
+
+    generator = make(fails_at_first)
+    group = start(generator)
+    step_to_the_end(generator)
+    assert group.is_generated and len(calls) == 3 and generator.failed_runs == 1
+
+    async def always_fails(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        raise ValueError("the tool is away")
+
+    generator = make(always_fails, attempts=3)
+    group = start(generator)
+    assert step_to_the_end(generator) == [group]
+    assert not group.is_generated and "the tool is away" in str(group.result().failure)
+
+
+@pytest.mark.parametrize("result", [None, [], 3])
+def test_a_run_without_trajectories_has_failed(make: Make, result: Any) -> None:
+    async def nothing(client: PolicyClient, prompt: Prompt) -> Any:
+        return result
+
+    generator = make(nothing, attempts=1)
+    group = start(generator, size=1)
+    step_to_the_end(generator)
+    failure = str(group.result().failure)
+    assert "Trajectory" in failure or "iterable" in failure
+
+
+def test_a_run_that_takes_too_long_has_failed_and_blocks_nobody(make: Make) -> None:
+    async def waits(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        if prompt.answer == 3:
+            await asyncio.sleep(1e6)
+        return await two_turns(client, prompt)
+
+    generator = make(waits, timeout_s=0.2, attempts=1)
+    slow, fast = start(generator, 3), start(generator, 1)
+    assert step_to_the_end(generator) == [fast, slow]
+    assert "within 0.2 s" in str(slow.result().failure) and fast.is_generated
+
+
+def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:
+    errors: list[EngineError] = []
+
+    async def talks_on(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        trajectory = client.begin(prompt.token_ids)
+        while trajectory.room > 0:
+            await trajectory.generate()
+            trajectory.add([7] * min(4, trajectory.room))
+        try:
+            await client.generate(trajectory.token_ids)
+        except EngineError as error:
+            errors.append(error)
+        return trajectory.finish()
+
+    generator = make(talks_on)
+    group = start(generator)
+    step_to_the_end(generator)
+    assert group.is_generated and len(errors) == 2 and "max_model_len" in errors[0].fix
+    with pytest.raises(EngineError, match="no token 100"):
+        unused: Any = None
+        chat = ChatTokens(None, end_ids=())
+        client = PolicyClient(unused, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100, serve=unused)
+        asyncio.run(client.generate([100]))
+
+
+def test_dropped_work_never_comes_back(make: Make) -> None:
+    ended: list[str] = []
+
+    async def watched(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        try:
+            return await two_turns(client, prompt)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    generator = make(watched)
+    start(generator, 5)
+    deadline_s = time.monotonic() + 20.0
+    while not generator._engine.pending():
+        assert time.monotonic() < deadline_s
+        generator.step()
+    generator.drop()
+    assert not generator.pending() and not generator._engine.pending()
+    group = start(generator)
+    assert step_to_the_end(generator) == [group] and ended == ["cancelled"] * 2
+
+
+def test_rewards_of_some_trajectories_only_fail_the_group(make: Make) -> None:
+    calls: list[int] = []
+
+    async def first_only(client: PolicyClient, prompt: Prompt) -> Sequence[Trajectory]:
+        calls.append(len(calls))
+        first = calls[-1] == 0
+        trajectory = client.begin(prompt.token_ids)
+        await trajectory.generate()
+        return [trajectory.finish(reward=1.0 if first else None)]
+
+    generator = make(first_only)
+    group = start(generator)
+    step_to_the_end(generator)
+    group.score(InlineScorer(lambda *_: 0.0))
+    assert "1 of 2 trajectories" in str(group.result().failure)
+
+
+def rollouter_of(workflow: Workflow, desk: Desk, updater: Updater, *, partial: bool = True) -> Rollouter:
+    settings = WorkflowSettings(group_size=2, max_samples=8, max_length=30, vocabulary=100, timeout_s=5.0, attempts=1)
+    return Rollouter(
+        updater.engine,
+        ledger=desk,
+        prompts=Lengths(),
+        rewards=InlineScorer(lambda *_: 0.0),
+        weights=updater,
+        settings=LoopSettings(sampling=Sampling(10), group_size=2, partial_rollout=partial),
+        generator=WorkflowGenerator(updater.engine, workflow, tokenizer=None, settings=settings),
+    )
+
+
+def test_a_rollouter_hands_in_trajectories_and_reports_failures() -> None:
+    async def mostly(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        if prompt.answer == 2:
+            raise ValueError("no such tool")
+        return await two_turns(client, prompt)
+
+    desk, updater = Desk([0, 1, 2, 3]), Updater()
+    rollouter = rollouter_of(mostly, desk, updater)
+    step_until(rollouter, lambda: len(desk.groups) == 3 and bool(desk.failed))
+    assert sorted(group.sequence_number for group in desk.groups) == [0, 1, 3]
+    assert desk.failed[0][0] == 2 and "no such tool" in desk.failed[0][1]
+    (group, *_) = sorted(desk.groups, key=lambda group: group.sequence_number)
+    assert group.loss_mask.tolist() == [True, False, False, True] * 2 and group.metrics["turns"] == 2.0
+    rollouter._generator.close()
+
+
+def test_without_partial_rollout_weights_wait_for_whole_trajectories() -> None:
+    desk, updater = Desk([3, 4]), Updater()
+    rollouter = rollouter_of(two_turns, desk, updater, partial=False)
+    step_until(rollouter, lambda: rollouter._generator.pending() > 0)
+    updater.offered.append(1)
+    step_until(rollouter, lambda: len(desk.groups) == 2 and updater.engine.version == 1)
+    assert all(set(group.versions[group.loss_mask]) == {0} for group in desk.groups)
+    rollouter._generator.close()
+
+
+def test_weights_may_change_between_and_within_turns() -> None:
+    desk, updater = Desk([5]), Updater()
+
+    async def updates_between(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        trajectory = client.begin(prompt.token_ids)
+        await trajectory.generate()
+        updater.offered.append(1)
+        while updater.offered:
+            await asyncio.sleep(0.001)
+        await trajectory.generate()
+        return trajectory.finish(reward=1.0)
+
+    rollouter = rollouter_of(updates_between, desk, updater)
+    step_until(rollouter, lambda: bool(desk.groups))
+    (group,) = desk.groups
+    assert (group.oldest_version, group.newest_version) == (0, 1) and np.all(np.diff(group.versions[:12]) >= 0)
+    rollouter._generator.close()
