@@ -18,7 +18,7 @@ from tests.faults.trial import run_point
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 TEN = choose([point for point in POINTS if point.is_quick and not point.filters], 10, seed=5)
 FILTERING = [point for point in POINTS if point.filters]
-FILTERED = "filter-kill-trainer-stepping"
+FILTERED, CALLING = "filter-kill-trainer-stepping", "workflow-kill-replica-calling"
 MET_ELSEWHERE = {
     "delete-config-kill-replica": "test_train_run.py: without its configuration the run replaces processes",
     "hup-trainer-stepping": "test_train_run.py: a frozen trainer goes back to its checkpoint",
@@ -30,7 +30,7 @@ MET_ELSEWHERE = {
     **{
         point.name: f"{FILTERED}: the same account, and the trainer dies"
         for point in FILTERING
-        if point.name != FILTERED
+        if point.name not in (FILTERED, CALLING)
     },
 }
 """Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""
