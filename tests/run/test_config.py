@@ -428,6 +428,17 @@ def test_a_resume_with_another_fixed_key_is_refused(tmp_path: Path, key: str) ->
         pass
 
 
+def test_a_resume_may_change_its_advantages_but_not_to_a_critic(tmp_path: Path) -> None:
+    own = begun_run(tmp_path) / "config.yaml"
+    with claimed_directory(load_config(own, ["resume=true", "algorithm.advantage=rloo"])):
+        pass
+    with (
+        pytest.raises(ConfigError, match="with another algorithm.advantage\n"),
+        claimed_directory(load_config(own, ["resume=true", "algorithm.advantage=gae"])),
+    ):
+        pass
+
+
 def test_a_resume_may_find_model_and_data_elsewhere(tmp_path: Path) -> None:
     words = ["resume=true", "model.path=/elsewhere/model", "data.train=/elsewhere/train.jsonl"]
     with claimed_directory(load_config(begun_run(tmp_path) / "config.yaml", words)):
