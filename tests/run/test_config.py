@@ -433,7 +433,7 @@ def test_a_resume_may_change_its_advantages_but_not_to_a_critic(tmp_path: Path) 
     with claimed_directory(load_config(own, ["resume=true", "algorithm.advantage=rloo"])):
         pass
     with (
-        pytest.raises(ConfigError, match="with another algorithm.advantage\n"),
+        pytest.raises(ConfigError, match=r"with another algorithm\.advantage\n"),
         claimed_directory(load_config(own, ["resume=true", "algorithm.advantage=gae"])),
     ):
         pass
