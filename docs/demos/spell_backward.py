@@ -7,6 +7,7 @@ DIR/config.yaml``.
 from __future__ import annotations
 
 import argparse
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from hwrl.run.demo import write_config, write_lines, write_model
 
 TASK = "spell_backward"
 PROMPT = "Spell this word backward (example: sun -> nus): "
+LETTERS = "aeilnorst"
+"""Only words of these letters are taken, so that a tiny model with random weights learns the task in minutes."""
 _score_answer = reasoning_gym.get_score_answer_fn(TASK)
 
 
@@ -25,15 +28,23 @@ def score(prompt: str, response: str, answer: str, entry: dict[str, Any]) -> dic
     return {"reward": reward, "exact": float(reward == 1.0)}
 
 
-def write_demo(directory: Path, *, seed: int, prompts: int = 8192) -> Path:
-    """Write data, model and configuration to ``directory``; return the configuration's path."""
+def write_demo(directory: Path, *, seed: int, tasks: int = 40_000) -> Path:
+    """Write data, model and configuration to ``directory``; return the configuration's path.
+
+    One word in ten is for evaluation only.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    tasks = reasoning_gym.create_dataset(TASK, size=prompts + 256, seed=seed, min_word_len=3, max_word_len=4)
-    rows = [{"prompt": entry["question"], "answer": entry["answer"], "entry": entry} for entry in tasks]
-    write_lines(directory / "eval.jsonl", rows[:256])
-    write_lines(directory / "train.jsonl", rows[256:])
-    letters = sorted(set("".join(entry["metadata"]["word"] for entry in tasks)))
-    write_model(directory / "model", alphabet=["<pad>", "<eos>", "<bos>", PROMPT, *letters], seed=seed)
+    rows: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "eval": {}}
+    for entry in reasoning_gym.create_dataset(TASK, size=tasks, seed=seed, min_word_len=3, max_word_len=4):
+        word = entry["metadata"]["word"]
+        if set(word) <= set(LETTERS):
+            side = "eval" if zlib.crc32(word.encode()) % 10 == 0 else "train"
+            rows[side][word] = {"prompt": entry["question"], "answer": entry["answer"], "entry": entry}
+    for side, found in rows.items():
+        write_lines(directory / f"{side}.jsonl", list(found.values()))
+    write_model(
+        directory / "model", alphabet=["<pad>", "<eos>", "<bos>", PROMPT, *LETTERS, "<1>", "<2>", "<3>"], seed=seed
+    )
     return write_config(directory, _config(directory, seed=seed))
 
 
