@@ -479,6 +479,8 @@ def test_data_sets_are_a_path_a_list_or_names_with_paths(tmp_path: Path, monkeyp
     ]
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
+    (one,) = load_config(write(tmp_path, MINIMAL), ["data.train={path: a.jsonl, prompt_key: question}"]).data.train_sets
+    assert (one.name, one.prompt_key) == ("a", "question")
     with pytest.raises(ConfigError, match=r"data\.train: .*different names.* a, a"):
         load_config(write(tmp_path, MINIMAL), ["data.train=[a.jsonl, sub/a.jsonl]"])
     with pytest.raises(ConfigError, match=r"data\.eval: .*weights are for data\.train"):
