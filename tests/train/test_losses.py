@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hwrl.interfaces import LossInputs, PromptGroup, Response
-from hwrl.train import PolicyLoss, collate, group_advantages, mismatch_kl
+from hwrl.train import PolicyLoss, collate, mismatch_kl
 
 
 def group_of(rewards: list[float], *, lengths: list[int] | None = None, prompt: int = 2) -> PromptGroup:
