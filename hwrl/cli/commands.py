@@ -23,7 +23,7 @@ from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Command
 
-BUILT_IN = ("train", "plan", "doctor", "checkpoints", "conformance")
+BUILT_IN = ("train", "report", "plan", "doctor", "checkpoints", "conformance")
 """Names of subcommands, and of the modules in this package with their ``HELP``, ``configure`` and ``run``."""
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ProbeResult,
         RolloutEngine,
         RolloutSettings,
+        Tracker,
         TrainEngine,
     )
 
@@ -149,5 +150,16 @@ def hwrl_commands() -> Iterable[Command]:
     """Return the subcommands that the plugin adds to ``hwrl``. Optional.
 
     Called by ``hwrl --help``, and when a command is not built in. Must import no torch and need milliseconds.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def hwrl_tracker(options: Mapping[str, Any]) -> Tracker:
+    """Return a tracker of metrics, not yet started; ``options`` are the user's for it. Optional.
+
+    hwrl calls it before a run starts anything, as a check, and again for each start of tracking; both in the process of
+    ``hwrl train``. Import the tracker's library in :meth:`~hwrl.interfaces.Tracker.start`. Raise ConfigError for an
+    unknown option, EngineError if the library is not installed.
     """
     raise NotImplementedError

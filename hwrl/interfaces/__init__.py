@@ -41,6 +41,7 @@ from hwrl.interfaces.rollout import (
     Sampling,
     WeightOffer,
 )
+from hwrl.interfaces.tracking import RunStatus, TrackedRun, Tracker
 from hwrl.interfaces.train import EngineSettings, TrainEngine
 
 __all__ = [
@@ -86,6 +87,7 @@ __all__ = [
     "Response",
     "RolloutEngine",
     "RolloutSettings",
+    "RunStatus",
     "Sampling",
     "Segment",
     "StreamLike",
@@ -94,6 +96,8 @@ __all__ = [
     "ToolCall",
     "ToolParser",
     "Tools",
+    "TrackedRun",
+    "Tracker",
     "TrainEngine",
     "Trajectory",
     "Transfer",

@@ -154,7 +154,7 @@ class RolloutEngine(ABC):
         """Return the requests that finished since the last call. Blocks until a running request has a new token.
 
         Call it again and again: between the calls an engine may begin steps, but need not. Without a pending request it
-        returns at once.
+        returns at once. A run counts each return with a pending request as progress: its replica is not hung.
         """
 
     @abstractmethod

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from hwrl.rollout.checks import require_none_pending as require_none_pending
     from hwrl.rollout.checks import require_same_model as require_same_model
     from hwrl.rollout.checks import require_weights as require_weights
+    from hwrl.rollout.data import DataKeys as DataKeys
     from hwrl.rollout.data import Prompt as Prompt
-    from hwrl.rollout.data import PromptStream as PromptStream
     from hwrl.rollout.data import check_prompts as check_prompts
     from hwrl.rollout.data import check_vocabulary as check_vocabulary
     from hwrl.rollout.data import load_prompts as load_prompts
     from hwrl.rollout.embedded import EmbeddedEngine as EmbeddedEngine
     from hwrl.rollout.endpoint.session import Endpoint as Endpoint
+    from hwrl.rollout.environments import TextEnvironment as TextEnvironment
+    from hwrl.rollout.environments import environment as environment
+    from hwrl.rollout.evaluator import EvaluatedPrompt as EvaluatedPrompt
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
@@ -47,6 +50,11 @@ if TYPE_CHECKING:
     from hwrl.rollout.model_link import ModelLink as ModelLink
     from hwrl.rollout.model_link import ReceivedModels as ReceivedModels
     from hwrl.rollout.model_link import RetryingReceiver as RetryingReceiver
+    from hwrl.rollout.prompt_order import Curriculum as Curriculum
+    from hwrl.rollout.prompt_order import PromptOrder as PromptOrder
+    from hwrl.rollout.prompt_order import PromptSet as PromptSet
+    from hwrl.rollout.prompt_order import PromptStream as PromptStream
+    from hwrl.rollout.prompt_order import mixture as mixture
     from hwrl.rollout.reward import Reward as Reward
     from hwrl.rollout.reward import RewardFunction as RewardFunction
     from hwrl.rollout.reward import Scores as Scores
@@ -55,12 +63,15 @@ if TYPE_CHECKING:
     from hwrl.rollout.reward_workers import Scorer as Scorer
     from hwrl.rollout.rollouter import LoopSettings as LoopSettings
     from hwrl.rollout.rollouter import Rollouter as Rollouter
+    from hwrl.rollout.rows import HUB as HUB
+    from hwrl.rollout.rows import digest_rows as digest_rows
     from hwrl.rollout.slots import cache_token_nbytes as cache_token_nbytes
     from hwrl.rollout.stops import StopFinder as StopFinder
     from hwrl.rollout.stops import stop_finder as stop_finder
     from hwrl.rollout.stops import text_decoder as text_decoder
     from hwrl.rollout.tool_calls import HERMES as HERMES
     from hwrl.rollout.tool_calls import parse_tool_calls as parse_tool_calls
+    from hwrl.rollout.tools import tool_use as tool_use
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
@@ -76,13 +87,17 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "AdapterUpdater": "weight_updater",
     "ChatTokens": "chat",
+    "Curriculum": "prompt_order",
+    "DataKeys": "data",
     "EmbeddedEngine": "embedded",
     "Endpoint": "endpoint.session",
     "EngineModels": "model_link",
+    "EvaluatedPrompt": "evaluator",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
     "HERMES": "tool_calls",
+    "HUB": "rows",
     "INCARNATION": "model_link",
     "Judge": "judge",
     "LedgerClient": "leases",
@@ -96,7 +111,9 @@ _MODULE_OF = {
     "Prompt": "data",
     "PromptLease": "ledger",
     "PromptLedger": "ledger",
-    "PromptStream": "data",
+    "PromptOrder": "prompt_order",
+    "PromptSet": "prompt_order",
+    "PromptStream": "prompt_order",
     "ReceivedModels": "model_link",
     "RetryingReceiver": "model_link",
     "Reward": "reward",
@@ -107,6 +124,7 @@ _MODULE_OF = {
     "Scorer": "reward_workers",
     "Scores": "reward",
     "StopFinder": "stops",
+    "TextEnvironment": "environments",
     "TrajectoryBuilder": "workflow",
     "UntrainedPrompts": "ledger",
     "WeightUpdater": "weight_updater",
@@ -117,11 +135,14 @@ _MODULE_OF = {
     "cache_token_nbytes": "slots",
     "check_prompts": "data",
     "check_vocabulary": "data",
+    "digest_rows": "rows",
     "embedded_memory": "memory",
+    "environment": "environments",
     "has_variance": "ledger",
     "load_prompts": "data",
     "load_reward": "reward",
     "load_workflow": "workflow",
+    "mixture": "prompt_order",
     "model_nbytes": "memory",
     "parse_tool_calls": "tool_calls",
     "require_adapter": "checks",
@@ -136,16 +157,21 @@ _MODULE_OF = {
     "single_turn": "workflow",
     "stop_finder": "stops",
     "text_decoder": "stops",
+    "tool_use": "tools",
 }
 
 __all__ = [
     "HERMES",
+    "HUB",
     "INCARNATION",
     "AdapterUpdater",
     "ChatTokens",
+    "Curriculum",
+    "DataKeys",
     "EmbeddedEngine",
     "Endpoint",
     "EngineModels",
+    "EvaluatedPrompt",
     "Evaluation",
     "Evaluator",
     "GroupGenerator",
@@ -161,6 +187,8 @@ __all__ = [
     "Prompt",
     "PromptLease",
     "PromptLedger",
+    "PromptOrder",
+    "PromptSet",
     "PromptStream",
     "ReceivedModels",
     "RetryingReceiver",
@@ -172,6 +200,7 @@ __all__ = [
     "Scorer",
     "Scores",
     "StopFinder",
+    "TextEnvironment",
     "TrajectoryBuilder",
     "UntrainedPrompts",
     "WeightUpdater",
@@ -182,11 +211,14 @@ __all__ = [
     "cache_token_nbytes",
     "check_prompts",
     "check_vocabulary",
+    "digest_rows",
     "embedded_memory",
+    "environment",
     "has_variance",
     "load_prompts",
     "load_reward",
     "load_workflow",
+    "mixture",
     "model_nbytes",
     "parse_tool_calls",
     "require_adapter",
@@ -201,6 +233,7 @@ __all__ = [
     "single_turn",
     "stop_finder",
     "text_decoder",
+    "tool_use",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from hwrl.errors import DataError
 from hwrl.interfaces import Trajectory
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.workflow import PolicyClient, Workflow
 from hwrl.user_code import load_function
-
-_T = TypeVar("_T")
 
 
 class TextEnvironment(Protocol):
@@ -50,7 +48,7 @@ def environment(
     async def play(client: PolicyClient, prompt: Prompt) -> Trajectory:
         env: TextEnvironment = constructor(**options)
         row = {**prompt.row, "prompt": prompt.text, "answer": prompt.answer}
-        observation, info = await _call(env.reset, options=row)
+        observation, info = await call_maybe_async(env.reset, options=row)
         trajectory = client.begin(prompt.token_ids)
         reward, turns, ended, cut = 0.0, 0, False, False
         while not ended and turns < max_turns:
@@ -60,7 +58,7 @@ def environment(
                 break
             response = await trajectory.generate()
             text = tokenizer.decode(response.token_ids, skip_special_tokens=True)
-            observation, gained, terminated, cut, info = _checked(await _call(env.step, text), make)
+            observation, gained, terminated, cut, info = _checked(await call_maybe_async(env.step, text), make)
             reward, turns, ended = reward + gained, turns + 1, terminated or cut
         if not turns:
             raise DataError(
@@ -74,12 +72,11 @@ def environment(
     return play
 
 
-async def _call(method: Callable[..., _T | Awaitable[_T]], *args: Any, **kwargs: Any) -> _T:
-    """Call ``method``: await a coroutine function, and give any other a thread, since it may block."""
-    if inspect.iscoroutinefunction(method):
-        found: _T = await method(*args, **kwargs)
-        return found
-    return await asyncio.to_thread(method, *args, **kwargs)  # type: ignore[arg-type] # it is no coroutine function
+async def call_maybe_async(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``: await a coroutine function, and give any other a thread, since it may block."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def _checked(result: Any, make: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

@@ -55,6 +55,11 @@ class PendingGroup:
         assert self.is_scored and self.scores is not None, "ask is_scored first"
         return self.scores.result()
 
+    def metrics(self) -> list[dict[str, float]]:
+        """Return the metrics of each trajectory of a group that is scored: its own, and those of the reward."""
+        scored = zip(self.trajectories, self.result().metrics, strict=True)
+        return [{**row.metrics, **metrics} for row, metrics in scored]
+
     def cancel(self) -> None:
         """Let the reward workers skip this group."""
         if self.scores is not None:
@@ -75,8 +80,7 @@ class PendingGroup:
         elif len(own) < len(rows):
             self.fail(f"{len(own)} of {len(rows)} trajectories have a reward; the workflow must reward all or none")
         else:
-            metrics = [{**row.metrics, "reward": reward} for row, reward in zip(rows, own, strict=True)]
-            self.scores = _done(Scores(metrics))
+            self.scores = _done(Scores([{"reward": reward} for reward in own]))
 
     def fail(self, reason: str) -> None:
         """Note that the group will never be scored."""
@@ -84,7 +88,7 @@ class PendingGroup:
 
     def to_prompt_group(self, lease: PromptLease) -> PromptGroup:
         """Return the scored group as the ledger takes it."""
-        metrics = self.result().metrics
+        metrics = self.metrics()
         return PromptGroup.of_samples(
             self.samples,
             sequence_number=lease.sequence_number,

@@ -5,7 +5,7 @@ more afterwards. Without this, a process that restarts after a death might read 
 another model or another reward function. Paths and times do not count: a file may be copied, moved or touched, and each
 machine may have its own copy.
 
-- Prompts: the hashed bytes are the parsed bytes.
+- Prompts: the hashed bytes are the parsed bytes. Of a directory all files count, and of a name on the hub all rows.
 - Model directory: all files count but hidden ones and ``.md``, because transformers chooses among the files it finds.
   In ``config.json``, the author's tool and path do not count.
 - Weights: the whole file is hashed; a sample would miss a change of a few tensors. The driver always does this, with a
@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,16 +30,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hwrl.errors import ConfigError, DataError, InputChangedError
+from hwrl.rollout import HUB, digest_rows
 from hwrl.run.config import Config
 from hwrl.user_code import function_file
 
 TRAIN, EVAL, REWARD, MODEL = "data.train", "data.eval", "reward.function", "model.path"
+CURRICULUM, ORDER, CRITIC = "data.curriculum", "data.order", "critic.path"
 LOSS, ADVANTAGE, WORKFLOW = "algorithm.loss", "algorithm.advantage", "rollout.workflow"
+TEMPLATE = "data.chat_template"
 MODEL_CONFIG = f"{MODEL}/config.json"
 
 Role = Literal["trainer", "rollout"]
 
-_FUNCTIONS: dict[str, Role] = {REWARD: "rollout", WORKFLOW: "rollout", LOSS: "trainer", ADVANTAGE: "trainer"}
+_FUNCTIONS: dict[str, Role] = {
+    REWARD: "rollout",
+    CURRICULUM: "rollout",
+    WORKFLOW: "rollout",
+    LOSS: "trainer",
+    ADVANTAGE: "trainer",
+}
 """The keys with import paths of users' functions, and the processes that call these functions."""
 
 _WEIGHTS = (".safetensors", ".bin")
@@ -68,7 +77,16 @@ class RunInputs:
 
     def digests(self) -> dict[str, str]:
         """Return the hash of each file, for a checkpoint."""
-        return {key: file.sha256 for key, file in self.files.items()}
+        return {key: file.sha256 for key, file in self.files.items()} | _order_digest(self.config)
+
+    def read_data(self, key: str) -> bytes | None:
+        """Compare the data set ``key``, as :meth:`read` does; return a file's content, and None for other data sets."""
+        file = self.files[key]
+        if not _is_whole(key, file.path):
+            return self.read(key)
+        if not _is_same(key, file.path, file, large_nbytes=0):
+            raise _changed(key, file.path, "its content has changed")
+        return None
 
     def read(self, key: str) -> bytes:
         """Return the content of the file ``key``. Raises InputChangedError if it has changed since the run began."""
@@ -117,17 +135,19 @@ class RunInputs:
     def compare_with_checkpoint(self, extra: Mapping[str, Any]) -> list[str]:
         """Return a sentence for each file that has changed since the checkpoint with ``extra``, and may change.
 
-        Raises ConfigError if the training prompts, the model's configuration or its tokenizer have changed: the run
-        could not continue its training with them. A checkpoint from an older hwrl has only the first two.
+        Raises ConfigError if the training prompts, the model's configuration or its tokenizer have changed, or the
+        weights of a reference model: the run could not continue its training with them. A checkpoint from an older hwrl
+        has only the first two.
         """
         saved = extra.get("inputs") or {TRAIN: extra["data"], MODEL_CONFIG: extra["model"]}
         now = self.digests()
         changed = [key for key in sorted({*saved, *now}) if saved.get(key) != now.get(key)]
-        if TRAIN in changed:
+        if of_data := [key for key in changed if _is_of_training_data(key)]:
             raise ConfigError(
-                f"{self.config.data.train} does not hold the checkpoint's training data",
-                why="its hash differs, and the order of the prompts depends on it: some would be lost or trained twice",
-                fix="restore the old file, or start a new run in another dir=…",
+                f"{self._where(of_data)} does not hold the checkpoint's training data",
+                why=f"changed: {', '.join(of_data)}; the order of the prompts depends on it: some would be lost or "
+                "trained twice",
+                fix="restore the old file and settings, or start a new run in another dir=…",
             )
         if MODEL_CONFIG in changed:
             raise ConfigError(
@@ -144,9 +164,20 @@ class RunInputs:
                 why=f"changed since the checkpoint was saved: {', '.join(tokenizer)}; prompts would have other tokens",
                 fix="restore the old files, or start a new run in another dir=…",
             )
+        weights = [key for key in changed if key.startswith(MODEL) and key.endswith(_WEIGHTS)]
+        if weights and self.config.has_reference_copy:
+            raise ConfigError(
+                f"the weights in {self.config.model.path} are not the checkpoint's reference",
+                why=f"changed since the checkpoint was saved: {', '.join(weights)}; the policy is "
+                "kept near the model that the run began with",
+                fix="restore the old files, or start a new run in another dir=…",
+            )
         return [
             f"{key} has changed since the checkpoint was saved; the run continues with the new one" for key in changed
         ]
+
+    def _where(self, keys: Sequence[str]) -> str:
+        return ", ".join(str(self.files[key].path) for key in keys if key in self.files) or "data.train"
 
 
 def identify_inputs(config: Config) -> RunInputs:
@@ -166,19 +197,41 @@ def identify_inputs(config: Config) -> RunInputs:
 
 def _find_files(config: Config) -> dict[str, Path]:
     """Return the input files that exist now, by key."""
-    paths = {TRAIN: config.data.train}
-    if config.data.eval is not None:
-        paths[EVAL] = config.data.eval
+    paths = {data_key(TRAIN, one.name): one.path for one in config.data.train_sets}
+    paths |= {data_key(EVAL, one.name): one.path for one in config.data.eval_sets}
+    if (template := config.data.chat_template_file) is not None:
+        paths[TEMPLATE] = template
     for key in _FUNCTIONS:
         section, name = key.split(".")
         target = str(getattr(getattr(config, section), name))
         if ":" in target and (path := function_file(target)) is not None and path.is_file():  # else it is built in
             paths[key] = path
-    model = config.model.path
-    for path in sorted([*model.glob("*"), *model.glob("additional_chat_templates/*")]):
-        if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
-            paths[f"{MODEL}/{path.relative_to(model).as_posix()}"] = path
+    models = {MODEL: config.model.path}
+    if config.algorithm.has_critic and config.critic.path is not None:
+        models[CRITIC] = config.critic.path
+    for key, model in models.items():
+        for path in sorted([*model.glob("*"), *model.glob("additional_chat_templates/*")]):
+            if path.is_file() and not path.name.startswith(".") and path.suffix != ".md":
+                paths[f"{key}/{path.relative_to(model).as_posix()}"] = path
     return paths
+
+
+def data_key(key: str, name: str) -> str:
+    """Return the key of a data set's file: ``key`` itself for the only one, which has no name."""
+    return f"{key}/{name}" if name else key
+
+
+def _order_digest(config: Config) -> dict[str, str]:
+    """Return a hash of all that orders the prompts beside their content; nothing for a set as most runs have it."""
+    sets = [(one.name, one.weight, *config.data.keys_of(one)) for one in config.data.train_sets]
+    function = (config.data.curriculum or "").rpartition(":")[2]  # its file has a hash of its own, and may move
+    if sets == [("", 1.0, "prompt", "answer")] and not function:
+        return {}
+    return {ORDER: hashlib.sha256(json.dumps([sets, function]).encode()).hexdigest()}
+
+
+def _is_of_training_data(key: str) -> bool:
+    return key in (ORDER, CURRICULUM) or key.partition("/")[0] == TRAIN
 
 
 def _reads(role: Role, key: str) -> bool:
@@ -190,17 +243,26 @@ def _reads(role: Role, key: str) -> bool:
     if key in _FUNCTIONS:
         return role == _FUNCTIONS[key]
     if role == "trainer":
-        return key == TRAIN or key.startswith(MODEL)
-    return key not in (TRAIN, EVAL) and not key.endswith(_WEIGHTS)
+        return key.startswith((TRAIN, MODEL, CRITIC))
+    return not key.startswith((TRAIN, EVAL, CRITIC)) and not key.endswith(_WEIGHTS)
 
 
 def _identify(key: str, path: Path) -> InputFile:
+    if _is_whole(key, path):
+        return InputFile(path, digest_rows(path), ())
     stamp = _stamp(path)  # before the content, so that a write in between changes the stamp
     return InputFile(path, _digest(key, path), stamp)
 
 
+def _is_whole(key: str, path: Path) -> bool:
+    """Return whether the data set ``key`` is identified by all that belongs to it: it is no file."""
+    return key.startswith((TRAIN, EVAL)) and (path.is_dir() or str(path).startswith(HUB))
+
+
 def _is_same(key: str, path: Path, file: InputFile, large_nbytes: int) -> bool:
     try:
+        if _is_whole(key, path):
+            return digest_rows(path) == file.sha256
         stamp = _stamp(path)
         return (stamp == file.stamp and path.stat().st_size > large_nbytes) or _digest(key, path) == file.sha256
     except OSError as exc:

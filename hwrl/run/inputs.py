@@ -11,8 +11,9 @@ from typing import Any
 from hwrl.discovery import load_hook
 from hwrl.errors import ConfigError, DataError
 from hwrl.lora import require_peft
-from hwrl.rollout import RewardFunction, check_prompts, load_reward
-from hwrl.run.config import EMBEDDED, FSDP, Config
+from hwrl.rollout import DataKeys, RewardFunction, check_prompts, load_reward
+from hwrl.run.config import EMBEDDED, FSDP, TENSORBOARD, Config
+from hwrl.run.report.trackers import make_tracker
 from hwrl.user_code import load_function
 
 
@@ -27,11 +28,14 @@ def check_inputs(config: Config) -> None:
     run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
+    _check_template(config.data.chat_template_file)
     reward = config.reward.function
     columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
-    check_prompts(config.data.train, key="data.train", columns=columns)
-    if config.data.eval is not None:
-        check_prompts(config.data.eval, key="data.eval", columns=columns)
+    for key, sets in (("data.train", config.data.train_sets), ("data.eval", config.data.eval_sets)):
+        for one in sets:
+            check_prompts(one.path, key=key, keys=DataKeys(*config.data.keys_of(one)), columns=columns)
+    if config.data.curriculum is not None:
+        load_function(config.data.curriculum, key="data.curriculum")
     if config.rollout.workflow is not None:
         load_function(config.rollout.workflow, key="rollout.workflow")
     for key, target in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
@@ -45,6 +49,36 @@ def check_inputs(config: Config) -> None:
     if config.rollout.engine != EMBEDDED:
         load_rollout_engine(config)
         _check_engine(config.rollout.engine, "rollout.engine", config.rollout.engine_options)
+    for name in config.report.trackers:
+        if name != TENSORBOARD:
+            make_tracker(config, name)
+
+
+def sampling_warning(config: Config) -> str | None:
+    """Return a sentence for the log if the loss would take the sampling filters for a policy that has moved far.
+
+    The ratio of the trained policy to the filtered distribution is at most the probability that the filters keep: with
+    top-p alone at least ``top_p``, with the others anything.
+    """
+    rollout, algorithm = config.rollout, config.algorithm
+    filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
+    if not any(filters.values()):
+        return None
+    least = 0.0 if filters["top_k"] or filters["min_p"] else rollout.top_p
+    faults = []
+    if algorithm.loss in ("ppo_clip", "gspo", "cispo") and least < 1 - algorithm.clip_ratio_low:
+        faults.append(f"loss={algorithm.loss} clips it below {1 - algorithm.clip_ratio_low:g}")
+    if algorithm.rollout_rs in ("token_k1", "seq_mean_k1") and least < algorithm.rejection_band[0]:
+        faults.append(f"rollout_rs={algorithm.rollout_rs} rejects it below {algorithm.rejection_band[0]:g}")
+    if algorithm.rollout_is == "sequence" or algorithm.rollout_rs == "seq_sum_k1":
+        faults.append("its product over a long response vanishes")
+    used = ", ".join(f"rollout.{name}={getattr(rollout, name)}" for name, is_used in filters.items() if is_used)
+    if not faults:
+        return None
+    return (
+        f"{used}: a fresh token's ratio of trained to sampled probability is the kept probability, down to {least:g}, "
+        f"and not 1; {'; '.join(faults)} (docs/training.md, Sampling)"
+    )
 
 
 def is_local() -> bool:
@@ -84,6 +118,15 @@ def _check_model(config: Config) -> None:
             f"the model in {path} is damaged or incomplete",
             why="; ".join(f"{name}: {why}" for name, why in damaged.items()),
             fix="download or save the model again",
+        )
+
+
+def _check_template(file: Path | None) -> None:
+    if file is not None and not file.is_file():
+        raise ConfigError(
+            f"there is no file {file}",
+            why="data.chat_template names it: without a '{' it is no template itself",
+            fix="correct the path, or write the template's text",
         )
 
 

@@ -6,26 +6,28 @@ the handles of the actors (``handles.py``) into the actors' processes (``actors.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from ray.exceptions import RayError
 
 from hwrl.discovery import get_backend
-from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
-from hwrl.rollout import Evaluation
+from hwrl.errors import DataError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
+from hwrl.interfaces import RunStatus
 from hwrl.run.cluster.ray_session import ray_cluster
-from hwrl.run.config import Config
+from hwrl.run.config import TENSORBOARD, Config
 from hwrl.run.fleet.fleet import Fleet
+from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
 from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.identity import identify_inputs
-from hwrl.run.inputs import is_local
+from hwrl.run.inputs import is_local, sampling_warning
 from hwrl.run.interrupts import Interrupts
-from hwrl.run.processes.actors import BatchInfo, RestoredRun
-from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of
-from hwrl.run.report import Metrics, RunReport, StepRates, View
+from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
+from hwrl.run.processes.answers import Answer
+from hwrl.run.report import Metrics, RecordedView, RunReport, StepRates, View
 from hwrl.run.report.summary import Summary, summarise, unknown_goals
+from hwrl.run.report.trackers import start_trackers
 from hwrl.run.run_directory import claimed_directory
 
 
@@ -39,17 +41,23 @@ def run_training(config: Config, view: View) -> Summary:
     get_backend()  # raises, before anything starts, if no backend can run here
     # While Ray starts, a signal must not raise: Python would drop the error in a fork hook and leave half a Ray behind.
     interrupts = Interrupts(view.log, message="stopping as soon as Ray has started" if is_local() else None)
-    with claimed_directory(config), interrupts, ray_cluster(config, log=view.log):
+    with (
+        claimed_directory(config),
+        RecordedView(view, config.dir) as seen,
+        interrupts,
+        ray_cluster(config, log=seen.log),
+    ):
         interrupts.message = None
         interrupts.take_signals()  # again, because Ray's C++ part has set its own handler for SIGTERM
-        fleet = Fleet(config, inputs=identify_inputs(config), log=view.log)
-        pipeline = Pipeline(config, view, interrupts, fleet=fleet)
+        fleet = Fleet(config, inputs=identify_inputs(config), log=seen.log)
+        pipeline = Pipeline(config, seen, interrupts, fleet=fleet)
         try:
             summary = pipeline.run()
         except BaseException as error:
             pipeline.close(after=error)
             raise
         pipeline.close()
+        seen.end(summary.text)
         return summary
 
 
@@ -61,11 +69,11 @@ class Pipeline:
     - ``close()`` ends all processes, also after errors. The errors of closing become notes on the run's own error.
     """
 
-    def __init__(self, config: Config, view: View, interrupts: Interrupts, *, fleet: Fleet) -> None:
+    def __init__(self, config: Config, view: View | RecordedView, interrupts: Interrupts, *, fleet: Fleet) -> None:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._opened_report: RunReport | None = None
         self._rates = StepRates([], devices=fleet.device_counts)
-        self._evaluation: Answer[Evaluation] | None = None
+        self._evaluation: SpreadEvaluation | None = None
         self._saved_step = self._first_step = 0
         self.step = 0
 
@@ -93,14 +101,21 @@ class Pipeline:
         """End all processes and close the files. ``after`` is the error that ended the run."""
         acts = [lambda: self._fleet.close(failed=after is not None)]
         if self._opened_report is not None:
-            acts.append(self._opened_report.close)
+            acts.append(partial(self._opened_report.close, self._status(after)))
         attempt_all(*acts, after=after)
+
+    def _status(self, error: BaseException | None) -> RunStatus:
+        if error is not None and not isinstance(error, KeyboardInterrupt):
+            return "failed"
+        return "interrupted" if error is not None or self._interrupts.pending else "finished"
 
     # -- start --------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         started_s = time.perf_counter()
         self._view.log(f"building {self._fleet.describe_size()}")
+        if (warning := sampling_warning(self._config)) is not None:
+            self._view.log(warning)
         self._fleet.launch()
         self._go_to_checkpoint_or_step_0(resume=self._config.resume)
         self._fleet.wait_for_replicas()
@@ -123,8 +138,14 @@ class Pipeline:
         if resume:
             self._log_restored(found)
         if self._opened_report is not None:
-            self._opened_report.close()
-        self._opened_report = RunReport(self._config.dir, log=self._view.log, resume_step=self.step)
+            self._opened_report.close("interrupted")
+        self._opened_report = RunReport(
+            self._config.dir,
+            log=self._view.log,
+            resume_step=self.step,
+            tensorboard=TENSORBOARD in self._config.report.trackers,
+            trackers=start_trackers(self._config, resume_step=self.step, log=self._view.log),
+        )
         self._rates.go_back(self._report.history)
 
     def _log_restored(self, found: RestoredRun | None) -> None:
@@ -170,9 +191,9 @@ class Pipeline:
         # it.
         if info is None:
             return
-        metrics = self._fleet.trainers.step(groups)
+        outcome = self._fleet.trainers.step(groups)
         self.step += 1
-        line = self._record_step(metrics, info)
+        line = self._record_step(outcome, info)
         profiled = self._config.train.profile_steps
         if profiled is not None and self.step == profiled[1]:
             self._finish_profile()
@@ -192,25 +213,28 @@ class Pipeline:
                 self._fleet.send_awaited_weights()
         return True
 
-    def _record_step(self, metrics: Metrics, info: BatchInfo) -> Metrics:
+    def _record_step(self, outcome: StepOutcome, info: BatchInfo) -> Metrics:
         self._log_failed(info.untrained.failed)
         line = self._report.add(
             self.step,
-            {**metrics, **self._rates.metrics(metrics, info)},
+            {**outcome.metrics, **self._rates.metrics(outcome.metrics, info)},
             prompts=info.sequence_numbers,
             untrained=info.untrained,
+            samples=outcome.samples,
         )
         if self.step == self._first_step:
-            evaluates = self._config.data.eval is not None
-            for sentence in unknown_goals(self._config.goals, line, evaluates=evaluates):
+            sets = [one.name for one in self._config.data.eval_sets]
+            for sentence in unknown_goals(self._config.goals, line, eval_sets=sets):
                 self._view.log(sentence)
         return line
 
     def _log_failed(self, failed: Mapping[int, str]) -> None:
         """Log the skipped prompts of a step, with the reason of the first one."""
-        for number, reason in itertools.islice(failed.items(), 1):
-            others = f" (and {len(failed) - 1} others)" if len(failed) > 1 else ""
-            self._view.log(f"prompt {number}{others} failed rollout.max_attempts times and is skipped: {reason}")
+        if not failed:
+            return
+        number, reason = next(iter(failed.items()))
+        others = f"; {len(failed) - 1} others, too" if len(failed) > 1 else ""
+        self._view.log(f"prompt {number} has failed and is skipped ({reason}){others}")
 
     def _finish_profile(self) -> None:
         """Log the outcome of the profile if there is one."""
@@ -255,25 +279,32 @@ class Pipeline:
         """
         with self._fleet.waiting_for("the evaluation"):
             while self._evaluation is not None and not self._interrupts.pending:
-                if self._fleet.watch([self._evaluation]):
+                self._evaluation.poll()
+                if self._evaluation.is_over:
                     break
+                if self._evaluation.is_stalled:
+                    self._fleet.replicas.raise_refusal()
+                self._fleet.watch([])
                 self._fleet.send_awaited_weights()
         return self._collect_evaluation()
 
     def _collect_evaluation(self) -> Metrics | None:
         """Add a finished evaluation to the newest line and return that line; None if there is none. Does not block."""
-        if self._evaluation is None or not is_ready(self._evaluation):
+        if self._evaluation is None:
             return None
-        answer, self._evaluation = self._evaluation, None
-        try:
-            evaluation = value_of(answer)
-        except (*DEATHS, EngineError):  # the replica died, or its rollouter has ended
-            self._view.log("an evaluation was lost with its replica")
+        self._evaluation.poll()
+        if not self._evaluation.is_over:
+            return None
+        finished, self._evaluation = self._evaluation, None
+        evaluation = finished.result()
+        if evaluation is None:
+            self._view.log("an evaluation was lost with its replicas")
             return None
         if evaluation.incarnation != self._fleet.trainers.incarnation:
             self._view.log("an evaluation does not count: its weights were lost with a trainer")
             return None
-        metrics = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        metrics = evaluation.metrics(pass_reward=self._config.eval.pass_reward)
+        metrics = {f"eval/{name}": value for name, value in metrics.items()}
         return self._report.amend({**metrics, "eval/version": float(evaluation.version)})
 
     # -- end ----------------------------------------------------------------------------------------------------

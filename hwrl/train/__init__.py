@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from hwrl.train.loading import read_weights as read_weights
     from hwrl.train.losses import PolicyLoss as PolicyLoss
     from hwrl.train.losses import mismatch_kl as mismatch_kl
+    from hwrl.train.memory import add_in_turns as add_in_turns
     from hwrl.train.memory import certain_fsdp_memory as certain_fsdp_memory
     from hwrl.train.memory import fsdp_memory as fsdp_memory
+    from hwrl.train.memory import reference_memory as reference_memory
     from hwrl.train.objective import Objective as Objective
     from hwrl.train.objective import Rejection as Rejection
     from hwrl.train.objective import UserLoss as UserLoss
@@ -80,6 +82,7 @@ _MODULE_OF = {
     "UserLoss": "objective",
     "ValueLoss": "critic",
     "VocabularyShard": "scoring",
+    "add_in_turns": "memory",
     "apply_kernels": "kernels",
     "certain_fsdp_memory": "memory",
     "collate": "padding",
@@ -92,6 +95,7 @@ _MODULE_OF = {
     "read_model_flops": "flops",
     "read_on_all_ranks": "loading",
     "read_weights": "loading",
+    "reference_memory": "memory",
     "rng_state": "rng",
     "set_rng_state": "rng",
 }
@@ -124,6 +128,7 @@ __all__ = [
     "UserLoss",
     "ValueLoss",
     "VocabularyShard",
+    "add_in_turns",
     "apply_kernels",
     "certain_fsdp_memory",
     "collate",
@@ -136,6 +141,7 @@ __all__ = [
     "read_model_flops",
     "read_on_all_ranks",
     "read_weights",
+    "reference_memory",
     "rng_state",
     "set_rng_state",
 ]

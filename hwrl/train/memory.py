@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from hwrl.interfaces import ACTIVE, ALWAYS, EngineSettings, MemoryCause, phase_nbytes
 from hwrl.lora import described_model
+from hwrl.models import build_meta_model
 from hwrl.train.activations import layers_to_recompute, reserve_nbytes
 from hwrl.train.context_parallel import require_shared_heads
+from hwrl.train.critic import described_critic
+from hwrl.train.loading import VALUE_WEIGHT
 from hwrl.train.pass_memory import PassMemory, measure_pass
 from hwrl.train.scoring import OutputScorer
 from hwrl.train.sharding import layers_of, whole_fits
@@ -15,19 +20,19 @@ from hwrl.train.state_memory import StateMemory
 
 
 def fsdp_memory(
-    settings: EngineSettings, *, ranks: int, device_nbytes: int, context_nbytes: int = 0
+    settings: EngineSettings, *, ranks: int, device_nbytes: int, context_nbytes: int = 0, critic: bool = False
 ) -> tuple[MemoryCause, ...]:
     """Return the memory of the rank with the most, of ``ranks``, each on a device of ``device_nbytes``.
 
     A pass has ``settings.micro_batch_tokens`` tokens, all of them targets; a rank has its share of them. Others need
-    ``context_nbytes`` of the device. Reads the model's configuration only.
+    ``context_nbytes`` of the device. The engine is the policy's or a ``critic``. Reads the model's configuration only.
 
     Raises ConfigError if the ranks that share a pack cannot share the model's heads.
     """
-    memory, vocabulary = _state_of(settings, ranks)
+    memory, width = _state_of(settings, ranks, critic=critic)
     require_shared_heads(settings.model_directory, settings.context_parallel)
     tokens = -(-settings.micro_batch_tokens // settings.context_parallel)
-    scores = OutputScorer().needed_nbytes(tokens, vocabulary)
+    scores = OutputScorer().needed_nbytes(tokens, width)
     usable = device_nbytes - context_nbytes - reserve_nbytes(device_nbytes, scores_nbytes=scores)
     causes = [*_state(memory, settings), *_gathered(memory, settings, ranks, usable)]
     measured = measure_pass(
@@ -38,18 +43,56 @@ def fsdp_memory(
         lora=settings.lora,
         context_parallel=settings.context_parallel,
     )
+    if critic:
+        measured = replace(measured, scoring=0)
     return (*causes, *_pass(measured, settings, tokens=tokens, room=usable - phase_nbytes(causes, "step")))
 
 
-def certain_fsdp_memory(settings: EngineSettings, *, ranks: int) -> tuple[MemoryCause, ...]:
+def certain_fsdp_memory(settings: EngineSettings, *, ranks: int, critic: bool = False) -> tuple[MemoryCause, ...]:
     """Return the certain part of :func:`fsdp_memory`: parameters, gradients and the optimizer's state. Cheap."""
-    return _state(_state_of(settings, ranks)[0], settings)
+    return _state(_state_of(settings, ranks, critic=critic)[0], settings)
 
 
-def _state_of(settings: EngineSettings, ranks: int) -> tuple[StateMemory, int]:
-    """Return the memory of parameters, gradients and moments, and the size of the vocabulary."""
-    model = described_model(settings.model_directory, dtype=settings.dtype, lora=settings.lora)
-    memory = StateMemory.of(
+def reference_memory(settings: EngineSettings, *, ranks: int) -> tuple[MemoryCause, ...]:
+    """Return the memory of a rank's part of a :class:`~hwrl.train.ReferenceModel`; its pass is in the step."""
+    memory = _memory_of(
+        build_meta_model(settings.model_directory, dtype=settings.dtype).requires_grad_(False), settings, ranks
+    )
+    causes = [MemoryCause("parameters", memory.parameters, "host")]
+    if not memory.on_host:
+        causes.append(MemoryCause("parameters in their pass", memory.parameters, phases=("step",), certain=False))
+    return (*causes, MemoryCause("gathered weights", memory.gathered, phases=("step",), certain=False))
+
+
+def add_in_turns(policy: Sequence[MemoryCause], other: Sequence[MemoryCause], *, name: str) -> list[MemoryCause]:
+    """Return the causes of ``policy`` and those of another engine of its rank, ``name``, that takes turns with it.
+
+    What the other one needs on the device in its turn only counts as far as it is more than the policy's.
+    """
+    own = [replace(one, cause=f"{name}: {one.cause}") for one in other if one.place == "host" or one.phases == ALWAYS]
+    turns = [
+        sum(one.nbytes for one in causes if one.place == "device" and one.phases != ALWAYS and "step" in one.phases)
+        for causes in (policy, other)
+    ]
+    if turns[1] > turns[0]:
+        more = turns[1] - turns[0]
+        own.append(
+            MemoryCause(f"{name}: its turn in a step, beyond the policy's", more, phases=("step",), certain=False)
+        )
+    return [*policy, *own]
+
+
+def _state_of(settings: EngineSettings, ranks: int, *, critic: bool) -> tuple[StateMemory, int]:
+    """Return the memory of parameters, gradients and moments, and the width of the scores."""
+    described = described_critic if critic else described_model
+    model = described(settings.model_directory, dtype=settings.dtype, lora=settings.lora)
+    output = model.get_output_embeddings()
+    width = getattr(output, VALUE_WEIGHT) if critic else output.weight
+    return _memory_of(model, settings, ranks), width.shape[0]
+
+
+def _memory_of(model: Any, settings: EngineSettings, ranks: int) -> StateMemory:
+    return StateMemory.of(
         model,
         layers_of(model),
         dtype=settings.dtype,
@@ -57,7 +100,6 @@ def _state_of(settings: EngineSettings, ranks: int) -> tuple[StateMemory, int]:
         shard_ranks=settings.shard_ranks,
         host_step=settings.host_step,
     )
-    return memory, model.get_output_embeddings().weight.shape[0]
 
 
 def _state(memory: StateMemory, settings: EngineSettings) -> tuple[MemoryCause, ...]:

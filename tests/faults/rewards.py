@@ -125,9 +125,9 @@ def gives_nan_always(prompt: str, response: str, answer: str) -> Metrics:
 
 
 def teaches_some(prompt: str, response: str, answer: str) -> Metrics:
-    """Always raise for an eighth of the training prompts, and give equal rewards for a quarter."""
+    """Always raise for a seventh of the training prompts, and give equal rewards for two sevenths."""
     metrics = plain(prompt, response, answer)
-    kind = zlib.crc32(prompt.encode()) % 8
+    kind = zlib.crc32(prompt.encode()) % 7
     if prompt in _evaluation():
         return metrics
     if kind == 0:

@@ -39,7 +39,19 @@ def test_importing_hwrl_is_fast() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*LIGHT_MODULES, "hwrl_bench", "hwrl_cpu", "hwrl_cuda", "hwrl_npu", "hwrl_megatron", "hwrl_vllm"]
+    "name",
+    [
+        *LIGHT_MODULES,
+        "hwrl_bench",
+        "hwrl_cpu",
+        "hwrl_cuda",
+        "hwrl_npu",
+        "hwrl_megatron",
+        "hwrl_trackers.mlflow",
+        "hwrl_trackers.trackio",
+        "hwrl_trackers.wandb",
+        "hwrl_vllm",
+    ],
 )
 def test_what_runs_before_torch_does_not_import_it(name: str) -> None:
     assert run(f"import sys; import {name}; print({HEAVY} & set(sys.modules))").strip() == "set()"

@@ -242,28 +242,84 @@ def test_progress_keeps_a_lease_and_silence_ends_it() -> None:
     assert ledger.expire(18.9) == [] and ledger.expire(19.0) == ["a"], "an ended lease is not renewed"
 
 
+class RandomRun:
+    """A trainer and two replicas with one ledger. ``lines`` has the prompts of each step: trained, and untrained.
+
+    A part of the finished groups, ``filtered``, teaches nothing. A part of the leases, ``failed``, ends in a failure.
+    """
+
+    def __init__(self, ledger: PromptLedger, *, batch: int, seed: int, filtered: float, failed: float) -> None:
+        self.ledger, self.chance = ledger, random.Random(seed)
+        self._batch, self._filtered, self._failed = batch, filtered, failed
+        self.lines: list[tuple[list[int], UntrainedPrompts]] = []
+        self._running: list[PromptLease] = []
+        self._save()
+
+    def replicas_act(self) -> None:
+        """Lease prompts, finish one or fail with it, or lose a replica."""
+        event = self.chance.random()
+        if event < 0.46:
+            self._running += self.ledger.lease(self.chance.randint(1, 6), replica=self.chance.choice("ab"), now_s=0)
+        elif event < 0.96:
+            self._finish_one()
+        else:
+            self.ledger.forget_replica(self.chance.choice("ab"))
+
+    def save_or_go_back(self) -> None:
+        """Save a checkpoint; or continue from the last one, as after the death of the trainer.
+
+        A replica that was frozen meanwhile then hands in groups of the lost weights.
+        """
+        if self.chance.random() < 0.7:
+            self._save()
+            return
+        step, state = self._saved
+        del self.lines[step:]
+        self.ledger.load_state_dict(state, incarnation=self.ledger.incarnation + 1)
+        del self._running[8:]  # the others died with the trainer
+
+    def train(self, *, version: int, staleness: int) -> None:
+        """Do a step under ``version`` if the ledger gives a batch."""
+        self.ledger.advance(version)
+        groups = self.ledger.take(self._batch)
+        if groups is None:
+            return
+        assert all(group.incarnation == self.ledger.incarnation for group in groups)
+        assert all(version - group.newest_version >= 0 for group in groups)
+        assert all(version - group.oldest_version <= staleness for group in groups)
+        self.lines.append(([group.sequence_number for group in groups], self.ledger.take_untrained()))
+
+    def _finish_one(self) -> None:
+        if not self._running:
+            return
+        lease = self._running.pop(self.chance.randrange(len(self._running)))
+        if self.chance.random() < self._failed:
+            self.ledger.fail(lease, reason="no judge")
+            return
+        rewards = EQUAL if self.chance.random() < self._filtered else DIFFERENT
+        self.ledger.complete(finished(lease, versions=[lease.version, self.ledger.version], rewards=rewards))
+
+    def _save(self) -> None:
+        self._saved = (len(self.lines), json.loads(json.dumps(self.ledger.state_dict())))
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 5),
     steps_per_version=st.integers(1, 3),
     staleness=st.integers(0, 4),
-    steps=st.integers(1, 12),
+    versions=st.integers(1, 12),
     filtered=st.sampled_from([0.0, 0.2, 0.7]),
     failed=st.sampled_from([0.0, 0.1]),
 )
 def test_under_any_order_of_events_each_prompt_is_settled_once_and_trained_within_the_bound(
-    seed: int, batch: int, steps_per_version: int, staleness: int, steps: int, filtered: float, failed: float
+    seed: int, batch: int, steps_per_version: int, staleness: int, versions: int, filtered: float, failed: float
 ) -> None:
-    """A random run with stragglers, lost replicas, filtered and failed prompts, and kill-and-resume.
-
-    A replica that was frozen meanwhile hands in afterwards what it generated with the weights of a lost future.
-    """
-    chance = random.Random(seed)
-    per_version = batch * steps_per_version
-    steps = steps * steps_per_version
+    """Stragglers, lost replicas, filtered and failed prompts, and kill-and-resume from old checkpoints."""
+    steps = versions * steps_per_version
     ledger = PromptLedger(
-        groups_per_version=per_version,
+        groups_per_version=batch * steps_per_version,
         max_staleness=staleness,
         total_groups=steps * batch,
         max_attempts=2,
@@ -271,44 +327,21 @@ def test_under_any_order_of_events_each_prompt_is_settled_once_and_trained_withi
         teaches=has_variance,
     )
     ledger.advance(0)
-    running: list[PromptLease] = []
-    lines: list[tuple[list[int], UntrainedPrompts]] = []  # the lines of a report
-    saved = (0, ledger.state_dict())
-    for turn in range(100_000):
-        step = len(lines)
-        if step == steps:
+    run = RandomRun(ledger, batch=batch, seed=seed, filtered=filtered, failed=failed)
+    for _ in range(100_000):
+        if len(run.lines) == steps:
             break
-        event = chance.random()
-        if event < 0.35:
-            running += ledger.lease(chance.randint(1, 6), replica=chance.choice("ab"), now_s=turn)
-        elif event < 0.75 and running:
-            lease = running.pop(chance.randrange(len(running)))
-            if chance.random() < failed:
-                ledger.fail(lease, reason="no judge")
-                continue
-            rewards = EQUAL if chance.random() < filtered else DIFFERENT
-            ledger.complete(finished(lease, versions=[lease.version, ledger.version], rewards=rewards))
-        elif event < 0.78:
-            ledger.forget_replica(chance.choice("ab"))
-        elif event < 0.80:
-            saved = (step, json.loads(json.dumps(ledger.state_dict())))
+        event = run.chance.random()
+        if event < 0.78:
+            run.replicas_act()
         elif event < 0.81:
-            step, state = saved
-            del lines[step:]
-            ledger.load_state_dict(state, incarnation=ledger.incarnation + 1)
-            del running[8:]  # the others died with the trainer
+            run.save_or_go_back()
         else:
-            ledger.advance(step // steps_per_version)
-            groups = ledger.take(batch)
-            if groups is not None:
-                assert all(group.incarnation == ledger.incarnation for group in groups)
-                assert all(ledger.version - group.newest_version >= 0 for group in groups)
-                assert all(ledger.version - group.oldest_version <= staleness for group in groups)
-                lines.append(([group.sequence_number for group in groups], ledger.take_untrained()))
-    states = {number: "trained" for numbers, _ in lines for number in numbers}
-    states |= {number: "filtered" for _, left in lines for number in left.filtered}
-    states |= {number: "failed" for _, left in lines for number in left.failed}
-    assert sum(len(numbers) + len(left.filtered) + len(left.failed) for numbers, left in lines) == len(states)
-    assert sorted(states) == list(range(ledger.state_dict()["next"]))
-    assert states == {number: ledger.state_of(number) for number in states}
-    assert all(len(numbers) == batch for numbers, _ in lines)
+            run.train(version=len(run.lines) // steps_per_version, staleness=staleness)
+    settled = {number: "trained" for numbers, _ in run.lines for number in numbers}
+    settled |= {number: "filtered" for _, left in run.lines for number in left.filtered}
+    settled |= {number: "failed" for _, left in run.lines for number in left.failed}
+    assert sum(len(numbers) + len(left.filtered) + len(left.failed) for numbers, left in run.lines) == len(settled)
+    assert sorted(settled) == list(range(ledger.state_dict()["next"]))
+    assert settled == {number: ledger.state_of(number) for number in settled}
+    assert [len(numbers) for numbers, _ in run.lines] == [batch] * steps

@@ -29,7 +29,10 @@ MAY_BE_ZERO = {
     "async_training.staleness_threshold",
     "checkpoint.save_every_steps",
     "eval.every_steps",
+    "eval.temperature",
+    "eval.pass_reward",
     "rollout.min_p",
+    "report.samples_per_step",
     "algorithm.kl_coeff",
     "algorithm.entropy_coeff",
     "algorithm.overlong_buffer_tokens",
@@ -37,8 +40,8 @@ MAY_BE_ZERO = {
     "critic.lam",
     "critic.warmup_steps",
 }
-MAY_BE_NEGATIVE = {"goals", "rollout.top_k"}
-MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids"}
+MAY_BE_NEGATIVE = {"goals", "eval.pass_reward", "rollout.top_k"}
+MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids", "report.trackers"}
 
 
 def fields() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -54,8 +57,9 @@ def fields() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def bad_values(key: str, schema: dict[str, Any]) -> list[object]:
     """Return bad values for a key of this kind. Raises KeyError for an unknown kind."""
-    if "anyOf" in schema:
-        return [bad for kind in schema["anyOf"] if kind != {"type": "null"} for bad in bad_values(key, kind)]
+    if "anyOf" in schema or "oneOf" in schema:
+        kinds = schema.get("anyOf") or schema["oneOf"]
+        return [bad for kind in kinds if kind != {"type": "null"} for bad in bad_values(key, kind)]
     if "enum" in schema or "const" in schema:
         return ["", "nonsense", NAN, -1, [], {}]
     numbers = [NAN, INFINITE, -INFINITE, 1e300, -1e300, True, "", "x", [], {}]
@@ -67,7 +71,7 @@ def bad_values(key: str, schema: dict[str, Any]) -> list[object]:
         case "array" if schema.get("prefixItems", [{}])[0].get("type") == "number":
             return [5, [], [0.5], [0.5, 0.5, 0.5], *([0.5, number] for number in numbers)]
         case "array" if schema.get("items", {}).get("type") == "integer":
-            return [5, {}, [1.5], [-1], [10**30], *([number] for number in (NAN, True, "", "x", [], {}))]
+            return [5, {}, [1.5], [-1], [10**30], [NAN], [True], [""], ["x"], [[]], [{}]]
         case kind:
             return {
                 "integer": [*numbers, 1.5, 10**30],

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow as pa
 import pytest
 
 from hwrl.errors import ConfigError, HwrlError, InputChangedError
 from hwrl.run.cluster.placement import ProcessDevices
-from hwrl.run.config import Config, load_config
+from hwrl.run.config import Config, load_config, parse_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
+from hwrl.run.inputs import check_inputs
 from hwrl.run.processes.actors import ProcessSetup, RolloutActor, TrainActor
 from hwrl.run.processes.handles import LedgerHandle
+from hwrl.run.processes.prompts import run_tokenizer
 
 REWARD_FUNCTION = "def score(prompt, response, answer):\n    return 1.0\n"
 
@@ -36,17 +40,24 @@ def edit_the_reward(config: Config) -> None:
     add_line(config.model.path.parent / "rewards.py")
 
 
+def train_file(config: Config) -> Path:
+    return config.data.train_sets[0].path
+
+
+def eval_file(config: Config) -> Path:
+    return config.data.eval_sets[0].path
+
+
 def edit_the_prompts(config: Config) -> None:
-    add_line(config.data.train)
+    add_line(train_file(config))
 
 
 def edit_the_evaluation(config: Config) -> None:
-    assert config.data.eval is not None
-    add_line(config.data.eval)
+    add_line(eval_file(config))
 
 
 def delete_the_prompts(config: Config) -> None:
-    config.data.train.unlink()
+    train_file(config).unlink()
 
 
 def edit_the_tokenizer(config: Config) -> None:
@@ -128,8 +139,7 @@ def test_a_process_that_finds_another_file_than_the_run_began_with_refuses(
 
 def test_evaluation_prompts_are_compared_as_they_are_read(config: Config) -> None:
     inputs = identify_inputs(config)
-    assert config.data.eval is not None
-    assert inputs.read(EVAL) == config.data.eval.read_bytes()
+    assert inputs.read(EVAL) == eval_file(config).read_bytes()
     edit_the_evaluation(config)
     with pytest.raises(InputChangedError, match=r"eval.jsonl changed"):
         inputs.read(EVAL)
@@ -142,9 +152,30 @@ def test_a_change_while_the_parts_are_built_is_found_and_is_the_error(config: Co
         raise ValueError("what half a file leads to")
 
 
+def test_a_critics_own_model_is_an_input_of_the_trainer_alone(config: Config, tmp_path: Path) -> None:
+    shutil.copytree(config.model.path, tmp_path / "critic")
+    changes = {"algorithm": {"advantage": "gae"}, "critic": {"path": str(tmp_path / "critic")}}
+    with_critic = parse_config(config.model_dump(mode="json") | changes)
+    inputs = identify_inputs(with_critic)
+    assert identify_inputs(with_critic).compare_with_checkpoint({"inputs": inputs.digests()}) == []
+    add_line(tmp_path / "critic" / "model.safetensors")
+    with inputs.unchanged("rollout"):
+        pass
+    with pytest.raises(InputChangedError, match=r"critic.path/model.safetensors"), inputs.unchanged("trainer"):
+        pass
+
+
+def test_a_resume_keeps_the_weights_of_its_reference(config: Config) -> None:
+    extra = {"inputs": identify_inputs(config).digests()}
+    spoil_the_weights(config)
+    near = parse_config(config.model_dump(mode="json") | {"algorithm": {"kl_coeff": 0.1}})
+    with pytest.raises(ConfigError, match="are not the checkpoint's reference"):
+        identify_inputs(near).compare_with_checkpoint(extra)
+
+
 def test_what_is_the_same_may_be_touched_copied_and_documented(config: Config) -> None:
     inputs = identify_inputs(config)
-    for path in (config.data.train, config.model.path / "model.safetensors", config.model.path / "tokenizer.json"):
+    for path in (train_file(config), config.model.path / "model.safetensors", config.model.path / "tokenizer.json"):
         path.write_bytes(path.read_bytes())
     set_in_model(config, _name_or_path="/elsewhere", transformers_version="0")
     (config.model.path / "README.md").write_text("a model")
@@ -211,3 +242,73 @@ def test_a_checkpoint_that_names_prompts_and_model_only_is_compared_by_these(con
     edit_the_prompts(config)
     with pytest.raises(ConfigError, match="training data"):
         identify_inputs(config).compare_with_checkpoint(extra)
+
+
+def with_sets(config: Config, *words: str) -> Config:
+    directory = config.model.path.parent
+    return load_config(directory / "config.yaml", [f"reward.function={directory / 'rewards.py'}:score", *words])
+
+
+def test_every_data_set_is_identified_and_a_resume_refuses_another_mixture_or_curriculum(config: Config) -> None:
+    path = train_file(config)
+    curriculum = path.with_name("order.py")
+    curriculum.write_text("def f(sets, seed):\n    return lambda number: (0, number % len(sets[0].prompts))\n")
+    one, both = f"{{path: {path}, name: a}}", f"[{{path: {path}, name: a}}, {{path: {path}, name: b, weight: %s}}]"
+
+    def inputs(*words: str) -> RunInputs:
+        return identify_inputs(with_sets(config, *words))
+
+    evals = f"data.eval={{x: {path}, y: {eval_file(config)}}}"
+    mixed = inputs(f"data.train={both % 1}", evals)
+    assert {"data.train/a", "data.train/b", "data.eval/x", "data.eval/y"} <= set(mixed.files)
+    extra = {"inputs": mixed.digests()}
+    assert inputs(f"data.train={both % 1}", evals).compare_with_checkpoint(extra) == []
+    for other in (
+        [f"data.train={both % 2}"],
+        [f"data.train=[{one}]"],
+        [f"data.train={both % 1}", "data.answer_key=prompt"],
+        [f"data.train={both % 1}", f"data.curriculum={curriculum}:f"],
+    ):
+        with pytest.raises(ConfigError, match="training data"):
+            inputs(*other, evals).compare_with_checkpoint(extra)
+    assert len(inputs(f"data.train={both % 1}").compare_with_checkpoint(extra)) == 3, "evaluations may change"
+    extra = {"inputs": inputs(f"data.curriculum={curriculum}:f").digests()}
+    add_line(curriculum)
+    with pytest.raises(ConfigError, match=r"order\.py does not hold(.|\n)*data.curriculum"):
+        inputs(f"data.curriculum={curriculum}:f").compare_with_checkpoint(extra)
+
+
+def test_a_directory_of_data_is_compared_by_all_its_files(config: Config) -> None:
+    table = pa.Table.from_pylist([{"prompt": "21>", "answer": "12"}] * 4)
+    directory = train_file(config).with_name("set")
+    directory.mkdir()
+    with pa.OSFile(str(directory / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    (directory / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    inputs = identify_inputs(with_sets(config, f"data.train={directory}"))
+    assert inputs.read_data(TRAIN) is None
+    with inputs.unchanged("trainer"):
+        pass
+    add_line(directory / "state.json")
+    with pytest.raises(InputChangedError, match="set changed during the run"):
+        inputs.read_data(TRAIN)
+    with pytest.raises(InputChangedError, match="set changed during the run"), inputs.unchanged("trainer"):
+        pass
+
+
+def test_a_chat_template_is_a_text_or_a_file_of_the_run(config: Config, tmp_path: Path) -> None:
+    def tokenizer_of(template: str) -> str:
+        changed = with_sets(config, f"data.chat_template='{template}'")
+        inputs = identify_inputs(changed)
+        text = run_tokenizer(changed, inputs).chat_template
+        if changed.data.chat_template_file is not None:
+            add_line(changed.data.chat_template_file)
+            with pytest.raises(InputChangedError, match=r"template\.jinja changed during the run"):
+                run_tokenizer(changed, inputs)
+        return str(text)
+
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    assert tokenizer_of(str(tmp_path / "template.jinja")) == "{{ messages }}"
+    assert tokenizer_of("{{ messages[0] }}") == "{{ messages[0] }}"
+    with pytest.raises(ConfigError, match=r"there is no file /no/file\.jinja\n  why: data\.chat_template names it"):
+        check_inputs(with_sets(config, "data.chat_template=/no/file.jinja"))

@@ -70,7 +70,7 @@ def replace_the_model(config: Config) -> None:
 
 
 def change_the_data(config: Config) -> None:
-    with config.data.train.open("a") as file:
+    with config.data.train_sets[0].path.open("a") as file:
         file.write('{"prompt": "1>", "answer": "1"}\n')
 
 

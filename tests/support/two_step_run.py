@@ -14,7 +14,7 @@ from hwrl.run.config import Config
 from hwrl.run.fleet.fleet import Fleet
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.pipeline import Pipeline
-from hwrl.run.processes.actors import BatchInfo
+from hwrl.run.processes.actors import BatchInfo, StepOutcome
 from hwrl.run.report import PlainView
 
 CHECKPOINT = "checkpoint"
@@ -56,9 +56,9 @@ class StandInFleet:
     def value_of(self, info: str) -> BatchInfo | None:
         return BatchInfo([self._step + 1], {}, {})
 
-    def step(self, groups: list[Any]) -> dict[str, float]:
+    def step(self, groups: list[Any]) -> StepOutcome:
         self._step += 1
-        return METRICS_OF_A_STEP
+        return StepOutcome(METRICS_OF_A_STEP, [])
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -43,7 +43,7 @@ def trained(config: Config, address: str, *, steps: int) -> list[dict[str, float
     """Take and save ``steps`` steps, export, and return the steps' metrics."""
     rank = rank_of(config, address)
     rank.send_weights()
-    metrics = [rank.step(groups_of(4, seed=number)) for number in range(steps)]
+    metrics = [rank.step(groups_of(4, seed=number)).metrics for number in range(steps)]
     rank.save({"owed": []})
     rank.export_model()
     rank.close()

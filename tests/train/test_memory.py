@@ -13,8 +13,9 @@ import torch
 import hwrl
 from hwrl.comm import serve_store, store_address
 from hwrl.interfaces import Backend, Batch, EngineSettings, LoraSettings, phase_nbytes
+from hwrl.lora import described_model
 from hwrl.testing.processes import run_processes
-from hwrl.train import FsdpEngine, PolicyLoss, fsdp_memory
+from hwrl.train import CriticEngine, FsdpEngine, PolicyLoss, add_in_turns, fsdp_memory, reference_memory
 from hwrl.train.pass_memory import PassMemory, measure_pass
 from hwrl_bench.plan import peak_nbytes
 from tests.support.fsdp_training import join
@@ -99,6 +100,35 @@ def test_the_plan_of_an_adapter_is_within_a_tenth_of_the_peak(directory: Path) -
     assert measure_pass(directory, dtype=torch.bfloat16, tokens=TOKENS, targets=TOKENS, lora=lora).measured
     planned, measured = planned_step(settings, ranks=1), measured_step(settings, hwrl.get_backend(), None)
     assert close(planned, measured), (planned, measured)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)])
+def test_the_plan_of_a_critic_is_within_a_tenth_of_the_peak(directory: Path, dtype: torch.dtype) -> None:
+    settings, backend = settings_of(directory, dtype, False), hwrl.get_backend()
+
+    def two_steps() -> None:
+        critic = CriticEngine(settings, backend=backend, group=None)
+        for _ in range(2):
+            rows = batch()
+            critic.fit(critic.estimate(rows, rows.mask.float())[0])
+
+    planned = phase_nbytes(fsdp_memory(settings, ranks=1, device_nbytes=1 << 40, critic=True), "step")
+    assert close(planned, measured := peak_nbytes(backend, two_steps)), (planned, measured)
+    assert planned < planned_step(settings, ranks=1), "no logits"
+
+
+def test_engines_that_take_turns_need_the_memory_of_the_larger_turn(directory: Path) -> None:
+    settings = settings_of(directory, torch.bfloat16, False)
+    policy = fsdp_memory(settings, ranks=2, device_nbytes=ROOM)
+    critic = fsdp_memory(settings, ranks=2, device_nbytes=ROOM, critic=True)
+    both, kept = add_in_turns(policy, critic, name="critic"), phase_nbytes(critic, "idle")
+    assert phase_nbytes(both, "step") == phase_nbytes(policy, "step") + kept > phase_nbytes(policy, "step")
+    swapped = add_in_turns(critic, policy, name="policy")
+    assert phase_nbytes(swapped, "step") == phase_nbytes(both, "step"), "the order does not matter"
+    reference = add_in_turns(policy, reference_memory(settings, ranks=2), name="reference")
+    assert phase_nbytes(reference, "step") == phase_nbytes(policy, "step")
+    parameters = sum(one.numel() for one in described_model(directory, dtype=torch.bfloat16, lora=None).parameters())
+    assert phase_nbytes(reference, "idle", place="host") == parameters  # two bytes each, on two ranks
 
 
 def on_two_ranks(rank: int, directory: Path, address: str, dtype: torch.dtype, recomputes: bool, room: int) -> Any:

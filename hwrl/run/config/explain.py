@@ -17,7 +17,7 @@ def describe(error: Any, *, root: type[BaseModel]) -> str:
 
     ``root`` is the model of the whole configuration; its sections are models too.
     """
-    key = ".".join(str(part) for part in error["loc"])
+    key = ".".join(str(part) for part in error["loc"] if not str(part).startswith("<"))  # a kind in a union
     if error["type"] == "model_type":
         return f"{key}: it is a section, not a value; did you mean {' or '.join(keys_in(key, root=root))}?"
     if error["type"] == "extra_forbidden":

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 
+from hwrl.rollout import HUB
+
 _LARGEST_INT = (1 << 31) - 1
 _LARGEST_REAL = 1e9
 
@@ -57,6 +59,25 @@ def _make_file_absolute(target: str) -> str:
     return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else target
 
 
+def is_template(value: str) -> bool:
+    """Return whether ``value`` is the text of a chat template; else it is a file's path."""
+    return "{" in value
+
+
+def _make_template_file_absolute(value: str) -> str:
+    return value if is_template(value) else str(Path(value).absolute())
+
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < 0.01:
+        raise ValueError("Input should be 0 or at least 0.01")
+    return value
+
+
+def _make_path_absolute(path: Path) -> Path:
+    return path if str(path).startswith(HUB) else path.absolute()
+
+
 def built_in_or_function(names: Sequence[str]) -> Callable[[str], str]:
     """Return a check that a text is one of ``names``, or names a function of the user."""
 
@@ -89,6 +110,10 @@ Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), _NUMBER]
 """A decay rate of AdamW, which divides by 1 - decay."""
 Temperature = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), _NUMBER]
 """Some engines sample at 0.01 instead of a lower temperature. The trainer would compute with another one then."""
+EvalTemperature = Annotated[
+    float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_check_temperature), _NUMBER
+]
+"""Likewise, or 0 for greedy decoding."""
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _NUMBER]
 TopK = Annotated[int, Field(ge=-1, le=_LARGEST_INT), _NUMBER, AfterValidator(_check_kept)]
 TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, le=_LARGEST_INT), _NUMBER], ...], Field(max_length=1000)]
@@ -97,9 +122,17 @@ Seconds = Annotated[float, Field(ge=0.1, le=1e7, allow_inf_nan=False), _NUMBER]
 
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Texts = Annotated[tuple[Name, ...], Field(max_length=100)]
+Template = Annotated[
+    str, Field(min_length=1), BeforeValidator(_check_path), AfterValidator(_make_template_file_absolute)
+]
+"""The text of a Jinja template, or the path of its file."""
 Layers = Annotated[str | tuple[str, ...], AfterValidator(_check_layers)]
+DataName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
+"""The name of a data set. It is a part of metrics' names."""
 AbsolutePath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(Path.absolute)]
 """A path. A relative one is made absolute at once, because a worker process may have another working directory."""
+DataPath = Annotated[Path, BeforeValidator(_check_path), AfterValidator(_make_path_absolute)]
+"""A path like AbsolutePath, or a name on the hub, which begins with ``hf:``."""
 Function = Annotated[Name, AfterValidator(_make_file_absolute)]
 """A user's function: ``package.module:function`` or ``file.py:function``. The file's path is made absolute."""
 Options = Annotated[dict[Name, JsonValue], AfterValidator(_check_finite)]

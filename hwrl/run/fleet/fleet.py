@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from hwrl.run.identity import RunInputs
 from hwrl.run.inputs import is_local
 from hwrl.run.processes.actors import BatchInfo, ProcessSetup
 from hwrl.run.processes.answers import Answer, raise_hwrl_error
+from hwrl.run.report import EventLog
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -38,17 +39,22 @@ class Fleet:
     EngineError.
     """
 
-    def __init__(self, config: Config, *, inputs: RunInputs, log: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, *, inputs: RunInputs, log: EventLog) -> None:
         self._config, self._inputs, self._backend = config, inputs, get_backend()
         # Other machines of a cluster must reach the store. On one machine nobody else should.
         self._store = serve_store("127.0.0.1" if is_local() else ray.util.get_node_ip_address())
         self._store_address = store_address(self._store)
         self._devices = RunDevices(config, self._backend)
-        self._monitor = ProcessMonitor(heartbeat_s=config.timeouts.heartbeat_s, log=log)
+        self._monitor = ProcessMonitor(heartbeat_s=config.timeouts.heartbeat_s, log=partial(log, kind="wait"))
         self._checked_s = time.monotonic()
         self.ledger = RunLedger(config, monitor=self._monitor)
         self.trainers = Trainers(
-            config, devices=self._devices, monitor=self._monitor, setup_of=self._setup_of, watch=self.watch, log=log
+            config,
+            devices=self._devices,
+            monitor=self._monitor,
+            setup_of=self._setup_of,
+            watch=self.watch,
+            log=partial(log, kind="trainer"),
         )
         self.replicas = Replicas(
             config,
@@ -57,7 +63,7 @@ class Fleet:
             monitor=self._monitor,
             setup_of=self._setup_of,
             seed=config.seed * 1_000_003 + _newest_step(config),
-            log=log,
+            log=partial(log, kind="replica"),
         )
 
     def _setup_of(self, process: str) -> ProcessSetup:

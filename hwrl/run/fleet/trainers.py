@@ -14,7 +14,7 @@ from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
 from hwrl.run.fleet.heartbeats import Timeout
 from hwrl.run.fleet.monitor import ProcessMonitor
-from hwrl.run.processes.actors import ProcessSetup, RestoredRun
+from hwrl.run.processes.actors import ProcessSetup, RestoredRun, StepOutcome
 from hwrl.run.processes.answers import DEATHS, Answer, find_death, first_line, value_of
 from hwrl.run.processes.handles import TrainerHandle
 from hwrl.run.report.records import Metrics
@@ -113,8 +113,8 @@ class Trainers:
         """Return the replicas that connected after the newest weights were sent."""
         return self._gather([self._ranks[0].replicas_awaiting_weights()])[0]
 
-    def step(self, groups: Answer[list[PromptGroup]]) -> Metrics:
-        """Train one step on the batch ``groups``, and send the weights if they are due; return the metrics."""
+    def step(self, groups: Answer[list[PromptGroup]]) -> StepOutcome:
+        """Train one step on the batch ``groups``, and send the weights if they are due; return rank 0's outcome."""
         return self._call("a training step", [rank.step(groups) for rank in self._ranks])
 
     def finish_profile(self) -> str | None:

@@ -10,14 +10,23 @@ from pathlib import Path
 import torch
 
 from hwrl.discovery import load_hook
-from hwrl.interfaces import ALWAYS, EngineSettings, LoraSettings, MemoryCause, Phase, Place, RolloutSettings
+from hwrl.interfaces import (
+    ALWAYS,
+    EngineSettings,
+    LoraSettings,
+    MemoryCause,
+    Phase,
+    Place,
+    RolloutSettings,
+    phase_nbytes,
+)
 from hwrl.lora import described_model
 from hwrl.rollout import embedded_memory
 from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
-from hwrl.run.processes.settings import compute_dtype, engine_settings, rollout_settings
+from hwrl.run.processes.settings import compute_dtype, critic_settings, engine_settings, rollout_settings
 from hwrl.saved_names import saved_weights
-from hwrl.train import certain_fsdp_memory, fsdp_memory
+from hwrl.train import add_in_turns, certain_fsdp_memory, fsdp_memory, reference_memory
 from hwrl.train.activations import reserve_nbytes
 from hwrl.weights import TransportName, WeightLayout, receiver_nbytes, sender_nbytes, slab_sizes
 
@@ -53,8 +62,7 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
     settings, ranks = train_settings(config), config.train.ranks
     causes: list[MemoryCause] = []
     if config.train.engine == FSDP:
-        engine = fsdp_memory(settings, ranks=ranks, device_nbytes=device_nbytes, context_nbytes=CONTEXT_NBYTES)
-        causes += [*engine, *_overhead(device_nbytes)]
+        causes += [*_fsdp_engines(config, settings, device_nbytes), *_overhead(device_nbytes)]
     else:
         load_train_engine(config)
         others = _overhead(device_nbytes)
@@ -72,14 +80,32 @@ def rank_memory(config: Config, *, device_nbytes: int, transport: TransportName)
     return (*causes, MemoryCause("process and imports", IMPORTS_NBYTES, "host", certain=False))
 
 
+def _fsdp_engines(config: Config, settings: EngineSettings, device_nbytes: int) -> list[MemoryCause]:
+    """Return the memory of the policy's engine, and of a critic and a reference model, if the run has them."""
+    ranks = config.train.ranks
+    critic: tuple[MemoryCause, ...] = ()
+    if config.algorithm.has_critic:
+        others = replace(critic_settings(config), micro_batch_tokens=settings.micro_batch_tokens)
+        critic = fsdp_memory(
+            others, ranks=ranks, device_nbytes=device_nbytes, context_nbytes=CONTEXT_NBYTES, critic=True
+        )
+    kept = CONTEXT_NBYTES + phase_nbytes(critic, "idle")
+    causes = list(fsdp_memory(settings, ranks=ranks, device_nbytes=device_nbytes, context_nbytes=kept))
+    if config.has_reference_copy:
+        causes = add_in_turns(causes, reference_memory(settings, ranks=ranks), name="reference")
+    return add_in_turns(causes, critic, name="critic")
+
+
 def _copies_for_checkpoints(config: Config, causes: Iterable[MemoryCause]) -> list[MemoryCause]:
     """Return the copies of trained parameters and of the optimizer's state. Offloaded tensors need none."""
     named = {one.cause: one for one in causes}
     copied: dict[Place, int] = {"device": 0, "host": 0}
-    for cause in ("parameters", "optimizer state"):
+    for cause in ("parameters", "optimizer state", "critic: parameters", "critic: optimizer state"):
         kept = named.get(cause)
         if kept is not None and kept.phases == ALWAYS:
-            adapter = config.model.lora is not None and cause == "parameters"  # its gradients are as large as it is
+            adapter = config.model.lora is not None and cause.endswith(
+                "parameters"
+            )  # its gradients are as large as it is
             copied[kept.place] += named["gradients"].nbytes if adapter else kept.nbytes
     if config.checkpoint.staging == "host":
         copied = {"host": sum(copied.values())}
@@ -127,7 +153,14 @@ def certain_rank_memory(config: Config) -> tuple[MemoryCause, ...]:
     """Return the certain memory of a trainer rank; empty for a plugin's engine."""
     if config.train.engine != FSDP:
         return ()
-    return certain_fsdp_memory(engine_settings(config), ranks=config.train.ranks)
+    ranks, settings = config.train.ranks, engine_settings(config)
+    causes = list(certain_fsdp_memory(settings, ranks=ranks))
+    if config.has_reference_copy:
+        causes = add_in_turns(causes, reference_memory(settings, ranks=ranks)[:1], name="reference")
+    if config.algorithm.has_critic:
+        critic = certain_fsdp_memory(critic_settings(config), ranks=ranks, critic=True)
+        causes += [one for one in add_in_turns([], critic, name="critic") if one.certain]
+    return tuple(causes)
 
 
 def certain_worker_memory(config: Config, *, device_nbytes: int) -> tuple[MemoryCause, ...]:

@@ -32,6 +32,7 @@ from hwrl.run.cluster.placement import (
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.report.records import Metrics
+from hwrl.run.report.samples import Sample
 
 if TYPE_CHECKING:
     from hwrl.rollout import Evaluation, Rollouter
@@ -74,6 +75,14 @@ class BatchInfo:
     counts: dict[str, int]
     replicas: dict[str, dict[str, float]]
     untrained: UntrainedPrompts = field(default_factory=UntrainedPrompts)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A training step: its metrics, and from rank 0 a few of its trajectories as text."""
+
+    metrics: Metrics
+    samples: list[Sample]
 
 
 @dataclass(frozen=True)
@@ -282,7 +291,8 @@ class RolloutActor:
         """
         with large_imports():
             self._devices = _use_devices(setup, threads=setup.config.rollout.threads)
-            from hwrl.run.processes.build import build_rollouter, evaluation_prompts
+            from hwrl.run.processes.build import build_rollouter
+            from hwrl.run.processes.prompts import evaluation_prompts
 
         with setup.inputs.unchanged("rollout"), get_backend().allocating("the rollout engine"):
             self._rollouter = build_rollouter(
@@ -303,10 +313,14 @@ class RolloutActor:
         with get_backend().allocating("generating responses"):
             self._rollouter.run(self._stop)
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate the weights of the moment in which the evaluation begins."""
+    def evaluate(self, part: int, parts: int) -> Evaluation | None:
+        """Evaluate the weights of the moment in which the evaluation begins, on one of ``parts`` parts of the prompts.
+
+        Returns None if the part has no prompts.
+        """
         assert self._rollouter is not None, "set_up comes first"
-        return self._rollouter.evaluate(self._evaluation_prompts).result()
+        prompts = self._evaluation_prompts[part::parts]
+        return self._rollouter.evaluate(prompts).result() if prompts else None
 
     def stop(self) -> None:
         """Make ``run`` return."""
@@ -360,8 +374,8 @@ class TrainActor:
         """Return the replicas that connected after the newest weights were sent."""
         return self._rank.replicas_awaiting_weights()
 
-    def step(self, groups: Sequence[PromptGroup]) -> Metrics:
-        """Train one step; return its metrics."""
+    def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
+        """Train one step."""
         with get_backend().allocating("a training step"):
             return self._rank.step(groups)
 

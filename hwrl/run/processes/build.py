@@ -16,9 +16,7 @@ from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, TokenLoss, ToolParser, TrainEngine
 from hwrl.models import (
-    encode_prompt,
     load_generation_config,
-    load_tokenizer,
     vocabulary_size,
 )
 from hwrl.rollout import (
@@ -32,8 +30,6 @@ from hwrl.rollout import (
     ModelLink,
     ModelUpdater,
     NoRewards,
-    Prompt,
-    PromptStream,
     ReceivedModels,
     RetryingReceiver,
     RewardWorkers,
@@ -42,15 +38,14 @@ from hwrl.rollout import (
     WeightUpdater,
     WorkflowGenerator,
     WorkflowSettings,
-    check_vocabulary,
-    load_prompts,
     load_workflow,
     parse_tool_calls,
 )
 from hwrl.run.config import EMBEDDED, FSDP, Config
-from hwrl.run.identity import ADVANTAGE, EVAL, LOSS, REWARD, TRAIN, WORKFLOW, RunInputs
+from hwrl.run.identity import ADVANTAGE, LOSS, REWARD, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
+from hwrl.run.processes.prompts import run_tokenizer, training_prompts
 from hwrl.run.processes.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import (
     Algorithm,
@@ -85,13 +80,13 @@ def build_rollouter(
     config: Config, *, inputs: RunInputs, replica: str, seed: int, store_address: str, ledger: LedgerClient
 ) -> Rollouter:
     """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = run_tokenizer(config, inputs)
     with ExitStack() as after_an_error:
         rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
         after_an_error.callback(rewards.close)
         engine = _build_rollout_engine(config, tokenizer, seed=seed)
         after_an_error.callback(engine.close)
-        prompts = PromptStream(_load_prompts(config, inputs, key=TRAIN), seed=config.seed)
+        prompts = training_prompts(config, inputs)
         rewards.wait_until_ready()
         weights = _build_updater(config, engine, store_address=store_address, replica=replica)
         rollouter = Rollouter(
@@ -111,6 +106,9 @@ def _loop_settings(config: Config) -> LoopSettings:
     return LoopSettings(
         sampling=rollout_sampling(config),
         group_size=config.rollout.n,
+        eval_temperature=config.eval.temperature,
+        eval_samples=config.eval.n,
+        skips_failures=config.rollout.on_failure == "skip",
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
     )
@@ -160,13 +158,6 @@ def _start_rewards(config: Config, inputs: RunInputs, tokenizer: Any) -> RewardW
     )
 
 
-def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
-    """Return the prompts for evaluations: none if the configuration has no evaluation data."""
-    if config.data.eval is None:
-        return []
-    return _load_prompts(config, inputs, key=EVAL)[: config.eval.prompts]
-
-
 def _build_updater(config: Config, engine: RolloutEngine, *, store_address: str, replica: str) -> WeightUpdater:
     store = connect_store(store_address)
 
@@ -200,18 +191,6 @@ def _transfer_timeout_s(config: Config) -> float:
     """Return how long the sender waits for replicas. Without partial rollout they first finish their responses."""
     drain_s = 0.0 if config.async_training.partial_rollout else config.rollout.group_timeout_s
     return config.weights.timeout_s + drain_s
-
-
-def _load_prompts(config: Config, inputs: RunInputs, *, key: str) -> list[Prompt]:
-    tokenizer, path = load_tokenizer(config.model.path), inputs.files[key].path
-    prompts = load_prompts(
-        path,
-        content=inputs.read(key),
-        encode=lambda prompt: encode_prompt(tokenizer, prompt),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-    )
-    check_vocabulary(prompts, path=path, vocabulary=vocabulary_size(config.model.path))
-    return prompts
 
 
 def _build_rollout_engine(config: Config, tokenizer: Any, *, seed: int) -> RolloutEngine:
@@ -297,14 +276,21 @@ def _own_function(target: str, key: str, inputs: RunInputs) -> Callable[..., Any
 
 def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) -> Engines:
     """Return the policy's engine with the model's weights, and the critic if the advantages come from one."""
-    critic = (
-        _build_critic(config, group) if config.algorithm.has_critic else None
-    )  # first: the policy uses what is left
-    return Engines(_build_policy(config, group, needs_reference=algorithm.loss.needs_reference), critic)
+    critic = None
+    if config.algorithm.has_critic:  # first: the policy keeps whole weights in what is left
+        critic = _build_critic(config, group)
+    needs_reference = algorithm.loss.needs_reference or (critic is not None and critic.needs_reference)
+    return Engines(_build_policy(config, group, needs_reference=needs_reference), critic)
 
 
 def _build_critic(config: Config, group: Group | None) -> CriticEngine:
     settings = config.critic
+    if settings.path is not None and vocabulary_size(settings.path) < vocabulary_size(config.model.path):
+        raise ConfigError(
+            f"the model in {settings.path} cannot be the critic of {config.model.path}",
+            why="its vocabulary is smaller, so it cannot read all tokens of the policy",
+            fix="set critic.path to a model with the same tokenizer, or to null",
+        )
     return CriticEngine(
         critic_settings(config),
         backend=get_backend(),
@@ -312,6 +298,7 @@ def _build_critic(config: Config, group: Group | None) -> CriticEngine:
         gamma=settings.gamma,
         lam=settings.lam,
         loss=ValueLoss(settings.cliprange_value),
+        kl_coef=settings.kl_coef,
     )
 
 

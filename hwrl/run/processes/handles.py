@@ -15,7 +15,15 @@ from hwrl.interfaces import PromptGroup
 from hwrl.rollout import PromptLease
 from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
-from hwrl.run.processes.actors import BatchInfo, LedgerActor, ProcessSetup, RestoredRun, RolloutActor, TrainActor
+from hwrl.run.processes.actors import (
+    BatchInfo,
+    LedgerActor,
+    ProcessSetup,
+    RestoredRun,
+    RolloutActor,
+    StepOutcome,
+    TrainActor,
+)
 from hwrl.run.processes.answers import Answer
 from hwrl.run.report.records import Metrics
 
@@ -68,8 +76,8 @@ class TrainerHandle(ActorHandle):
         """Return the replicas that connected after the newest weights were sent."""
         return _send(self._actor.replicas_awaiting_weights)
 
-    def step(self, groups: Answer[list[PromptGroup]]) -> Answer[Metrics]:
-        """Train one step and send the weights if they are due; the answer has the step's metrics."""
+    def step(self, groups: Answer[list[PromptGroup]]) -> Answer[StepOutcome]:
+        """Train one step and send the weights if they are due."""
         return _send(self._actor.step, groups)
 
     def finish_profile(self) -> Answer[str | None]:
@@ -105,9 +113,9 @@ class ReplicaHandle(ActorHandle):
         """Roll out until :meth:`stop`; the answer comes when the replica ends."""
         return _send(self._actor.run)
 
-    def evaluate(self) -> Answer[Evaluation]:
-        """Evaluate the current weights."""
-        return _send(self._actor.evaluate)
+    def evaluate(self, part: int, parts: int) -> Answer[Evaluation | None]:
+        """Evaluate the current weights on one of ``parts`` parts of the prompts; the answer is None if it has none."""
+        return _send(self._actor.evaluate, part, parts)
 
     def stop(self) -> Answer[None]:
         """Make :meth:`run` end."""

@@ -12,10 +12,11 @@ from hwrl.comm import connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
 from hwrl.interfaces import PromptGroup
+from hwrl.models import load_tokenizer
 from hwrl.run.config import Config
 from hwrl.run.identity import RunInputs
 from hwrl.run.plan import check_rank
-from hwrl.run.processes.actors import RestoredRun
+from hwrl.run.processes.actors import RestoredRun, StepOutcome
 from hwrl.run.processes.build import (
     build_algorithm,
     build_checkpoints,
@@ -28,6 +29,7 @@ from hwrl.run.processes.build import (
 from hwrl.run.processes.settings import compute_dtype
 from hwrl.run.processes.step_profile import PROFILES, StepProfile
 from hwrl.run.report.records import Metrics
+from hwrl.run.report.samples import Sample, pick_samples
 from hwrl.run.report.summary import SENT
 from hwrl.run.run_directory import MODEL_DIRECTORY
 from hwrl.train import move_metrics, rng_state, set_rng_state
@@ -69,12 +71,15 @@ class TrainerRank:
         self._checkpoints = build_checkpoints(config, group=self._group)
         self._sent_between_steps: Metrics = {}
         self._profile = _profile_of(config) if rank == 0 else None
+        samples = rank == 0 and config.report.samples_per_step > 0
+        self._tokenizer = load_tokenizer(config.model.path) if samples else None
         self._peak_flops = get_backend().peak_flops(compute_dtype(config))  # once: a backend may read files for it
 
     # -- training and weights --------------------------------------------------------------------------------------
 
-    def step(self, groups: Sequence[PromptGroup]) -> Metrics:
-        """Train on ``groups``, and send the weights if they are due; return the metrics of both."""
+    def step(self, groups: Sequence[PromptGroup]) -> StepOutcome:
+        """Train on ``groups``, and send the weights if they are due; return the metrics of both, and samples."""
+        samples = self._pick_samples(groups)
         with self._profiled(), self._trainer.stepping() as moved:
             trained = self._trainer.step(groups)
             sent = self._send() if trained.publishes else {}
@@ -87,7 +92,19 @@ class TrainerRank:
         )
         metrics = {**trained.metrics, **critic, **sent, **move_metrics(moved), **timing, **speed}
         earlier, self._sent_between_steps = self._sent_between_steps, {}
-        return {**metrics, **{name: metrics.get(name, 0.0) + value for name, value in earlier.items()}}
+        summed = {name: metrics.get(name, 0.0) + value for name, value in earlier.items()}
+        return StepOutcome({**metrics, **summed}, samples)
+
+    def _pick_samples(self, groups: Sequence[PromptGroup]) -> list[Sample]:
+        if self._tokenizer is None:
+            return []
+        return pick_samples(
+            groups,
+            step=self._trainer.steps_done + 1,
+            version=self._trainer.version,
+            count=self._config.report.samples_per_step,
+            decode=self._tokenizer.decode,
+        )
 
     def finish_profile(self) -> str | None:
         """Write the profile if there is one to write; return a sentence about it for the log, but only once."""

@@ -1,22 +1,32 @@
 """The output of a run: files in the run directory, progress on the screen, and the summary at the end."""
 
 from hwrl.run.report.curve import draw_curve
+from hwrl.run.report.events import EVENTS, EventLog, RecordedView, read_events
 from hwrl.run.report.rates import StepRates
 from hwrl.run.report.records import Metrics
 from hwrl.run.report.run_report import CURVE, METRICS, PROMPTS, RunReport, read_metrics
+from hwrl.run.report.samples import SAMPLES, Sample, pick_samples, read_samples
 from hwrl.run.report.views import LiveView, PlainView, View, make_view
 
 __all__ = [
     "CURVE",
+    "EVENTS",
     "METRICS",
     "PROMPTS",
+    "SAMPLES",
+    "EventLog",
     "LiveView",
     "Metrics",
     "PlainView",
+    "RecordedView",
     "RunReport",
+    "Sample",
     "StepRates",
     "View",
     "draw_curve",
     "make_view",
+    "pick_samples",
+    "read_events",
     "read_metrics",
+    "read_samples",
 ]

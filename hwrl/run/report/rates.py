@@ -70,7 +70,7 @@ class StepRates:
             "rollout/idle_ratio": self._rollout_idle_ratio,
             "rollout/reward_errors": rollout.get("reward_errors", 0.0),
             "rollout/replicas": float(len(batch.replicas)),
-            **{f"rollout/{name}": rollout[name] for name in (*BUSY_SECONDS, *COUNTS) if name in rollout},
+            **{f"rollout/{name}": rollout[name] for name in ("idle_s", *BUSY_SECONDS, *COUNTS) if name in rollout},
         }
         if not self._recovered:
             metrics["perf/step_s"] = elapsed_s

@@ -1,9 +1,9 @@
-"""The files that a run writes about itself: metrics, trained prompts, TensorBoard events and the reward curve."""
+"""What a run writes about itself: metrics, prompts, samples, events for trackers, and the reward curve."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from hwrl.checkpoint import DurableFS
 from hwrl.errors import RunDirectoryError, attempt_all
+from hwrl.interfaces import RunStatus
 from hwrl.run.report.curve import draw_curve
 from hwrl.run.report.event_files import AppendedFile, EventFile
 from hwrl.run.report.records import Metrics, encode_records, join_ranges, read_records
+from hwrl.run.report.samples import SAMPLES, Sample, drop_samples_after
 
 if TYPE_CHECKING:
     from hwrl.rollout import UntrainedPrompts
+    from hwrl.run.report.trackers import TrackerThread
 
 METRICS = "metrics.jsonl"
 PROMPTS = "trained_prompts.jsonl"
@@ -35,13 +38,21 @@ class RunReport:
     The run must not lose these two files: a failed write raises RunDirectoryError. A file with missing or damaged lines
     up to ``resume_step`` is reported through ``log``.
 
-    TensorBoard events and the reward curve are optional. Their first error goes to ``log``, and they are not written
-    after that.
+    ``samples.jsonl``, TensorBoard's events and the reward curve are optional. Their first error goes to ``log``, and
+    they are not written after that. ``trackers`` get all metrics; closing the report finishes them.
 
     Call ``add`` after each step, ``sync`` before each checkpoint, and ``close`` at the end.
     """
 
-    def __init__(self, directory: Path, *, log: Callable[[str], None], resume_step: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        log: Callable[[str], None],
+        resume_step: int = 0,
+        tensorboard: bool = True,
+        trackers: Sequence[TrackerThread] = (),
+    ) -> None:
         self._directory, self._log = directory, log
         self._fs = DurableFS()
         self.history: list[Metrics] = self._drop_after(METRICS, last_step=resume_step)
@@ -50,16 +61,28 @@ class RunReport:
         self._earlier_s = self.history[-1]["time_s"] if self.history else 0.0
         self._started_s = time.perf_counter()
         self._metrics, self._prompts = (self._open(name) for name in (METRICS, PROMPTS))
+        self._trackers = trackers
+        self._samples: AppendedFile | None = None
+        with self._optional(f"{directory / SAMPLES}"):
+            drop_samples_after(directory / SAMPLES, last_step=resume_step)
+            self._samples = AppendedFile(directory / SAMPLES)
         self._events: EventFile | None = None
-        with self._optional("TensorBoard's events"):
-            self._events = EventFile(directory / "tensorboard", purge_step=resume_step + 1)
+        if tensorboard:
+            with self._optional("TensorBoard's events"):
+                self._events = EventFile(directory / "tensorboard", purge_step=resume_step + 1)
 
     def start_clock(self) -> None:
         """Count ``time_s`` from now on. Call this when every process is ready: the start-up is not training time."""
         self._started_s = time.perf_counter()
 
     def add(
-        self, step: int, metrics: Mapping[str, float], *, prompts: list[int], untrained: UntrainedPrompts | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        prompts: list[int],
+        untrained: UntrainedPrompts | None = None,
+        samples: Sequence[Sample] = (),
     ) -> Metrics:
         """Record a training step; return the line in ``metrics.jsonl``."""
         self._step = step
@@ -71,7 +94,8 @@ class RunReport:
             partial(self._append, PROMPTS, self._prompts, {"step": step, "sequence_numbers": prompts, **settled}),
             partial(self._append, METRICS, self._metrics, line),
         )
-        self._add_events(metrics, step=step)
+        self._add_samples(samples)
+        self._track(metrics, step=step)
         return line
 
     def amend(self, metrics: Mapping[str, float]) -> Metrics:
@@ -88,7 +112,7 @@ class RunReport:
         self._replace(METRICS, self.history)
         self._metrics.close()
         self._metrics = self._open(METRICS)
-        self._add_events(metrics, step=int(line["step"]))
+        self._track(metrics, step=int(line["step"]))
         return line
 
     def sync(self) -> None:
@@ -98,10 +122,14 @@ class RunReport:
                 file.sync()
                 self._fs.sync_directory(self._directory)
 
-    def close(self) -> None:
-        """Write the reward curve and close the files."""
+    def close(self, status: RunStatus = "finished") -> None:
+        """Finish the trackers with ``status``, write the reward curve and close the files."""
+        for tracker in self._trackers:
+            tracker.finish(status)
         self._metrics.close()
         self._prompts.close()
+        if self._samples is not None:
+            self._samples.close()
         if self._events is not None:
             with self._optional("TensorBoard's events"):
                 self._events.close()
@@ -109,7 +137,19 @@ class RunReport:
             with self._optional(f"the reward curve {self._directory / CURVE}"):
                 draw_curve(self.history, self._directory / CURVE)
 
-    def _add_events(self, metrics: Mapping[str, float], *, step: int) -> None:
+    def _add_samples(self, samples: Sequence[Sample]) -> None:
+        if self._samples is None or not samples:
+            return
+        file, self._samples = self._samples, None
+        with self._optional(f"{self._directory / SAMPLES}"), ExitStack() as after_an_error:
+            after_an_error.callback(file.close)
+            file.write(encode_records(list(samples)))
+            after_an_error.pop_all()
+            self._samples = file
+
+    def _track(self, metrics: Mapping[str, float], *, step: int) -> None:
+        for tracker in self._trackers:
+            tracker.log(metrics, step=step)
         if self._events is None:
             return
         events, self._events = self._events, None

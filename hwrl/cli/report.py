@@ -1,0 +1,34 @@
+"""``hwrl report``: a page about a run, from its directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hwrl.errors import RunDirectoryError
+
+HELP = "write an HTML page about a run: curves, throughput, staleness, faults, samples"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("dir", type=Path, metavar="RUN_DIR", help="a run's directory; the run may still run")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page; default: RUN_DIR/report.html")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and print its path; 0 on success."""
+    from hwrl.run.report.page import build_page
+
+    out = args.dir / "report.html" if args.out is None else args.out
+    page = build_page(args.dir)
+    draft = out.with_name(f".tmp_{out.name}")
+    try:
+        draft.write_bytes(page)
+        draft.replace(out)  # a browser that loads it meanwhile finds the old page
+    except OSError as exc:
+        raise RunDirectoryError(
+            f"{out} cannot be written", why=exc.strerror or str(exc), fix="choose another place with --out FILE"
+        ) from exc
+    print(f"wrote {out} ({len(page) / 1e6:.1f} MB)")
+    return 0

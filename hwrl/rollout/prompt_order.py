@@ -1,0 +1,155 @@
+"""The order of the prompts: which prompt has which sequence number. It is a pure function of data, seed and number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+
+import numpy as np
+
+from hwrl.errors import DataError
+from hwrl.interfaces import Ints
+from hwrl.rollout.data import Prompt
+
+_MOST_PARTS = 1_000_000
+"""The longest block of a mixture: larger ones would take long to draw."""
+_COMPARED = 256
+"""How many sequence numbers of a curriculum are computed twice."""
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """One data set: its prompts, its name (empty if it is the only one), and its weight in a mixture."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    weight: float = 1.0
+
+
+PromptOrder = Callable[[int], tuple[int, int]]
+"""From a sequence number to the index of the data set, and the index of the prompt in it."""
+Curriculum = Callable[[Sequence[PromptSet], int], PromptOrder]
+"""From the data sets and the run's seed to an order. It is called once in each process. The order must be pure: it
+depends on the arguments and the sequence number alone, so that a number means the same prompt in every process."""
+
+
+class PromptStream:
+    """The endless stream of prompts. The prompt with sequence number ``n`` is the same in every process and after every
+    resume.
+
+    ``curriculum`` orders the prompts; :func:`mixture` does if there is none. Raises DataError if a curriculum gives two
+    answers to one question.
+    """
+
+    def __init__(self, sets: Sequence[PromptSet], *, seed: int, curriculum: Curriculum | None = None) -> None:
+        self._sets = sets
+        self._order = (curriculum or mixture)(sets, seed)
+        if curriculum is not None:
+            self._check_pure(curriculum(sets, seed))
+
+    def __getitem__(self, sequence_number: int) -> Prompt:
+        place = self._order(sequence_number)
+        try:
+            index, row = place
+            if index < 0 or row < 0:
+                raise IndexError
+            return self._sets[index].prompts[row]
+        except (TypeError, ValueError, IndexError) as exc:
+            sizes = ", ".join(f"{number}: {len(one.prompts)} prompts" for number, one in enumerate(self._sets))
+            raise DataError(
+                f"the curriculum has no prompt for sequence number {sequence_number}",
+                why=f"it returned {place!r}; the data sets are {sizes}",
+                fix="return the index of a data set, and the index of a prompt in it",
+            ) from exc
+
+    def _check_pure(self, again: PromptOrder) -> None:
+        first = [self._order(number) for number in range(_COMPARED)]
+        second = [again(number) for number in reversed(range(_COMPARED))]
+        if first != second[::-1]:
+            raise DataError(
+                "the curriculum is not a pure function",
+                why="two calls gave different orders: a prompt would be lost or trained twice after a restart",
+                fix="draw random numbers from the seed and the sequence number only, and keep no state between calls",
+            )
+
+
+def mixture(sets: Sequence[PromptSet], seed: int) -> PromptOrder:
+    """Return the order of a mixture with exact shares: weights 1 and 3 mean one of each four prompts, and three.
+
+    The stream is cut into blocks of as many prompts as the weights have parts. Each block has each set's share, in an
+    order drawn from ``seed``. Each set goes through its prompts epoch after epoch, each in a new order. Raises
+    DataError if the weights have more than a million parts.
+    """
+    if len(sets) == 1:
+        epochs = _Epochs(len(sets[0].prompts), [seed])
+        return lambda number: (0, epochs[number])
+    of_set = [_Epochs(len(one.prompts), [seed, index]) for index, one in enumerate(sets, start=1)]
+    blocks = _Blocks(_parts([one.weight for one in sets]), seed)
+
+    def order(number: int) -> tuple[int, int]:
+        index, draw = blocks[number]
+        return index, of_set[index][draw]
+
+    return order
+
+
+class _Epochs:
+    """Row numbers below ``size``: epoch after epoch, each in a new order drawn from ``key``."""
+
+    def __init__(self, size: int, key: Sequence[int]) -> None:
+        self._size, self._key = size, key
+        self._epoch = -1
+        self._order: Ints = np.empty(0, dtype=np.int32)
+
+    def __getitem__(self, number: int) -> int:
+        epoch, index = divmod(number, self._size)
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([*self._key, epoch]).permutation(self._size).astype(np.int32)
+            self._epoch = epoch
+        return int(self._order[index])
+
+
+class _Blocks:
+    """From a sequence number to a set, and the number of draws from this set before."""
+
+    def __init__(self, parts: Sequence[int], seed: int) -> None:
+        self._parts, self._seed, self._size = parts, seed, sum(parts)
+        self._block = -1
+        self._sets: Ints = np.empty(0, dtype=np.int32)
+        self._draws: Ints = np.empty(0, dtype=np.int32)
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        block, index = divmod(number, self._size)
+        if block != self._block:
+            self._draw(block)
+        chosen = int(self._sets[index])
+        return chosen, block * self._parts[chosen] + int(self._draws[index])
+
+    def _draw(self, block: int) -> None:
+        sets = np.repeat(np.arange(len(self._parts), dtype=np.int32), self._parts)
+        self._sets = np.random.default_rng([self._seed, 0, block]).permutation(sets)
+        self._draws = np.empty(self._size, dtype=np.int32)
+        for index, count in enumerate(self._parts):
+            self._draws[self._sets == index] = np.arange(count, dtype=np.int32)
+        self._block = block
+
+
+def _parts(weights: Sequence[float]) -> list[int]:
+    """Return the smallest whole numbers with the ratios of ``weights``, as they are written.
+
+    >>> _parts([0.7, 0.2, 0.1])
+    [7, 2, 1]
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    parts = [number // gcd(*whole) for number in whole]
+    if sum(parts) > _MOST_PARTS:
+        raise DataError(
+            "the weights of the mixture are too exact",
+            why=f"{', '.join(f'{weight:g}' for weight in weights)} need blocks of {sum(parts):,} prompts",
+            fix=f"round them, so that at most {_MOST_PARTS:,} equal parts are needed",
+        )
+    return parts

@@ -1,0 +1,185 @@
+"""The rows of a data set: a file of JSON Lines or Parquet, a directory of the library ``datasets``, or a hub's name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from hwrl.errors import DataError
+
+HUB = "hf:"
+"""The beginning of a name on the hub, which stands where others have a path."""
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+"""Files in a directory that ``datasets`` has written: one data set, or one for each split."""
+_OPTIONS = {"split": "split", "config": "name", "revision": "revision"}
+"""The options in a name, and the parameters of ``datasets.load_dataset``."""
+
+Row = tuple[str, dict[str, Any]]
+"""A row's place, for errors, and its content."""
+
+
+def read_rows(path: Path, *, key: str, content: bytes | None = None) -> Iterator[Row]:
+    """Yield the rows of the data set ``path``, each with its place; ``content`` is the file's, if it is read already.
+
+    Raises DataError if there is no such data set, if it cannot be read, or if it is empty. ``key`` is the configuration
+    key with ``path``.
+    """
+    place = None
+    for place, row in _reader(path, key=key)(path, content):
+        yield place, row
+    if place is None:
+        raise DataError(f"{path} holds no prompts", why="it has no rows", fix="add at least one row")
+
+
+def digest_rows(path: Path) -> str:
+    """Return a hash of the data set ``path``: of the file's bytes, the directory's names and files, the name's rows.
+
+    Raises OSError, and DataError for a name that cannot be loaded.
+    """
+    total = hashlib.sha256()
+    if _is_hub(path):
+        for _, row in _hub_rows(path, None):
+            total.update(json.dumps(row, sort_keys=True, default=repr).encode())
+        return total.hexdigest()
+    if not path.is_dir():
+        return _digest_file(path)
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and not file.name.startswith("."):
+            total.update(f"{file.relative_to(path).as_posix()}\0{_digest_file(file)}\n".encode())
+    return total.hexdigest()
+
+
+def _digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_hub(path: Path) -> bool:
+    return str(path).startswith(HUB)
+
+
+def _reader(path: Path, *, key: str) -> Callable[[Path, bytes | None], Iterator[tuple[str, Any]]]:
+    if _is_hub(path):
+        return _hub_rows
+    if path.is_dir():
+        return _directory_rows
+    if not path.is_file():
+        raise DataError(f"there is no file {path}", why=f"{key} names it", fix="correct the path")
+    if path.suffix not in _READERS:
+        raise DataError(
+            f"{path} is of an unknown kind",
+            why=f"its name must end in {' or '.join(_READERS)}, or be a directory of the library datasets",
+            fix="convert or rename the file",
+        )
+    return _READERS[path.suffix]
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:
+    with io.BytesIO(path.read_bytes() if content is None else content) as lines:
+        for number, line in enumerate(lines, start=1):
+            line = line.strip()
+            if not line:
+                continue
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(line, object_pairs_hook=_object)
+            except (ValueError, RecursionError) as exc:
+                why = f"{exc.msg}, column {exc.colno}" if isinstance(exc, json.JSONDecodeError) else str(exc)
+                raise DataError(f"{place} is not JSON", why=why, fix="correct the line") from exc
+            yield place, row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # json would keep the last one
+        raise ValueError(f"a key appears twice in one object: {[key for key, _ in pairs]}")
+    return found
+
+
+def _parquet_rows(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(pa.BufferReader(path.read_bytes() if content is None else content))
+    except (pa.ArrowException, OSError) as exc:  # OSError: a damaged page
+        raise DataError(f"{path} cannot be read as Parquet", why=str(exc), fix="write the file again") from exc
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{path}, row {number}", row
+
+
+_READERS = {".jsonl": _json_lines, ".parquet": _parquet_rows}
+
+
+# -- the library datasets -------------------------------------------------------------------------------------------
+
+
+def _directory_rows(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a directory from ``Dataset.save_to_disk``: streams of Arrow, named by a file of JSON."""
+    import pyarrow as pa
+
+    if not (path / _STATE).is_file():
+        splits = sorted(one.parent.name for one in path.glob(f"*/{_STATE}"))
+        one_of_them = f"name one of its splits: {', '.join(str(path / split) for split in splits)}"
+        raise DataError(
+            f"{path} is not a data set",
+            why="it has several splits" if splits else f"it has no {_STATE}, which save_to_disk of datasets writes",
+            fix=one_of_them if splits else "save it with Dataset.save_to_disk, or name a .jsonl or .parquet file",
+        )
+    number = 0
+    try:
+        for entry in json.loads((path / _STATE).read_text())["_data_files"]:
+            with pa.memory_map(str(path / entry["filename"])) as file, pa.ipc.open_stream(file) as batches:
+                for row in (row for batch in batches for row in batch.to_pylist()):
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as exc:
+        raise DataError(f"{path} cannot be read", why=str(exc), fix="save the data set again") from exc
+
+
+def _hub_rows(path: Path, content: bytes | None) -> Iterator[tuple[str, Any]]:
+    name, options = _parse_name(str(path))
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"{path} cannot be loaded",
+            why="datasets, the library that loads data sets by name, is not installed",
+            fix="pip install 'hwrl[datasets]', or name a file",
+        )
+    try:
+        rows = importlib.import_module("datasets").load_dataset(name, **options)
+    except Exception as exc:
+        raise DataError(
+            f"{path} cannot be loaded",
+            why=f"{type(exc).__name__}: {exc}",
+            fix="correct the name, its config or split; without a network, save it with Dataset.save_to_disk before",
+        ) from exc
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
+
+
+def _parse_name(text: str) -> tuple[str, dict[str, str]]:
+    """Return the data set's name and the options for ``datasets.load_dataset``. Raises DataError.
+
+    >>> _parse_name("hf:openai/gsm8k?config=main&split=test")
+    ('openai/gsm8k', {'name': 'main', 'split': 'test'})
+    """
+    name, _, query = text.removeprefix(HUB).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if not name or unknown or not options.get("split"):
+        raise DataError(
+            f"{text} names no data set",
+            why=f"it has the unknown option {unknown[0]}" if unknown else "it needs a name and a split",
+            fix="write hf:NAME?split=SPLIT, and &config=… or &revision=… if need be",
+        )
+    return name, {_OPTIONS[key]: value for key, value in options.items()}

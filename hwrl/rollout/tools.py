@@ -1,0 +1,106 @@
+"""A built-in workflow: a conversation in which the policy calls tools, in the form of the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
+
+from hwrl.errors import DataError
+from hwrl.interfaces import ToolCall, Trajectory
+from hwrl.rollout.data import Prompt
+from hwrl.rollout.environments import call_maybe_async
+from hwrl.rollout.reward import short_repr
+from hwrl.rollout.workflow import PolicyClient, Workflow
+from hwrl.user_code import load_function
+
+Tool: TypeAlias = Callable[..., Any] | Callable[..., Awaitable[Any]]
+"""A function with type hints and a docstring in Google's style: the chat template describes it to the policy."""
+
+
+def tool_use(*, tokenizer: Any, tools: Sequence[str], max_turns: int = 8, timeout_s: float = 30.0) -> Workflow:
+    """Return a workflow that runs the policy's tool calls until it answers without one; a factory.
+
+    ``tools`` are import paths of functions (:data:`Tool`). Their JSON schemas come from
+    :func:`transformers.utils.get_json_schema`. The prompts must be conversations. The engine's own parser reads the
+    calls where it has one. The calls of a turn run at the same time, for at most ``timeout_s`` each. A wrong call, an
+    error and a timeout are results that the policy reads. The run's reward function judges the text behind the prompt,
+    results of tools included. Metrics are ``turns``, ``tool_calls`` and ``tool_errors``.
+    """
+    functions = {function.__name__: function for function in (_load(path) for path in tools)}
+    schemas = [_schema(function) for function in functions.values()]
+
+    async def converse(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        messages: list[dict[str, Any]] = list(_messages(prompt))
+        trajectory = client.begin(client.chat.prompt(messages, tools=schemas))
+        counts = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0}
+        while True:
+            response = await trajectory.generate()
+            counts["turns"] += 1
+            answer = client.chat.read(response, tools=schemas)
+            if not answer.tool_calls or response.truncated or counts["turns"] >= max_turns:
+                cut = bool(answer.tool_calls)
+                return trajectory.finish(metrics=counts, truncated=cut)
+            at = len(messages)
+            messages.append(_assistant(answer.content, answer.tool_calls))
+            results = await asyncio.gather(*(_run(functions, call, timeout_s) for call in answer.tool_calls))
+            counts["tool_calls"] += len(results)
+            counts["tool_errors"] += sum(failed for _, failed in results)
+            for number, (text, _) in enumerate(results):
+                name = answer.tool_calls[number].name
+                messages.append({"role": "tool", "tool_call_id": f"call-{at}-{number}", "name": name, "content": text})
+            trajectory.add(client.chat.following(messages, at=at, said=response.token_ids, tools=schemas))
+            if trajectory.room <= 0:
+                return trajectory.finish(metrics=counts, truncated=True)
+
+    return converse
+
+
+def _load(path: str) -> Tool:
+    return load_function(path, key="rollout.workflow_options.tools")
+
+
+def _schema(function: Tool) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as exc:
+        raise DataError(
+            f"the tool {function.__name__} cannot be described to the policy",
+            why=str(exc),
+            fix="give each parameter a type hint and a line in the docstring's Args: section",
+        ) from exc
+    return schema
+
+
+def _messages(prompt: Prompt) -> Sequence[dict[str, Any]]:
+    if prompt.messages is None:
+        raise DataError(
+            "a prompt is a text, and tools need a conversation",
+            why=f"it is {prompt.text[:80]!r}",
+            fix='write the row\'s prompt as messages: [{"role": "user", "content": …}]',
+        )
+    return prompt.messages
+
+
+def _assistant(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    described = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+    return {"role": "assistant", "content": content, "tool_calls": described}
+
+
+async def _run(functions: dict[str, Tool], call: ToolCall, timeout_s: float) -> tuple[str, bool]:
+    """Return the result of ``call`` as text, and whether it is an error."""
+    function = functions.get(call.name)
+    if function is None:
+        return f"error: there is no tool {call.name}; the tools are {', '.join(functions)}", True
+    try:
+        arguments = json.loads(call.arguments)
+        async with asyncio.timeout(timeout_s):
+            result = await call_maybe_async(function, **arguments)
+    except TimeoutError:
+        return f"error: the tool did not answer within {timeout_s:g} s", True
+    except Exception as exc:  # noqa: BLE001 - a tool may raise anything; the policy reads it
+        return f"error: {short_repr(exc)}", True
+    return result if isinstance(result, str) else json.dumps(result, default=str), False

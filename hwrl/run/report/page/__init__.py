@@ -1,0 +1,5 @@
+"""The page of ``hwrl report``: one HTML file about a run, from the files in its run directory."""
+
+from hwrl.run.report.page.build import build_page
+
+__all__ = ["build_page"]

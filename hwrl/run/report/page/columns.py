@@ -1,0 +1,117 @@
+"""The metrics of a run, column by column, and few enough points of them for a page."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Reals = npt.NDArray[np.float64]
+
+BUCKETS = 400
+"""Most points of a curve. With more steps than that, a point is a bucket of them: their mean, least and largest."""
+
+
+@dataclass
+class MetricColumns:
+    """Each metric's values by name (float64), with the steps that have it (int64). Steps rise."""
+
+    steps: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    values: dict[str, Reals] = field(default_factory=dict)
+
+    def last(self, name: str) -> float | None:
+        """Return the newest value; None if no step has the metric."""
+        return float(self.values[name][-1]) if name in self.values else None
+
+    def added(self, name: str) -> float:
+        """Return the growth of a running count over the run. A resumed run may count from 0 again."""
+        values = self.values.get(name, np.zeros(0))
+        grown = np.diff(values, prepend=0.0)
+        return float(np.where(grown < 0, values, grown).sum())
+
+    def total(self, name: str) -> float:
+        """Return the sum over all steps; 0.0 without the metric."""
+        return float(self.values[name].sum()) if name in self.values else 0.0
+
+    def rows(self, names: list[str]) -> Iterator[dict[str, float]]:
+        """Yield each step's metrics of ``names``."""
+        found: dict[int, dict[str, float]] = {}
+        for name in names:
+            for step, value in zip(self.steps.get(name, ()), self.values.get(name, ()), strict=True):
+                found.setdefault(int(step), {})[name] = float(value)
+        yield from (found[step] for step in sorted(found))
+
+
+def read_columns(path: Path) -> MetricColumns:
+    """Read ``metrics.jsonl`` line by line. Skips damaged lines, and those that repeat or reverse the order of steps."""
+    places: dict[str, array[int]] = {}
+    values: dict[str, array[float]] = {}
+    last = -math.inf
+    with path.open("rb") as file:
+        for text in file:
+            line = _parsed(text)
+            if line is None or line["step"] <= last:
+                continue
+            last = step = line["step"]
+            for name, value in line.items():
+                if name not in values:
+                    places[name], values[name] = array("q"), array("d")
+                places[name].append(step)
+                values[name].append(value)
+    return MetricColumns(
+        {name: np.array(each, dtype=np.int64) for name, each in places.items()},
+        {name: np.array(each, dtype=np.float64) for name, each in values.items()},
+    )
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    return line if all(type(value) in (int, float) for value in line.values()) else None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points to draw: steps, values, and of buckets also the least and largest value. None is not finite: a gap."""
+
+    steps: list[int]
+    values: list[float | None]
+    least: list[float | None] | None = None
+    largest: list[float | None] | None = None
+
+
+def thin_out(steps: npt.NDArray[np.int64], values: Reals, *, buckets: int = BUCKETS) -> Curve:
+    """Return all points if they are few; else those of ``buckets`` equal ranges of steps, with least and largest."""
+    if len(steps) <= buckets:
+        return Curve(steps.tolist(), _rounded(values))
+    starts = np.linspace(0, len(steps), buckets, endpoint=False).astype(np.int64)
+    finite = np.isfinite(values)
+    counts = np.add.reduceat(finite, starts, dtype=np.int64)
+    sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
+    least = np.minimum.reduceat(np.where(finite, values, np.inf), starts)
+    largest = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = sums / counts
+    ends = np.append(starts[1:], len(steps)) - 1
+    return Curve(steps[(starts + ends) // 2].tolist(), _rounded(means), _rounded(least), _rounded(largest))
+
+
+def bucket_means(values: Reals, starts: npt.NDArray[np.int64]) -> list[float | None]:
+    """Return the mean of ``values`` in each bucket; ``starts`` are the indices at which buckets begin."""
+    sizes = np.diff(np.append(starts, len(values)))
+    return _rounded(np.add.reduceat(np.nan_to_num(values), starts) / sizes)
+
+
+def _rounded(values: Reals) -> list[float | None]:
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -1,0 +1,131 @@
+"""What went wrong in a run, as HTML: counts, and the run's log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hwrl.run.report.events import Event
+from hwrl.run.report.page.columns import MetricColumns
+from hwrl.run.report.page.markup import element, escaped, number
+
+MAX_EVENTS = 1000
+MAX_FAILED = 200
+_KEPT_KINDS = ("start", "replica", "trainer", "error", "end")
+"""Events that a page shows even if there are too many."""
+
+
+def render_faults(columns: MetricColumns, events: list[Event], prompts: Path) -> str:
+    """Return the counts of faults, the metrics that were not finite, the failed prompts, and the log.
+
+    ``prompts`` is the path of ``trained_prompts.jsonl``.
+    """
+    counts = "".join(_count(name, value) for name, value in count_faults(columns, events).items())
+    return element("dl", counts, class_="tiles") + _not_finite(columns) + _failed(prompts) + _log(events)
+
+
+def count_faults(columns: MetricColumns, events: list[Event]) -> dict[str, float]:
+    """Return how often each fault happened over the whole run, resumes included."""
+    kinds = Counter(str(event.get("kind")) for event in events)
+    faults: dict[str, float] = {
+        "trainer restarts": kinds["trainer"],
+        "replicas replaced": kinds["replica"],
+        "resumes": max(0, kinds["start"] - 1),
+        "errors that ended the run": kinds["error"],
+        "replicas excluded from a transfer": columns.total("sync/quarantined"),
+        "errors of the reward function": columns.total("rollout/reward_errors"),
+    }
+    for name in sorted(columns.values):
+        group, _, fault = name.partition("/")
+        if group == "ledger" and fault.startswith(("failures", "expired", "rejected", "filtered", "failed", "skipped")):
+            faults[_WORDS.get(fault, f"prompts: {fault.replace('_', ' ')}")] = columns.added(name)
+    return faults
+
+
+_WORDS = {
+    "failures": "failed attempts of prompts",
+    "expired": "prompts taken back from a late replica",
+    "rejected": "groups of wrong weights, rejected",
+    "filtered": "prompts filtered",
+    "failed": "prompts given up",
+}
+
+
+def _count(name: str, value: float) -> str:
+    return element(
+        "div", element("dt", escaped(name)) + element("dd", number(value)), class_="bad" if value else "good"
+    )
+
+
+def _not_finite(columns: MetricColumns) -> str:
+    found = []
+    for name, values in sorted(columns.values.items()):
+        wrong = columns.steps[name][~np.isfinite(values)]
+        if len(wrong):
+            found.append(f"<code>{escaped(name)}</code> in {len(wrong):,} steps, the first is {wrong[0]}")
+    return element("p", f"Not finite: {'; '.join(found)}.", class_="warn") if found else ""
+
+
+def _failed(path: Path) -> str:
+    """Return a table of the prompts that were given up, each with its reason."""
+    failed = [
+        (record["step"], number, reason) for record in _settled(path) for number, reason in record["failed"].items()
+    ]
+    if not failed:
+        return ""
+    note = f"{len(failed):,} prompts given up" + (f", the last {MAX_FAILED}" if len(failed) > MAX_FAILED else "")
+    rows = [
+        _cells("th", "step", "prompt", "", "reason"),
+        *(_cells("td", s, n, "", r) for s, n, r in failed[-MAX_FAILED:]),
+    ]
+    return element("details", element("summary", note) + element("table", "".join(rows)))
+
+
+def _settled(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of steps with failed prompts."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if b'"failed"' in line:
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+                    if isinstance(record, dict) and "step" in record and isinstance(record.get("failed"), dict):
+                        yield record
+
+
+def _cells(tag: str, *texts: object) -> str:
+    return element("tr", "".join(element(tag, escaped(text)) for text in texts))
+
+
+def _log(events: list[Event]) -> str:
+    if not events:
+        return element("p", "The run has no <code>events.jsonl</code>: restarts are not known.", class_="note")
+    shown = events
+    if len(events) > MAX_EVENTS:
+        important = [event for event in events if event.get("kind") in _KEPT_KINDS]
+        shown = important[-MAX_EVENTS:]
+    rows = "".join(map(_row, shown))
+    head = "".join(element("th", word) for word in ("time (UTC)", "step", "kind", "event"))
+    note = f"{len(shown):,} of {len(events):,} lines of the log" if len(shown) < len(events) else "The run's log"
+    return element("details", element("summary", note) + element("table", element("tr", head) + rows), open="")
+
+
+def _row(event: Event) -> str:
+    kind = str(event.get("kind", ""))
+    cells = [_time(event.get("time_unix_s")), escaped(event["step"]), escaped(kind), escaped(event["text"])]
+    return element("tr", "".join(element("td", cell) for cell in cells), class_=f"kind-{kind}")
+
+
+def _time(unix_s: object) -> str:
+    try:
+        return f"{datetime.fromtimestamp(float(unix_s), UTC):%Y-%m-%d %H:%M:%S}"  # type: ignore[arg-type] # checked by the except
+    except (TypeError, ValueError, OverflowError, OSError):
+        return "–"

@@ -1,0 +1,63 @@
+"""HTML from untrusted text: a prompt, a response or an error may hold anything."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from typing import Any
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+
+
+def escaped(text: object) -> str:
+    """Return ``text`` for HTML, in an element or a quoted attribute. Control characters and half surrogates show as �.
+
+    >>> escaped("<script>'a' & b\\ud800")
+    '&lt;script&gt;&#x27;a&#x27; &amp; b�'
+    """
+    return html.escape(_UNPRINTABLE.sub("\ufffd", str(text)))
+
+
+def json_for_script(data: Any) -> str:
+    """Return ``data`` as JSON for the inside of a script element, which nothing in the data can end.
+
+    >>> json_for_script(["</script>"])
+    '["\\\\u003c/script>"]'
+    """
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def element(tag: str, content: str, /, **attributes: object) -> str:
+    """Return an element with HTML ``content``. In a name of ``attributes``, ``_`` means ``-``, and nothing at the end.
+
+    >>> element("p", "hi", class_="note", data_step=3)
+    '<p class="note" data-step="3">hi</p>'
+    """
+    words = "".join(f' {name.rstrip("_").replace("_", "-")}="{escaped(value)}"' for name, value in attributes.items())
+    return f"<{tag}{words}>{content}</{tag}>"
+
+
+def number(value: float | None) -> str:
+    """Return a number for people.
+
+    >>> number(1234567.0), number(0.123456), number(3.0), number(None)
+    ('1,234,567', '0.1235', '3', '–')
+    """
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration for people.
+
+    >>> seconds(12.3), seconds(3725), seconds(200000)
+    ('12 s', '1 h 02 min', '2 d 7 h')
+    """
+    minutes, hours, days = int(value // 60), int(value // 3600), int(value // 86400)
+    if minutes < 1:
+        return f"{value:.0f} s"
+    if hours < 1:
+        return f"{minutes} min {int(value % 60):02d} s"
+    return f"{hours} h {minutes % 60:02d} min" if days < 1 else f"{days} d {hours % 24} h"

@@ -1,0 +1,109 @@
+"""A few trajectories of each training step as text, in ``samples.jsonl``: one line per trajectory."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hwrl.interfaces import Ints, PromptGroup
+
+SAMPLES = "samples.jsonl"
+MAX_CHARS = 16_384
+"""A longer text keeps its beginning and its end."""
+
+Sample = dict[str, Any]
+"""One line of the file; docs/report.md has its keys."""
+
+
+def pick_samples(
+    groups: Sequence[PromptGroup], *, step: int, version: int, count: int, decode: Callable[[Ints], str]
+) -> list[Sample]:
+    """Return ``count`` trajectories of a step's ``groups`` as text, chosen at random; each step has its own seed.
+
+    They are of different prompts, unless there are fewer prompts than that. ``version`` is the trainer's before the
+    step, and ages count back from it. ``decode`` turns token ids into text.
+    """
+    chance = random.Random(step)
+    order = chance.sample(range(len(groups)), len(groups))
+    orders = {index: chance.sample(range(groups[index].size), groups[index].size) for index in order}
+    rounds = range(max((group.size for group in groups), default=0))
+    places = ((index, orders[index][turn]) for turn in rounds for index in order if turn < len(orders[index]))
+    chosen = [place for place, _ in zip(places, range(count), strict=False)]
+    return [_sample(groups[index], row, step=step, version=version, decode=decode) for index, row in chosen]
+
+
+def read_samples(path: Path) -> Iterator[tuple[int, Sample | None]]:
+    """Yield the bytes up to the end of each line, and its sample; None for a damaged line. No file has no lines."""
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            yield end, _parsed(line)
+
+
+def drop_samples_after(path: Path, *, last_step: int) -> None:
+    """Cut the file behind its last sample up to ``last_step``; the half line of a killed run goes, too."""
+    kept = 0
+    for end, sample in read_samples(path):
+        if sample is not None and sample["step"] > last_step:
+            break
+        if sample is not None:
+            kept = end
+    if path.exists() and kept < path.stat().st_size:
+        with path.open("rb+") as file:
+            file.truncate(kept)
+
+
+def _parsed(line: bytes) -> Sample | None:
+    try:
+        sample = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_sample = isinstance(sample, dict) and type(sample.get("step")) is int and line.endswith(b"\n")
+    return sample if is_sample else None
+
+
+def _sample(group: PromptGroup, row: int, *, step: int, version: int, decode: Callable[[Ints], str]) -> Sample:
+    span = group.responses()[row]
+    versions = group.versions[span][group.loss_mask[span]]
+    return {
+        "step": step,
+        "sequence_number": group.sequence_number,
+        "sample": int(group.samples[row]),
+        "reward": float(group.rewards[row]),
+        "truncated": bool(group.truncated[row]),
+        "age_max": version - int(versions.min()),
+        "age_min": version - int(versions.max()),
+        "prompt_reward_mean": float(group.rewards.mean()),
+        "prompt_metrics": group.metrics,
+        "prompt": _shortened(decode(group.prompt_ids)),
+        "prompt_tokens": len(group.prompt_ids),
+        "segments": list(_segments(group, span, decode)),
+    }
+
+
+def _segments(group: PromptGroup, span: slice, decode: Callable[[Ints], str]) -> Iterator[Sample]:
+    """Yield the stretches of one author in the row, in order."""
+    start = span.start
+    for by_policy, tokens in groupby(group.loss_mask[span].tolist()):
+        end = start + len(list(tokens))
+        segment = {"author": "policy" if by_policy else "environment", "tokens": end - start}
+        if by_policy and group.token_rewards is not None:
+            segment["reward"] = float(group.token_rewards[start:end].sum())
+        yield {**segment, "text": _shortened(decode(group.token_ids[start:end]))}
+        start = end
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - MAX_CHARS
+    if left_out <= 0:
+        return text
+    half = MAX_CHARS // 2
+    return f"{text[:half]}\n[… {left_out:,} characters left out …]\n{text[-half:]}"

@@ -1,0 +1,120 @@
+"""Trackers of plugins and users: a thread for each, so that a slow or broken one neither delays nor ends the run."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import Full, Queue
+from typing import Any
+
+from hwrl.checkpoint import DurableFS
+from hwrl.discovery import load_hook
+from hwrl.errors import EngineError, HwrlError
+from hwrl.interfaces import RunStatus, TrackedRun, Tracker
+from hwrl.run.config import TENSORBOARD, Config
+from hwrl.user_code import load_function
+
+RUN_ID = "run_id"
+"""The file in a run directory with the id of the run."""
+FINISH_S = 60.0
+"""How long the end of a run waits for a tracker."""
+_MAX_WAITING = 10_000
+"""Calls that may wait for a tracker. One that is further behind will not catch up."""
+
+_Call = Callable[[Tracker], None]
+
+
+class TrackerThread:
+    """Calls a tracker from a thread. The first error goes to ``log``, in the caller's thread, and ends the tracking."""
+
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, *, log: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._log_line = name, tracker, log
+        self._calls: Queue[_Call | None] = Queue(_MAX_WAITING)
+        self._error: str | None = None
+        self._over = False
+        self._thread = threading.Thread(target=self._work, name=f"hwrl tracker {name}", daemon=True)
+        self._submit(lambda each: each.start(run))
+        self._thread.start()
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Send metrics. Does not block."""
+        self._submit(lambda each: each.log(metrics, step=step))
+
+    def finish(self, status: RunStatus, *, timeout_s: float = FINISH_S) -> None:
+        """Wait until the tracker has everything, at most ``timeout_s``. A second call does nothing."""
+        if self._over:
+            return
+        self._submit(lambda each: each.finish(status))
+        self._submit(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive() and self._error is None:
+            self._error = f"it has not finished within {timeout_s:g} s"
+        self._report_error()
+        self._over = True
+
+    def _submit(self, call: _Call | None) -> None:
+        if self._error is None:
+            try:
+                self._calls.put_nowait(call)
+            except Full:
+                self._error = f"{_MAX_WAITING:,} calls of it wait"
+        self._report_error()
+
+    def _report_error(self) -> None:
+        if self._error is not None and not self._over:
+            self._over = True
+            self._log_line(f"the tracker {self._name} gets no more metrics ({self._error}); the run continues without")
+
+    def _work(self) -> None:
+        try:
+            while (call := self._calls.get()) is not None:
+                call(self._tracker)
+        except BaseException as exc:  # noqa: BLE001 - foreign code, which may even call sys.exit; the run logs it
+            self._error = f"{type(exc).__name__}: {exc}" if str(exc) else repr(exc)
+
+
+def make_tracker(config: Config, name: str) -> Tracker:
+    """Return the tracker ``name``, not started: a plugin's, or that of a user's ``file.py:function``.
+
+    Raises ConfigError, DataError or EngineError.
+    """
+    options = config.report.tracker_options.get(name, {})
+    if ":" in name:
+        tracker = load_function(name, key="report.trackers")(options)
+    else:
+        make = load_hook(name, "hwrl_tracker", asked_by="report.trackers", built_in=[TENSORBOARD])
+        tracker = make(options=options)
+    if not isinstance(tracker, Tracker):
+        raise EngineError(
+            f"report.trackers={name} cannot be used",
+            why=f"it returned {tracker!r}, not a hwrl.interfaces.Tracker",
+            fix="fix or upgrade the tracker",
+        )
+    return tracker
+
+
+def start_trackers(config: Config, *, resume_step: int, log: Callable[[str], None]) -> list[TrackerThread]:
+    """Start the run's trackers but TensorBoard. Errors go to ``log``."""
+    started = []
+    for name in config.report.trackers:
+        if name == TENSORBOARD:
+            continue
+        try:
+            run = tracked_run(config, resume_step=resume_step)
+            started.append(TrackerThread(name, make_tracker(config, name), run, log=log))
+        except (OSError, HwrlError) as exc:
+            log(f"the tracker {name} cannot start ({exc}); the run continues without")
+    return started
+
+
+def tracked_run(config: Config, *, resume_step: int) -> TrackedRun:
+    """Return the run as trackers see it. Its id is in the run directory; the first call writes it. Raises OSError."""
+    path: Path = config.dir / RUN_ID
+    run_id = path.read_text(encoding="ascii").strip() if path.exists() else ""
+    if not run_id:
+        run_id = uuid.uuid4().hex
+        DurableFS().replace_file(path, f"{run_id}\n".encode())
+    settings: dict[str, Any] = config.model_dump(mode="json")
+    return TrackedRun(run_id, config.report.run_name or config.dir.name, config.dir, settings, resume_step)

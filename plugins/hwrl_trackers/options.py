@@ -1,0 +1,31 @@
+"""What all trackers check: their library is installed, and the user's options are known."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hwrl.errors import ConfigError, EngineError
+
+
+def check_tracker(name: str, options: Mapping[str, Any], *, known: Collection[str], package: str = "") -> None:
+    """Raise EngineError if the library ``name`` is not installed, ConfigError for an option that is not ``known``.
+
+    ``package`` is what pip calls the library, if not by its name. Imports nothing.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise EngineError(
+            f"report.trackers={name} cannot be used",
+            why=f"{name} is not installed",
+            fix=f"pip install {package or name}, or leave it out of report.trackers",
+        )
+    for option in options:
+        if option not in known:
+            close = difflib.get_close_matches(option, known, n=1)
+            raise ConfigError(
+                f"report.tracker_options.{name}.{option} is not possible",
+                why=f"the options are {', '.join(sorted(known))}",
+                fix=f"did you mean {close[0]!r}?" if close else "remove it",
+            )
