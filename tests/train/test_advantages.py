@@ -10,36 +10,16 @@ import pytest
 import torch
 
 from hwrl.errors import DataError
-from hwrl.interfaces import PromptGroup, Response, Segment, Trajectory
+from hwrl.interfaces import PromptGroup, Segment, Trajectory
 from hwrl.train import Overlong, collate, group_advantages
 from hwrl.train.aggregation import row_weights
 from hwrl.train.choices import AggregationMode
-
-
-def ints(*numbers: int) -> np.ndarray:
-    return np.array(numbers, dtype=np.int32)
-
-
-def response(length: int, *, truncated: bool = False) -> Response:
-    return Response(np.full(length, 7, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32), truncated)
-
-
-def group_of(rewards: Sequence[float], *, lengths: Sequence[int] = (), truncated: Sequence[bool] = ()) -> PromptGroup:
-    lengths, truncated = lengths or [1] * len(rewards), truncated or [False] * len(rewards)
-    return PromptGroup.join(
-        [response(length, truncated=cut) for length, cut in zip(lengths, truncated, strict=True)],
-        sequence_number=0,
-        lease_id=0,
-        incarnation=0,
-        prompt_ids=ints(1, 2),
-        rewards=rewards,
-        metrics={},
-    )
+from tests.support.rewarded_groups import group_of, ints, response
 
 
 def of_samples(samples: list[list[Trajectory]], rewards: Sequence[float]) -> PromptGroup:
     ids = {"sequence_number": 0, "lease_id": 0, "incarnation": 0}
-    return PromptGroup.of_samples(samples, **ids, rewards=rewards, metrics={})  # type: ignore[arg-type]
+    return PromptGroup.of_samples(samples, **ids, rewards=rewards, metrics={})
 
 
 def turns(*rewards: float) -> Trajectory:
