@@ -90,8 +90,6 @@ class VllmEngine(RolloutEngine):
         self._asleep: frozenset[str] = frozenset()
         self._causes = Causes()
         self._decode = text_decoder(settings.model_directory)
-        if settings.sampling.stop:
-            self._decode([])  # a directory without a tokenizer is an error now
         try:
             self._vllm = start_vllm(settings, options, inline=inline, causes=self._causes)
         except BaseException:
