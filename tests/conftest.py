@@ -19,8 +19,10 @@ os.environ.setdefault("HWRL_BACKEND", "cpu")
 preload("pytest", "hypothesis", "safetensors.torch", "hwrl.checkpoint", "hwrl.testing.suite", "hwrl.weights")
 if os.environ["HWRL_BACKEND"] == "cpu":
     preload("transformers.models.qwen3.modeling_qwen3", "hwrl.rollout.embedded", "hwrl.train.fsdp")
+    preload("torch._inductor.compile_fx")  # most of the time that the import of Megatron-core takes
 elif importlib.util.find_spec("torch_npu"):
-    preload("torch_npu")  # alone, it opens its device on first use; transformers counts the devices when it is imported
+    preload("torch_npu")  # alone, it opens its device on first use; the models of transformers count the devices
+    preload("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "transformers.models")
 
 
 @pytest.hookimpl(trylast=True)  # after the tests that the command line deselects are gone

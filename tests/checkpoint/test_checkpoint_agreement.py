@@ -39,9 +39,9 @@ def open_manager(group: Group, directory: Path, **options: Any) -> CheckpointMan
     return CheckpointManager(directory, group=group, **{"backend": BACKEND, "timeout_s": TIMEOUT_S, **options})
 
 
-def noise(seed: int, mib: int) -> str:
+def noise(seed: int, mib: float) -> str:
     """Return a text of at least ``mib`` after compression."""
-    return random.Random(seed).randbytes(mib << 20).hex()
+    return random.Random(seed).randbytes(int(mib * (1 << 20))).hex()
 
 
 # -- values of any size -----------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Spying(DurableFS):
 def _save_much(group: Group, directory: Path) -> int:
     fs = Spying(group)
     extra, rank_extra = {"ledger": noise(9, 9)}, {"mine": noise(group.rank, 9)}
-    state = {f"{number} {noise(number, 1)[:60_000]}": torch.full((2,), float(number)) for number in range(300)}
+    state = {f"{number} {noise(number, 1 / 32)}": torch.full((2,), float(number)) for number in range(300)}
     with open_manager(group, directory, fs=fs) as manager:
         manager.save(1, state, extra=extra, rank_extra=rank_extra)
         for tensor in state.values():

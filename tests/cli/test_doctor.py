@@ -46,6 +46,7 @@ MUTE = (
     "    answers = lambda one: Support('unsupported' if one is Capability.COLLECTIVES else 'supported', 'so it is')\n"
     "    backend = hwrl_cpu.CpuBackend(hwrl_backend_info()); backend.supports = answers; return backend"
 )
+UNKNOWN = "cuad"  # no backend has this name: the report is whole, but for the live check, which takes seconds
 HOST = "import hwrl_cpu; return hwrl_cpu.CpuBackend(hwrl_backend_info())"
 
 
@@ -125,7 +126,7 @@ def test_the_versions_of_the_vendors_packages_are_shown(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (folder / "entry_points.txt").write_text(points)
-    versions = report(folder=tmp_path, choose="cpu", status=0)["versions"]
+    versions = report(folder=tmp_path, choose=UNKNOWN, status=1)["versions"]
     shown = {name: versions[name] for name in ("card-runtime", "torch-card", "no-such-thing")}
     assert shown == {"card-runtime": "4.2", "torch-card": "2.13.1", "no-such-thing": "not installed"}
 
@@ -165,7 +166,7 @@ def test_an_error_that_the_backend_finds_fails_the_check(tmp_path: Path) -> None
 
 def test_a_faulty_doctor_hook_does_not_stop_doctor(tmp_path: Path) -> None:
     install(tmp_path, source=CARD.replace("yield Finding", "raise KeyError('slot')\n    yield Finding"))
-    (card,) = [b for b in report(folder=tmp_path, choose="card", status=0)["backends"] if b["name"] == "card"]
+    (card,) = [b for b in report(folder=tmp_path, choose=UNKNOWN, status=1)["backends"] if b["name"] == "card"]
     assert "KeyError: 'slot'" in card["findings"][0]["message"]
 
 
@@ -184,7 +185,7 @@ def test_what_a_plugin_does_wrong_is_shown_and_doctor_goes_on(tmp_path: Path) ->
 
 def test_a_finding_that_is_none_is_shown_in_words(tmp_path: Path) -> None:
     install(tmp_path, source=CARD.replace("yield Finding", "yield 'the slot is dusty'\n    yield Finding"), level="bad")
-    found = report(folder=tmp_path, choose="cpu", status=0)
+    found = report(folder=tmp_path, choose=UNKNOWN, status=1)
     (card,) = [backend for backend in found["backends"] if backend["name"] == "card"]
     assert [found["message"].partition("wrong answer: ")[2] for found in card["findings"]] == [
         "a finding is 'the slot is dusty', not of type Finding",

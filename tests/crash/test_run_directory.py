@@ -13,7 +13,7 @@ from hwrl.errors import RunDirectoryError, with_notes
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.report import RunReport
 from hwrl.testing.processes import run_processes
-from tests.crash.disk import Fault, WatchedDisk, read_trace, why_unavailable
+from tests.crash.disk import Fault, Kind, WatchedDisk, read_trace, why_unavailable
 from tests.crash.power import Power, survivals
 from tests.support.two_step_run import CHECKPOINT, StandInFleet, train
 
@@ -53,12 +53,12 @@ def _resumed(home: Path) -> tuple[int, list[str]]:
     return step, said
 
 
-def _fail_everywhere(rank: int, work: Path) -> list[str]:
-    """Return the wrong results after a disk error at any call."""
+def _fail_everywhere(rank: int, work: Path, kinds: list[list[Kind]]) -> list[str]:
+    """Return the wrong results after a disk error at any call, of each of the ``kinds`` for calls in turn."""
     _train(_made(work / "first"))  # imports the modules
     _, calls = _in_child(_made(work / "whole"), fault=None)
     wrong = []
-    for fault in [Fault(kind, at) for kind in ("full", "eio") for at in range(calls)]:
+    for fault in [Fault(kind, at) for at in range(calls) for kind in kinds[at % len(kinds)]]:
         home = _made(work / str(fault))
         error, _ = _in_child(home, fault=fault)
         kind = error.partition(":")[0]
@@ -91,8 +91,13 @@ def _made(directory: Path) -> Path:
     return directory
 
 
-def test_whatever_the_disk_refuses_is_one_kind_of_error_and_loses_no_line_of_a_checkpoint(tmp_path: Path) -> None:
-    assert run_processes(_fail_everywhere, 1, tmp_path)[0] == []
+@pytest.mark.parametrize(
+    "kinds", [[["full"], ["eio"]], pytest.param([["full", "eio"]], marks=pytest.mark.extended)], ids=["in turn", "both"]
+)
+def test_whatever_the_disk_refuses_is_one_kind_of_error_and_loses_no_line_of_a_checkpoint(
+    tmp_path: Path, kinds: list[list[Kind]]
+) -> None:
+    assert run_processes(_fail_everywhere, 1, tmp_path, kinds)[0] == []
 
 
 def test_a_power_cut_loses_no_line_of_a_checkpoint(tmp_path: Path) -> None:

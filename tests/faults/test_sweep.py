@@ -20,7 +20,8 @@ TEN = choose([point for point in POINTS if point.is_quick and not point.filters]
 FILTERING = [point for point in POINTS if point.filters]
 FILTERED = "filter-kill-trainer-stepping"
 MET_ELSEWHERE = {
-    "hup-trainer-stepping": "test_train_run.py: a dead trainer goes back to its checkpoint",
+    "delete-config-kill-replica": "test_train_run.py: without its configuration the run replaces processes",
+    "hup-trainer-stepping": "test_train_run.py: a frozen trainer goes back to its checkpoint",
     "term-driver-evaluating-finally": "test_train_run.py: a signal ends the run cleanly",
     "int-ledger-judging": "test_train_run.py: without the ledger the run ends",
     "freeze-reward-workers-judging": "test_reward_workers.py: a call above its limit is killed",

@@ -14,7 +14,7 @@ from hwrl.run.cluster.nodes import in_order, place_on_nodes
 from hwrl.run.cluster.placement import assign_devices
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two_machines() -> Iterator[None]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     cluster.add_node(num_cpus=4)
@@ -22,16 +22,6 @@ def two_machines() -> Iterator[None]:
     yield
     ray.shutdown()
     cluster.shutdown()
-
-
-@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
-def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(two_machines: None) -> None:
-    group = reserve_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
-    ray.util.remove_placement_group(group)
-    with pytest.raises(ConfigError, match="the widest needs 5 on one machine"):
-        reserve_together([(0,), (1, 2, 3, 4, 5)], "CPU", timeout_s=5.0)
-    group = reserve_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # the refused group holds nothing
-    ray.util.remove_placement_group(group)
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray's own warnings
@@ -44,4 +34,14 @@ def test_ranks_and_replicas_are_reserved_on_the_nodes_of_their_plan(two_machines
     held = ray.util.placement_group_table(group)["bundles_to_node_id"]
     assert [held[bundle] for bundle in range(5)] == [found[0].number] * 4 + [found[1].number]
     assert free_nodes("CPU") == [], "all devices are reserved"
+    ray.util.remove_placement_group(group)
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own warnings
+def test_a_wide_replica_has_its_devices_on_one_machine_or_is_refused(two_machines: None) -> None:
+    group = reserve_together([(0,), (1,), (2,), (3,), (4, 5, 6, 7)], "CPU")
+    ray.util.remove_placement_group(group)
+    with pytest.raises(ConfigError, match="the widest needs 5 on one machine"):
+        reserve_together([(0,), (1, 2, 3, 4, 5)], "CPU", timeout_s=5.0)
+    group = reserve_together([(0, 1, 2, 3), (4, 5, 6, 7)], "CPU")  # the refused group holds nothing
     ray.util.remove_placement_group(group)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.support.train_run import Run, assert_whole, trained_prompts
+from tests.support.train_run import LORA, Run, assert_whole, sent, trained_prompts
 
 pytestmark = pytest.mark.long(40)
 
@@ -59,6 +59,7 @@ def test_an_asynchronous_run_leaves_everything_a_person_looks_for(start: Callabl
     assert max(line["staleness/max"] for line in metrics) == 2
     assert all(0 <= line["trainer/idle_ratio"] <= 1 and 0 <= line["rollout/idle_ratio"] <= 1 for line in metrics)
     assert metrics[-1]["eval/version"] == 24
+    assert metrics[0]["actor/mismatch_kl"] < 1e-6, "the first tokens come from the published weights"
     saved = [line["step"] for line in metrics if {"checkpoint/blocked_s", "checkpoint/waited_s"} <= line.keys()]
     assert saved == [5, 10, 15, 20, 24]
     assert all((line["timing_s/save"] > 0) == (line["step"] - 1 in saved) for line in metrics[5:])
@@ -90,6 +91,7 @@ def assert_fast_enough(run: Run) -> None:
 def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offload_work(
     start: Callable[..., Run],
 ) -> None:
+    """Also through the deaths of one rank of two and of a replica, which sleeps while the ranks start again."""
     run = start(
         "async_training.staleness_threshold=0",
         "weights.bypass_cpu=false",
@@ -97,30 +99,46 @@ def test_threshold_zero_trains_on_policy_and_the_other_transport_ranks_and_offlo
         "train.param_offload=true",
         "train.optimizer_offload=true",
         "checkpoint.async_save=true",
-        "rollout.replicas=2",
+        "rollout.free_cache_engine=true",
+        "rollout.sleep_level=2",
         "algorithm.loss=decoupled",
         "algorithm.mini_batches=2",
     )
+    run.wait_for_checkpoint(5)
+    assert run.kill("ray::TrainActor", at_most=1) == 1
+    run.wait_for_output("a trainer died")
+    run.wait_for_step(12)
+    assert run.kill("ray::RolloutActor") == 1
+    run.wait_for_output("a new replica starts")
     assert run.wait() == 0, run.output()
+    assert re.search("resumed after step (5|10)", run.output())
     assert_whole(run)
-    assert all(line["staleness/max"] == 0 for line in run.metrics())
-    assert run.metrics()[-1]["rollout/replicas"] == 2
-    assert all(min(line["weights/load_s"], line["weights/offload_s"]) > 0 for line in run.metrics())
+    metrics = run.metrics()
+    assert all(line["staleness/max"] == 0 for line in metrics)
+    assert all(min(line["weights/load_s"], line["weights/offload_s"]) > 0 for line in metrics)
+    assert max(line["rollout/sleeps"] for line in metrics) >= 1
+    assert "sync/base_sent" not in metrics[-1]
 
 
 def test_a_run_killed_as_a_whole_continues_with_no_prompt_lost_or_trained_twice(start: Callable[..., Run]) -> None:
-    run = start("resume=true")  # of nothing: it starts at the beginning
+    """It trains an adapter, and before, a new replica got the base again."""
+    run = start("resume=true", *LORA)  # of nothing: it starts at the beginning
+    run.wait_for_step(5)
+    assert run.kill("ray::RolloutActor") == 1
+    run.wait_for_output("a new replica starts")
     run.wait_for_step(13)
+    assert sum(sent(run, "base_sent")) == 2
     assert run.kill() >= 4
     run.wait()
     last = run.metrics()[-1]["step"]
     assert 13 <= last < 24
-    again = start("resume=true")
+    again = start("resume=true", *LORA)
     assert again.wait() == 0, again.output()
     assert "resumed after step 10" in again.output() or "resumed after step 15" in again.output()
     assert_whole(again)
 
 
+@pytest.mark.extended  # each death is in another test, too
 def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoint_or_to_the_beginning(
     start: Callable[..., Run],
 ) -> None:
@@ -138,21 +156,6 @@ def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoi
     assert run.output().count("a trainer died") == 2
     assert "resumed after step 10" in run.output()
     assert_whole(run)
-
-
-def test_one_dead_rank_of_two_and_a_dead_replica_of_a_synchronous_run(start: Callable[..., Run]) -> None:
-    run = start("train.ranks=2", "async_training.staleness_threshold=0")
-    run.wait_for_step(6)
-    assert run.kill("ray::TrainActor", at_most=1) == 1
-    run.wait_for_output("a trainer died")
-    run.wait_for_step(12)
-    assert run.kill("ray::RolloutActor") == 1
-    run.wait_for_output("a new replica starts")
-    assert run.wait() == 0, run.output()
-    assert "resumed after step 5" in run.output()
-    assert_whole(run)
-    assert all(line["staleness/max"] == 0 for line in run.metrics())
-    assert run.metrics()[0]["actor/mismatch_kl"] < 1e-6, "the first tokens come from the published weights"
 
 
 def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Callable[..., Run], demo: Path) -> None:
@@ -188,11 +191,12 @@ def interrupt(run: Run) -> None:
     run.process.send_signal(signal.SIGINT)
 
 
-def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("lives", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Run], lives: int) -> None:
     """First as job managers end a run, then by Ctrl-C what continues it."""
     words = ("checkpoint.save_every_steps=0", "eval.every_steps=0", "train.steps=2000")
     last = 0
-    for end, resume in ((Run.terminate_group, ()), (interrupt, ("resume=true",))):
+    for end, resume in ((Run.terminate_group, ()), (interrupt, ("resume=true",)))[:lives]:
         run = start(*words, *resume)
         run.wait_for_step(last + 3)
         in_its_group = [pid for pid in run.processes("") if os.getpgid(pid) == run.process.pid]
@@ -210,7 +214,7 @@ def test_a_signal_ends_the_run_cleanly_with_a_checkpoint(start: Callable[..., Ru
     ("moment", "end"),
     [
         ("starting Ray", interrupt),
-        ("starting Ray", Run.terminate_group),
+        pytest.param("starting Ray", Run.terminate_group, marks=pytest.mark.extended),
         ("building", Run.terminate_group),
     ],
 )
@@ -278,11 +282,15 @@ def test_too_few_devices_are_an_error_and_not_a_silent_wait(start: Callable[...,
 
 
 def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the_run_ends(
-    start: Callable[..., Run],
+    start: Callable[..., Run], demo: Path
 ) -> None:
     """In one run, with a heartbeat of four seconds: each wait is told, ends, and loses no prompt."""
-    run = start("timeouts.heartbeat_s=4", "train.steps=40", "checkpoint.save_every_steps=2", "goals={}")
+    run = start("timeouts.heartbeat_s=4", "train.steps=40", "checkpoint.save_every_steps=10", "goals={}")
     run.wait_for_step(3)
+    (demo / "config.yaml").unlink()  # the run has read it
+    assert run.kill("ray::TrainActor") == 1
+    run.wait_for_output(f"no checkpoint in {run.directory} (checkpoint.save_every_steps=10): beginning at step 0")
+    assert "last checkpoint" not in run.output()
     run.signal("ray::RolloutActor", signal.SIGTERM)
     run.wait_for_output("rollout replica-0 ended (The actor died")
     run.wait_for_step(8)
@@ -295,6 +303,7 @@ def test_terminated_and_frozen_processes_are_replaced_and_without_the_ledger_the
     run.signal("ray::LedgerActor", signal.SIGSTOP)
     assert run.wait(timeout_s=60.0) == 1
     output = run.output()
+    assert output.count("a trainer died") == 2 and "resumed after step 10" in output
     assert re.search(r"waiting for trainer rank 0, which has not answered for \d+ s, at most 4 s", output)
     assert "EngineError: the ledger of prompts died" in output and "Traceback" not in output
     run.wait_until_all_ended()

@@ -68,6 +68,11 @@ class Run:
         """Return when ``step`` is in the metrics. Fails if the run ends first."""
         self._wait_for(lambda: bool(self.metrics()) and self.metrics()[-1]["step"] >= step, timeout_s, f"step {step}")
 
+    def wait_for_checkpoint(self, step: int, *, timeout_s: float = 240.0) -> None:
+        """Return when the checkpoint of ``step`` is complete. Fails if the run ends first."""
+        manifest = self.directory / "checkpoints" / f"global_step_{step}" / "MANIFEST.json"
+        self._wait_for(manifest.exists, timeout_s, f"checkpoint of step {step}")
+
     def wait_for_output(self, text: str, *, timeout_s: float = 120.0) -> None:
         self._wait_for(lambda: text in self.output(), timeout_s, repr(text))
 

@@ -1,5 +1,7 @@
 """The configuration of a run: its keys, how it is read and checked, and how it is written."""
 
+from hwrl.run.config.data import DataSetConfig
+from hwrl.run.config.generation import EMBEDDED
 from hwrl.run.config.loading import (
     RUN_CONFIG,
     RUN_HEADER,
@@ -9,8 +11,9 @@ from hwrl.run.config.loading import (
     parse_config,
 )
 from hwrl.run.config.report import TENSORBOARD
-from hwrl.run.config.schema import EMBEDDED, FSDP, Config, DataSetConfig
+from hwrl.run.config.schema import Config
 from hwrl.run.config.section import Section
+from hwrl.run.config.training import FSDP
 
 __all__ = [
     "EMBEDDED",
