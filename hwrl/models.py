@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
+import json
 import logging
 import pickle
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.initialization import no_init_weights
 
-from hwrl.errors import DataError
+from hwrl.errors import ConfigError, DataError
 
 _log = logging.getLogger("hwrl.models")
 
@@ -267,16 +271,55 @@ def load_tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
-def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> tuple[str, list[int]]:
+def use_chat_template(tokenizer: Any, template: str | None, *, options: Mapping[str, Any]) -> None:
+    """Let ``tokenizer`` apply ``template`` (None: its own) with ``options`` from now on; a caller's options win.
+
+    Raises ConfigError for an option that the template does not name: it would change nothing. An option cannot be an
+    argument of ``apply_chat_template`` itself.
+    """
+    if template is not None:
+        tokenizer.chat_template = template
+    if not options:
+        return
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
+    text = str(tokenizer.chat_template)  # several templates are a mapping
+    for name in options:
+        if name in reserved or not re.search(rf"\b{re.escape(name)}\b", text):
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name} cannot be set",
+                why="hwrl sets it" if name in reserved else "the chat template never uses it, so it would do nothing",
+                fix="remove it, or correct its name",
+            )
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: str | list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] | str | None = None
+) -> tuple[str, list[int]]:
     """Return the model's input as text and as token ids.
 
-    The tokenizer encodes a string and adds its special tokens. Its chat template turns messages into text, up to the
-    start of the answer. Raises the template's own errors, and ValueError without a template.
+    The tokenizer encodes a string and adds its special tokens. Its chat template turns messages and ``tools`` (JSON
+    schemas, or the JSON text of their list) into text, up to the start of the answer. Raises the template's own errors,
+    and ValueError without a template or for other ``tools``. A string has no place for ``tools``.
     """
     if isinstance(prompt, str):
         return prompt, tokenizer(prompt)["input_ids"]
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(prompt, tools=_tools(tools), tokenize=False, add_generation_prompt=True)
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the special tokens
+
+
+def _tools(tools: Sequence[Mapping[str, Any]] | str | None) -> list[dict[str, Any]] | None:
+    """Return ``tools`` as chat templates take them; None for none. Raises ValueError if they are no schemas."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as exc:
+            raise ValueError(f"its tools are no JSON: {exc}") from exc
+    if not tools:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"its tools must be a list of JSON schemas, or the JSON text of one: {str(tools)[:80]!r}")
+    return [dict(tool) for tool in tools]
 
 
 def _require_directory(directory: Path) -> None:

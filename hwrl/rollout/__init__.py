@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.endpoint.session import Endpoint as Endpoint
     from hwrl.rollout.environments import TextEnvironment as TextEnvironment
     from hwrl.rollout.environments import environment as environment
+    from hwrl.rollout.evaluator import EvaluatedPrompt as EvaluatedPrompt
     from hwrl.rollout.evaluator import Evaluation as Evaluation
     from hwrl.rollout.evaluator import Evaluator as Evaluator
     from hwrl.rollout.generation import GroupGenerator as GroupGenerator
@@ -91,6 +92,7 @@ _MODULE_OF = {
     "EmbeddedEngine": "embedded",
     "Endpoint": "endpoint.session",
     "EngineModels": "model_link",
+    "EvaluatedPrompt": "evaluator",
     "Evaluation": "evaluator",
     "Evaluator": "evaluator",
     "GroupGenerator": "generation",
@@ -169,6 +171,7 @@ __all__ = [
     "EmbeddedEngine",
     "Endpoint",
     "EngineModels",
+    "EvaluatedPrompt",
     "Evaluation",
     "Evaluator",
     "GroupGenerator",

@@ -16,8 +16,9 @@ from hwrl.rollout.rows import read_rows
 
 Messages = list[dict[str, Any]]
 """A conversation. Each message has the strings ``role`` and ``content``, and any other keys for the chat template."""
-Encode = Callable[[str | Messages], tuple[str, Sequence[int]]]
-"""Turns a prompt (a string or messages) into the model's input, as text and as token ids."""
+Encode = Callable[..., tuple[str, Sequence[int]]]
+"""Turns a prompt (a string or messages) into the model's input, as text and as token ids. It gets ``tools=``, the row's
+column of this name, if the row has one."""
 
 _LIMIT = "max_new_tokens"
 """The column with a prompt's own limit."""
@@ -73,7 +74,7 @@ def load_prompts(
     prompts = []
     for place, row in read_rows(path, key="data.train or data.eval", content=content):
         _check_row(row, keys, place=place)
-        text, token_ids = _encoded(row[keys.prompt], encode, place=place)
+        text, token_ids = _encoded(row[keys.prompt], row.get("tools"), encode, place=place)
         if not 1 <= len(token_ids) <= max_prompt_tokens:
             raise DataError(
                 f"{place} has a prompt of {len(token_ids)} tokens",
@@ -130,14 +131,14 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _encoded(prompt: str | Messages, encode: Encode, *, place: str) -> tuple[str, Ints]:
+def _encoded(prompt: str | Messages, tools: Any, encode: Encode, *, place: str) -> tuple[str, Ints]:
     try:
-        text, token_ids = encode(prompt)
+        text, token_ids = encode(prompt) if tools is None else encode(prompt, tools=tools)
     except Exception as exc:  # a chat template may raise anything, and refuses roles by raising
         raise DataError(
             f"the prompt of {place} cannot be encoded",
             why=str(exc) or repr(exc),
-            fix="fix the row; or write the prompt as a string, if the model's tokenizer has no chat template",
+            fix="fix the row; without a chat template of the tokenizer, set data.chat_template, or write a string",
         ) from exc
     return text, np.array(token_ids, dtype=np.int32)
 

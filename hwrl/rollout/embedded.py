@@ -117,9 +117,6 @@ class EmbeddedEngine(RolloutEngine):
         use_working_experts(model, device=backend.device(), dtype=settings.dtype)
         if settings.lora is not None:
             model = add_adapter(model, settings.lora)
-        decode = text_decoder(settings.model_directory)
-        if settings.sampling.stop:
-            decode([])  # a directory without a tokenizer is an error now
         return cls(
             model.to(backend.device()),
             eos_ids=settings.eos_ids,
@@ -127,7 +124,7 @@ class EmbeddedEngine(RolloutEngine):
             max_length=settings.max_length,
             seed=settings.seed,
             backend=backend,
-            decode=decode,
+            decode=text_decoder(settings.model_directory),
         )
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:

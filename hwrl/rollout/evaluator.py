@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from itertools import islice
+from math import comb
 
 from hwrl.errors import DataError, EngineError
 from hwrl.rollout.data import Prompt
@@ -16,37 +18,95 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
+class EvaluatedPrompt:
+    """A prompt of the data set ``source``, with the metrics of each sample; none if it cannot be judged."""
+
+    source: str
+    metrics: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: ``metrics`` are means over the prompts.
+    """The result of an evaluation, or of a part of one.
 
     ``version`` is the oldest version of any token. ``incarnation`` is the trainer's, for all tokens.
     """
 
     version: int
     incarnation: int
-    metrics: dict[str, float]
+    prompts: list[EvaluatedPrompt]
+
+    @classmethod
+    def join(cls, parts: Sequence[Evaluation]) -> Evaluation:
+        """Return the whole of several parts. Of different incarnations of the trainer, the oldest counts."""
+        return cls(
+            min(part.version for part in parts),
+            min(part.incarnation for part in parts),
+            [prompt for part in parts for prompt in part.prompts],
+        )
+
+    def metrics(self, *, pass_reward: float = 1.0) -> dict[str, float]:
+        """Return the means over all responses, by name. A named data set's name comes first, as in ``sums/reward``.
+
+        With several responses to a prompt, ``pass@k`` is there for powers of two, and for all of them: the unbiased
+        estimate of the probability that one of k responses has ``pass_reward`` or more. ``unjudged`` counts the prompts
+        without a judgement, if there are any.
+        """
+        found = {}
+        for source in sorted({prompt.source for prompt in self.prompts}):
+            prompts = [prompt for prompt in self.prompts if prompt.source == source]
+            prefix = f"{source}/" if source else ""
+            found.update({f"{prefix}{name}": value for name, value in _metrics_of(prompts, pass_reward).items()})
+        return found
+
+
+def _metrics_of(prompts: Sequence[EvaluatedPrompt], pass_reward: float) -> dict[str, float]:
+    judged = [prompt.metrics for prompt in prompts if prompt.metrics]
+    metrics = mean_metrics([row for rows in judged for row in rows])
+    counts = [(len(rows), sum(row["reward"] >= pass_reward for row in rows)) for rows in judged]
+    fewest = min((count for count, _ in counts), default=1)
+    powers = [1 << power for power in range(fewest.bit_length())]
+    for k in sorted({*powers, fewest}) if fewest > 1 else ():
+        metrics[f"pass@{k}"] = sum(pass_at_k(count, passed, k) for count, passed in counts) / len(counts)
+    if len(judged) < len(prompts):
+        metrics["unjudged"] = float(len(prompts) - len(judged))
+    return metrics
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that one of ``k`` responses passes; ``passed`` of ``n`` did.
+
+    Chen et al., arXiv:2107.03374, equation 1. ``k`` is at most ``n``.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    return 1.0 - comb(n - passed, k) / comb(n, k)
 
 
 @dataclass
 class _CurrentEvaluation:
     prompts: list[Prompt]
     answer: Future[Evaluation]
-    groups: list[PendingGroup] | None = None  # None: not started
+    groups: list[tuple[int, PendingGroup]] | None = None  # each with its prompt's index; None: not started
     attempt: int = 1
 
 
 class Evaluator:
-    """Holds at most one evaluation. The rollouter drives it from its thread:
+    """Holds at most one evaluation, of ``samples`` responses to each prompt. The rollouter drives it from its thread:
 
     request()  from any thread: hand in prompts; the future has the result
     start()    generate the prompts; called when the engine has weights
     restart()  forget what was generated; called when the trainer's incarnation changes
     collect()  when all prompts are scored: score failed ones again, or answer
     close()    fail the present evaluation and all later requests
+
+    A prompt's responses come in groups of at most ``group_size``. A prompt that cannot be scored is left out if the
+    evaluator ``skips``; else the evaluation has failed.
     """
 
-    def __init__(self, rewards: Scorer) -> None:
-        self._rewards = rewards
+    def __init__(self, rewards: Scorer, *, samples: int = 1, group_size: int = 1, skips: bool = False) -> None:
+        self._rewards, self._samples, self._group_size, self._skips = rewards, samples, group_size, skips
         self._lock = threading.Lock()
         self._current: _CurrentEvaluation | None = None
         self._closed = False
@@ -77,11 +137,16 @@ class Evaluator:
                 self._current = _CurrentEvaluation(prompts, answer)
         return answer
 
-    def start(self, generate: Callable[[Prompt], PendingGroup]) -> None:
-        """Call ``generate`` for each prompt of the waiting evaluation, if there is one."""
+    def start(self, generate: Callable[[Prompt, int], PendingGroup]) -> None:
+        """Begin the waiting evaluation, if there is one; ``generate`` begins a group of that many responses."""
+        whole, rest = divmod(self._samples, self._group_size)
+        sizes = [self._group_size] * whole + [rest] * bool(rest)
         with self._lock:
-            if self._current is not None and self._current.groups is None:
-                self._current.groups = [generate(prompt) for prompt in self._current.prompts]
+            current = self._current
+            if current is not None and current.groups is None:
+                current.groups = [
+                    (index, generate(prompt, size)) for index, prompt in enumerate(current.prompts) for size in sizes
+                ]
 
     def restart(self) -> None:
         """Let a started evaluation wait for its start again, with the same prompts."""
@@ -95,16 +160,16 @@ class Evaluator:
         ``incarnation`` is the trainer's that published the engine's weights.
         """
         current = self._current
-        if current is None or current.groups is None or not all(group.is_scored for group in current.groups):
+        if current is None or current.groups is None or not all(group.is_scored for _, group in current.groups):
             return []
-        failed = [group for group in current.groups if group.result().failure is not None]
+        failed = [(index, group) for index, group in current.groups if group.result().failure is not None]
         if failed and current.attempt < _ATTEMPTS:
             current.attempt += 1
-            for group in failed:
+            for _, group in failed:
                 group.score(self._rewards)
-            return failed
+            return [group for _, group in failed]
         # If this raises, the evaluation is still the current one, and close() answers it.
-        outcome = _error_of(current.groups) if failed else _evaluation_of(current.groups, incarnation=incarnation)
+        outcome = self._outcome(current, failed, incarnation)
         with self._lock:
             self._current = None
         if isinstance(outcome, Evaluation):
@@ -112,6 +177,21 @@ class Evaluator:
         else:
             current.answer.set_exception(outcome)
         return []
+
+    def _outcome(
+        self, current: _CurrentEvaluation, failed: Sequence[tuple[int, PendingGroup]], incarnation: int
+    ) -> Evaluation | DataError:
+        groups = current.groups or []
+        unjudged = {index for index, _ in failed}
+        versions = [version for _, group in groups if (version := _oldest_version(group)) is not None]
+        if failed and not (self._skips and versions):
+            return _error_of(failed[0][1], failed=len(unjudged), count=len(current.prompts))
+        metrics: list[list[dict[str, float]]] = [[] for _ in current.prompts]
+        for index, group in groups:
+            if index not in unjudged:
+                metrics[index] += _sample_metrics(group)
+        prompts = [EvaluatedPrompt(prompt.source, rows) for prompt, rows in zip(current.prompts, metrics, strict=True)]
+        return Evaluation(min(versions), incarnation, prompts)
 
     def close(self) -> None:
         """Fail the present evaluation and all later requests with an EngineError."""
@@ -122,19 +202,24 @@ class Evaluator:
             self._current = None
 
 
-def _evaluation_of(groups: Sequence[PendingGroup], *, incarnation: int) -> Evaluation:
-    rows = [row for group in groups for row in group.trajectories]
-    version = min(int(part.versions.min()) for row in rows for part in row.segments if part.versions is not None)
-    metrics = mean_metrics([row for group in groups for row in group.metrics()])
-    return Evaluation(version, incarnation, metrics)
+def _oldest_version(group: PendingGroup) -> int | None:
+    """Return the oldest version of the policy's tokens; None if nothing was generated."""
+    parts = [part for row in group.trajectories for part in row.segments]
+    return min((int(part.versions.min()) for part in parts if part.versions is not None), default=None)
 
 
-def _error_of(groups: Sequence[PendingGroup]) -> DataError:
-    failures = [reason for group in groups if (reason := group.result().failure) is not None]
+def _sample_metrics(group: PendingGroup) -> list[dict[str, float]]:
+    """Return each sample's metrics: the means over its trajectories."""
+    rows = iter(group.metrics())
+    return [mean_metrics(islice(rows, len(sample))) for sample in group.samples]
+
+
+def _error_of(group: PendingGroup, *, failed: int, count: int) -> DataError:
     return DataError(
-        f"{len(failures)} of {len(groups)} evaluation prompts could not be scored",
-        why=failures[0],
-        fix="fix the reward function, or raise reward.timeout_s; reward_errors in the metrics counts such errors",
+        f"{failed} of {count} evaluation prompts could not be scored",
+        why=str(group.result().failure),
+        fix="fix the reward function, or raise reward.timeout_s; reward_errors in the metrics counts such errors; with "
+        "rollout.on_failure=skip the evaluation goes on without them",
     )
 
 

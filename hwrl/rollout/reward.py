@@ -25,7 +25,7 @@ _POSITIONAL = 3
 
 
 @dataclass(frozen=True)
-class Columns:
+class RewardColumns:
     """The columns of a row that a reward function gets by name.
 
     ``required`` must be in each row. ``optional`` ones have a default in the function. With ``rest`` the function gets
@@ -185,11 +185,11 @@ def _is_async(function: Reward) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - the method itself is inspected
 
 
-def _columns_of(function: Reward) -> Columns:
+def _columns_of(function: Reward) -> RewardColumns:
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some functions in C have none
-        return Columns()
+        return RewardColumns()
     parameters = list(signature.parameters.values())
     by_place = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     if len(by_place) < _POSITIONAL and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
@@ -203,7 +203,7 @@ def _columns_of(function: Reward) -> Columns:
     optional = frozenset(one.name for one in named) - required
     rest = any(one.kind is one.VAR_KEYWORD for one in parameters)
     taken = frozenset(one.name for one in by_place[:_POSITIONAL] if one.kind is one.POSITIONAL_OR_KEYWORD)
-    return Columns(required, optional, rest, taken)
+    return RewardColumns(required, optional, rest, taken)
 
 
 def check_columns(required: Collection[str], row: Mapping[str, Any], *, place: str) -> None:

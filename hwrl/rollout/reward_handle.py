@@ -19,7 +19,7 @@ from typing import Any
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints
 from hwrl.rollout.data import Prompt
-from hwrl.rollout.reward import Columns, Scores, short_repr
+from hwrl.rollout.reward import RewardColumns, Scores, short_repr
 from hwrl.rollout.reward_process import CALL, JOB, LOADED, RewardSettings, send_frame
 
 _PIPE_S = 10.0
@@ -69,7 +69,7 @@ class RewardProcess:
         self.connection.settimeout(_PIPE_S)
         os.set_blocking(self._calls_pipe, False)
         self.is_loading = True
-        self.columns = Columns()
+        self.columns = RewardColumns()
         self.jobs: dict[int, ScoringJob] = {}
         self._capacity, self._batch = 1, settings.batch
         self._stuck = False
@@ -156,7 +156,7 @@ class RewardProcess:
             what, why, fix = result["error"]
             return DataError(what, why=why, fix=fix)
         required, optional, rest, taken = result["columns"]
-        self.columns = Columns(frozenset(required), frozenset(optional), rest, frozenset(taken))
+        self.columns = RewardColumns(frozenset(required), frozenset(optional), rest, frozenset(taken))
         self._capacity = result["capacity"]
         return None
 

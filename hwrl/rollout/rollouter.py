@@ -37,10 +37,15 @@ class LoopSettings:
     weights between two tokens, and unfinished responses continue with them. Without it, a waiting update keeps new
     prompts from starting, and is taken when the running ones are finished. With ``sleep_level`` the engine sleeps while
     it is idle (:meth:`~hwrl.interfaces.rollout.RolloutEngine.sleep`); with None it never does.
+    ``eval_temperature`` (0: greedy) and ``eval_samples`` are for evaluations, and so is ``skips_failures``: a prompt
+    that cannot be scored is left out.
     """
 
     sampling: Sampling
     group_size: int
+    eval_temperature: float = 0.0
+    eval_samples: int = 1
+    skips_failures: bool = False
     partial_rollout: bool = True
     sleep_level: int | None = None
 
@@ -71,7 +76,9 @@ class Rollouter:
         self._settings = settings
         self._generator = generator or GroupGenerator(engine, group_size=settings.group_size)
         self._leases, self._progress = LeaseQueue(ledger), ProgressReports(ledger)
-        self._evaluator = Evaluator(rewards)
+        self._evaluator = Evaluator(
+            rewards, samples=settings.eval_samples, group_size=settings.group_size, skips=settings.skips_failures
+        )
         self._sleeper = Sleeper(engine, level=settings.sleep_level)
         self._clock = ActivityClock("idle")
         self._totals = {"groups": 0.0, "updates": 0.0, "reward_errors": 0.0}
@@ -84,7 +91,7 @@ class Rollouter:
     # -- calls from other threads -------------------------------------------------------------------------------
 
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[Evaluation]:
-        """Evaluate ``prompts`` with greedy decoding, beside the training prompts. Does not block.
+        """Evaluate ``prompts`` beside the training prompts. Does not block.
 
         Weight updates continue meanwhile. One evaluation at a time; the future has an EngineError if :meth:`run` ends
         first.
@@ -188,8 +195,8 @@ class Rollouter:
             self._start_leased()
 
     def _start_evaluation(self) -> None:
-        greedy = replace(self._settings.sampling, temperature=0.0)
-        self._evaluator.start(lambda prompt: self._generator.start(prompt, greedy, size=1))
+        sampling = replace(self._settings.sampling, temperature=self._settings.eval_temperature)
+        self._evaluator.start(lambda prompt, size: self._generator.start(prompt, sampling, size=size))
 
     def _start_leased(self) -> None:
         settings = self._settings

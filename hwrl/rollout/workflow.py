@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -262,6 +263,8 @@ class WorkflowGenerator(SampleGenerator):
         """Runs of the workflow that failed so far, repeated or not."""
         self._loop_turned = True  # since the last call of has_progress
         self._loop = asyncio.new_event_loop()
+        threads = ThreadPoolExecutor(settings.max_samples, "workflow-tools")  # asyncio's own has a few: see to_thread
+        self._loop.set_default_executor(threads)
         self._thread = threading.Thread(target=self._loop.run_forever, name="workflows", daemon=True)
         self._thread.start()
 

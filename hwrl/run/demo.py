@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,9 +94,9 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 def write_model(
     directory: Path, *, alphabet: Sequence[str], seed: int, hidden: int = 64, layers: int = 2, experts: int = 0
 ) -> None:
-    """Write a random Qwen3 (of 100,800 parameters with 2 layers of 64) and its tokenizer, of one token a character.
+    """Write a random Qwen3 (of 100,800 parameters with 2 layers of 64, and 16 tokens) and its tokenizer.
 
-    ``alphabet`` begins with the three special tokens of ALPHABET.
+    ``alphabet`` is the vocabulary: the three special tokens of ALPHABET, then characters and longer texts.
     """
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -124,11 +125,12 @@ def write_model(
 
 
 def _write_tokenizer(directory: Path, alphabet: Sequence[str]) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    longest_first = sorted(alphabet, key=len, reverse=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", alphabet.index("<bos>"))]

@@ -37,6 +37,7 @@ from hwrl.user_code import function_file
 TRAIN, EVAL, REWARD, MODEL = "data.train", "data.eval", "reward.function", "model.path"
 CURRICULUM, ORDER, CRITIC = "data.curriculum", "data.order", "critic.path"
 LOSS, ADVANTAGE, WORKFLOW = "algorithm.loss", "algorithm.advantage", "rollout.workflow"
+TEMPLATE = "data.chat_template"
 MODEL_CONFIG = f"{MODEL}/config.json"
 
 Role = Literal["trainer", "rollout"]
@@ -167,8 +168,8 @@ class RunInputs:
         if weights and self.config.has_reference_copy:
             raise ConfigError(
                 f"the weights in {self.config.model.path} are not the checkpoint's reference",
-                why=f"changed since the checkpoint was saved: {', '.join(weights)}; algorithm.kl_coeff keeps the "
-                "policy near the model that the run began with",
+                why=f"changed since the checkpoint was saved: {', '.join(weights)}; the policy is "
+                "kept near the model that the run began with",
                 fix="restore the old files, or start a new run in another dir=…",
             )
         return [
@@ -198,6 +199,8 @@ def _find_files(config: Config) -> dict[str, Path]:
     """Return the input files that exist now, by key."""
     paths = {data_key(TRAIN, one.name): one.path for one in config.data.train_sets}
     paths |= {data_key(EVAL, one.name): one.path for one in config.data.eval_sets}
+    if (template := config.data.chat_template_file) is not None:
+        paths[TEMPLATE] = template
     for key in _FUNCTIONS:
         section, name = key.split(".")
         target = str(getattr(getattr(config, section), name))

@@ -28,6 +28,7 @@ def check_inputs(config: Config) -> None:
     run joins a cluster (``RAY_ADDRESS``).
     """
     _check_model(config)
+    _check_template(config.data.chat_template_file)
     reward = config.reward.function
     columns = () if reward is None else RewardFunction(load_reward(reward)).columns.required
     for key, sets in (("data.train", config.data.train_sets), ("data.eval", config.data.eval_sets)):
@@ -51,6 +52,33 @@ def check_inputs(config: Config) -> None:
     for name in config.report.trackers:
         if name != TENSORBOARD:
             make_tracker(config, name)
+
+
+def sampling_warning(config: Config) -> str | None:
+    """Return a sentence for the log if the loss would take the sampling filters for a policy that has moved far.
+
+    The ratio of the trained policy to the filtered distribution is at most the probability that the filters keep: with
+    top-p alone at least ``top_p``, with the others anything.
+    """
+    rollout, algorithm = config.rollout, config.algorithm
+    filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
+    if not any(filters.values()):
+        return None
+    least = 0.0 if filters["top_k"] or filters["min_p"] else rollout.top_p
+    faults = []
+    if algorithm.loss in ("ppo_clip", "gspo", "cispo") and least < 1 - algorithm.clip_ratio_low:
+        faults.append(f"loss={algorithm.loss} clips it below {1 - algorithm.clip_ratio_low:g}")
+    if algorithm.rollout_rs in ("token_k1", "seq_mean_k1") and least < algorithm.rejection_band[0]:
+        faults.append(f"rollout_rs={algorithm.rollout_rs} rejects it below {algorithm.rejection_band[0]:g}")
+    if algorithm.rollout_is == "sequence" or algorithm.rollout_rs == "seq_sum_k1":
+        faults.append("its product over a long response vanishes")
+    used = ", ".join(f"rollout.{name}={getattr(rollout, name)}" for name, is_used in filters.items() if is_used)
+    if not faults:
+        return None
+    return (
+        f"{used}: a fresh token's ratio of trained to sampled probability is the kept probability, down to {least:g}, "
+        f"and not 1; {'; '.join(faults)} (docs/training.md, Sampling)"
+    )
 
 
 def is_local() -> bool:
@@ -90,6 +118,15 @@ def _check_model(config: Config) -> None:
             f"the model in {path} is damaged or incomplete",
             why="; ".join(f"{name}: {why}" for name, why in damaged.items()),
             fix="download or save the model again",
+        )
+
+
+def _check_template(file: Path | None) -> None:
+    if file is not None and not file.is_file():
+        raise ConfigError(
+            f"there is no file {file}",
+            why="data.chat_template names it: without a '{' it is no template itself",
+            fix="correct the path, or write the template's text",
         )
 
 

@@ -13,18 +13,18 @@ from functools import partial
 from ray.exceptions import RayError
 
 from hwrl.discovery import get_backend
-from hwrl.errors import DataError, EngineError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
+from hwrl.errors import DataError, HwrlError, InputChangedError, RunDirectoryError, attempt_all, note
 from hwrl.interfaces import RunStatus
-from hwrl.rollout import Evaluation
 from hwrl.run.cluster.ray_session import ray_cluster
 from hwrl.run.config import TENSORBOARD, Config
 from hwrl.run.fleet.fleet import Fleet
+from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
 from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.identity import identify_inputs
-from hwrl.run.inputs import is_local
+from hwrl.run.inputs import is_local, sampling_warning
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
-from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of
+from hwrl.run.processes.answers import Answer
 from hwrl.run.report import Metrics, RecordedView, RunReport, StepRates, View
 from hwrl.run.report.summary import Summary, summarise, unknown_goals
 from hwrl.run.report.trackers import start_trackers
@@ -73,7 +73,7 @@ class Pipeline:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._opened_report: RunReport | None = None
         self._rates = StepRates([], devices=fleet.device_counts)
-        self._evaluation: Answer[Evaluation] | None = None
+        self._evaluation: SpreadEvaluation | None = None
         self._saved_step = self._first_step = 0
         self.step = 0
 
@@ -114,6 +114,8 @@ class Pipeline:
     def _start(self) -> None:
         started_s = time.perf_counter()
         self._view.log(f"building {self._fleet.describe_size()}")
+        if (warning := sampling_warning(self._config)) is not None:
+            self._view.log(warning)
         self._fleet.launch()
         self._go_to_checkpoint_or_step_0(resume=self._config.resume)
         self._fleet.wait_for_replicas()
@@ -221,8 +223,8 @@ class Pipeline:
             samples=outcome.samples,
         )
         if self.step == self._first_step:
-            evaluates = self._config.data.eval is not None
-            for sentence in unknown_goals(self._config.goals, line, evaluates=evaluates):
+            sets = [one.name for one in self._config.data.eval_sets]
+            for sentence in unknown_goals(self._config.goals, line, eval_sets=sets):
                 self._view.log(sentence)
         return line
 
@@ -277,25 +279,32 @@ class Pipeline:
         """
         with self._fleet.waiting_for("the evaluation"):
             while self._evaluation is not None and not self._interrupts.pending:
-                if self._fleet.watch([self._evaluation]):
+                self._evaluation.poll()
+                if self._evaluation.is_over:
                     break
+                if self._evaluation.is_stalled:
+                    self._fleet.replicas.raise_refusal()
+                self._fleet.watch([])
                 self._fleet.send_awaited_weights()
         return self._collect_evaluation()
 
     def _collect_evaluation(self) -> Metrics | None:
         """Add a finished evaluation to the newest line and return that line; None if there is none. Does not block."""
-        if self._evaluation is None or not is_ready(self._evaluation):
+        if self._evaluation is None:
             return None
-        answer, self._evaluation = self._evaluation, None
-        try:
-            evaluation = value_of(answer)
-        except (*DEATHS, EngineError):  # the replica died, or its rollouter has ended
-            self._view.log("an evaluation was lost with its replica")
+        self._evaluation.poll()
+        if not self._evaluation.is_over:
+            return None
+        finished, self._evaluation = self._evaluation, None
+        evaluation = finished.result()
+        if evaluation is None:
+            self._view.log("an evaluation was lost with its replicas")
             return None
         if evaluation.incarnation != self._fleet.trainers.incarnation:
             self._view.log("an evaluation does not count: its weights were lost with a trainer")
             return None
-        metrics = {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        metrics = evaluation.metrics(pass_reward=self._config.eval.pass_reward)
+        metrics = {f"eval/{name}": value for name, value in metrics.items()}
         return self._report.amend({**metrics, "eval/version": float(evaluation.version)})
 
     # -- end ----------------------------------------------------------------------------------------------------

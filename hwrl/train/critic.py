@@ -117,22 +117,36 @@ class CriticEngine(FsdpEngine):
         gamma: float = 1.0,
         lam: float = 1.0,
         loss: ValueLoss = ValueLoss(),
+        kl_coef: float = 0.0,
     ) -> None:
-        self._gamma, self._lam, self._value_loss = gamma, lam, loss
+        self._gamma, self._lam, self._value_loss, self._kl_coef = gamma, lam, loss, kl_coef
         super().__init__(settings, backend=backend, group=group)
 
     def _adapted(self, model: Any) -> Any:
         self._vocabulary = model.get_output_embeddings().weight.shape[1]  # the scores are the states, in float32
         return with_value_head(super()._adapted(model), seed=self.settings.seed)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether :meth:`estimate` needs the reference's log-probabilities."""
+        return self._kl_coef != 0
+
     # -- values ---------------------------------------------------------------------------------------------------
 
     def estimate(self, batch: Batch, rewards: torch.Tensor) -> tuple[Batch, dict[str, float]]:
         """Return ``batch`` with values, returns and advantages, token by token, and metrics of all ranks' tokens.
 
-        ``rewards`` (rows × length, float32) come after each token. The advantages are of mean 0 and standard deviation
+        ``rewards`` (rows × length, float32) come after each token. With ``kl_coef`` each token first loses so many
+        times its log-ratio of behaviour policy to reference (Ziegler et al. 2019, https://arxiv.org/abs/1909.08593
+        §2). The advantages are of mean 0 and standard deviation
         1 over the tokens of all ranks. Parameters are on the device only during the call, if they are offloaded.
         """
+        metrics = {}
+        if self.needs_reference:
+            assert batch.reference_logprobs is not None, "the trainer adds them"
+            kl = (batch.behaviour_logprobs - batch.reference_logprobs) * batch.mask
+            rewards = rewards - self._kl_coef * kl
+            metrics["reference_kl"] = self._moments(kl[batch.mask])[0]
         with self.on_device(optimizer=False):
             values = self.logprobs(batch)
         advantages, returns = generalized_advantages(rewards, values, batch.mask, gamma=self._gamma, lam=self._lam)
@@ -142,7 +156,7 @@ class CriticEngine(FsdpEngine):
         value_mean, _ = self._moments(values[batch.mask])
         _, error_variance = self._moments((returns - values)[batch.mask])
         explained = 1 - error_variance / return_variance if return_variance else 0.0
-        metrics = {"explained_variance": explained, "value_mean": value_mean, "return_mean": return_mean}
+        metrics |= {"explained_variance": explained, "value_mean": value_mean, "return_mean": return_mean}
         return replace(batch, values=values, returns=returns, advantages=whitened), metrics
 
     def _moments(self, numbers: torch.Tensor) -> tuple[float, float]:

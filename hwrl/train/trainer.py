@@ -182,15 +182,18 @@ class AsyncTrainer:
         """Train on this rank's share of each mini-batch of ``division``."""
         share = [part[self.engine.data_parallel_rank] for part in division]
         rows = [row for part in share for row in part]
-        batch, metrics = self._estimated(groups, rows)
+        batch = self._collated(groups, rows)
+        loss, metrics = self._algorithm.loss, {}
+        if loss.needs_reference or (self._critic is not None and self._critic.needs_reference):
+            batch = replace(batch, reference_logprobs=self.engine.reference_logprobs(batch))
+        if self._critic is not None:
+            batch, estimated = self._critic.estimate(batch, batch.advantages)
+            metrics = {f"critic/{name}": value for name, value in estimated.items()}
         weights = self._row_weights(groups, division)
         if weights is not None:
             batch = replace(batch, weights=torch.from_numpy(weights[rows]))
-        loss = self._algorithm.loss
         if loss.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.engine.logprobs(batch))
-        if loss.needs_reference:
-            batch = replace(batch, reference_logprobs=self.engine.reference_logprobs(batch))
         parts = _split(batch, [len(part) for part in share])
         if self._critic is not None:
             self._for_critic = parts
@@ -198,18 +201,15 @@ class AsyncTrainer:
             return metrics
         return {**metrics, **self._train_policy(parts)}
 
-    def _estimated(self, groups: Sequence[PromptGroup], rows: Sequence[int]) -> tuple[Batch, dict[str, float]]:
-        """Return the batch of ``rows`` with advantages, and metrics of the critic, if there is one."""
+    def _collated(self, groups: Sequence[PromptGroup], rows: Sequence[int]) -> Batch:
+        """Return the batch of ``rows`` with advantages; for a critic, with the tokens' rewards in their place."""
         if self._critic is None:
-            return collate(
-                groups, advantages=group_advantages(groups, estimator=self._algorithm.advantage), rows=rows
-            ), {}
+            advantages = group_advantages(groups, estimator=self._algorithm.advantage)
+            return collate(groups, advantages=advantages, rows=rows)
         batch = collate(groups, advantages=token_rewards(groups), rows=rows)
-        rewards = batch.advantages
-        if rewards.ndim == 1:  # every row has one token
-            rewards = rewards[:, None] * batch.mask
-        batch, metrics = self._critic.estimate(batch, rewards)
-        return batch, {f"critic/{name}": value for name, value in metrics.items()}
+        if batch.advantages.ndim == 1:  # every row has one token
+            batch = replace(batch, advantages=batch.advantages[:, None] * batch.mask)
+        return batch
 
     def _train_policy(self, parts: Sequence[Batch]) -> dict[str, float]:
         loss = self._algorithm.loss

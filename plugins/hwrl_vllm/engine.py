@@ -20,6 +20,7 @@ from hwrl.interfaces import (
     GenerationRequest,
     RolloutEngine,
     RolloutSettings,
+    ToolParser,
     WeightOffer,
 )
 from hwrl.lora import add_adapter
@@ -46,6 +47,7 @@ from hwrl_vllm.options import runs_inline
 from hwrl_vllm.partial import PartialResponse
 from hwrl_vllm.scheduler import NewTokens
 from hwrl_vllm.starting import start_vllm, vllm_sampling
+from hwrl_vllm.tools import vllm_tool_parser
 from hwrl_vllm.worker import LentWeights
 
 Weights = Mapping[str, torch.Tensor]
@@ -88,8 +90,6 @@ class VllmEngine(RolloutEngine):
         self._asleep: frozenset[str] = frozenset()
         self._causes = Causes()
         self._decode = text_decoder(settings.model_directory)
-        if settings.sampling.stop:
-            self._decode([])  # a directory without a tokenizer is an error now
         try:
             self._vllm = start_vllm(settings, options, inline=inline, causes=self._causes)
         except BaseException:
@@ -212,6 +212,9 @@ class VllmEngine(RolloutEngine):
                 self._core.wake(sorted(asleep))
                 self._asleep -= asleep
                 self._resume()
+
+    def tool_parser(self, name: str, *, tokenizer: Any) -> ToolParser:
+        return vllm_tool_parser(name, tokenizer)
 
     def _prepare(self) -> None:
         """Check that vLLM supports the settings, and prepare its workers."""

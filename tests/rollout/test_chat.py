@@ -78,8 +78,11 @@ def test_reasoning_that_the_template_would_drop_stays() -> None:
 
 def test_words_like_the_mark_confuse_nothing() -> None:
     chat = STYLES["chatml"].chat()
-    user = {"role": "user", "content": "THE POLICY SAID THIS"}
-    rest = chat.following([user, {"role": "assistant", "content": "2"}, user], at=1, said=chat.encode("2<|im_end|>"))
+    user, said = (
+        {"role": "user", "content": "THE POLICY SAID THIS"},
+        {"role": "assistant", "content": "<think>h</think>2"},
+    )
+    rest = chat.following([user, said, user], at=1, said=chat.encode("<think>h</think>2<|im_end|>"))
     assert text_of(chat, rest).count("THE POLICY SAID THIS") == 1
 
 

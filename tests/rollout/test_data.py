@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -15,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from hwrl.errors import DataError
-from hwrl.models import encode_prompt, load_tokenizer
+from hwrl.errors import ConfigError, DataError
+from hwrl.models import encode_prompt, load_tokenizer, use_chat_template
 from hwrl.rollout import PromptSet, PromptStream
 from hwrl.rollout.data import Messages, Prompt, check_vocabulary, load_prompts
 from hwrl.rollout.reward import load_reward, metrics_of
@@ -130,7 +131,9 @@ def test_messages_are_refused_with_the_row_where_the_template_refuses_them_or_is
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row_of([{"role": role, "content": "1"}]) for role in ("user", "tool")]
-    with pytest.raises(DataError, match=r"line 1 cannot be encoded(.|\n)*chat_template is not set(.|\n)*as a string"):
+    with pytest.raises(
+        DataError, match=r"line 1 cannot be encoded(.|\n)*chat_template is not set(.|\n)*or write a string"
+    ):
         encoded(tmp_path / "talk", tokenizer, *rows)
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     with pytest.raises(DataError, match=r"line 2 cannot be encoded(.|\n)*unknown role tool"):
@@ -249,3 +252,37 @@ def test_a_metric_needs_a_valid_name_that_is_not_hwrls(name: object, why: str) -
 def test_what_has_a_number_is_a_number() -> None:
     metrics = {"reward": np.float32(0.5), "length/tokens": 3, "größe": True, "loss": torch.tensor(0.25)}
     assert metrics_of(metrics) == {"reward": 0.5, "length/tokens": 3.0, "größe": 1.0, "loss": 0.25}
+
+
+TOOLS_TEMPLATE = """\
+<bos>{% if tools %}{{ tools | length }}{{ tools[0].name }}{% endif %}{{ messages[0].content }}\
+{% if enable_thinking | default(true) %}>{% endif %}"""
+
+
+def test_a_rows_tools_go_into_the_chat_template(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS_TEMPLATE)
+    row = row_of([{"role": "user", "content": "7"}])
+    tools = [{"name": "5"}, {"name": "6"}]
+    assert [text for text, _ in encoded(tmp_path / "a", tokenizer, {**row, "tools": tools})] == ["<bos>257>"]
+    assert [text for text, _ in encoded(tmp_path / "b", tokenizer, {**row, "tools": json.dumps(tools)})] == [
+        "<bos>257>"
+    ]
+    assert [text for text, _ in encoded(tmp_path / "c", tokenizer, {**row, "tools": []}, row)] == ["<bos>7>"] * 2
+    for wrong, fault in (("[{", "no JSON"), ([5], "a list of JSON schemas"), ({"name": "5"}, "a list of JSON schemas")):
+        with pytest.raises(DataError, match=rf"line 1 cannot be encoded\n  why: its tools (.|\n)*{fault}"):
+            encoded(tmp_path / "d", tokenizer, {**row, "tools": wrong})
+
+
+def test_a_runs_chat_template_and_its_options_are_the_tokenizers(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = copy.copy(tokenizer)
+    use_chat_template(tokenizer, TOOLS_TEMPLATE, options={"enable_thinking": False})
+    row = row_of([{"role": "user", "content": "7"}])
+    assert [text for text, _ in encoded(tmp_path / "a", tokenizer, row)] == ["<bos>7"]
+    assert tokenizer.apply_chat_template(row["prompt"], tokenize=False, enable_thinking=True) == "<bos>7>"
+    for option, fault in (("enable_thinkin", "never uses it"), ("tools", "hwrl sets it"), ("tokenize", "hwrl sets it")):
+        with pytest.raises(ConfigError, match=rf"chat_template_kwargs\.{option} cannot be set\n  why: .*{fault}"):
+            use_chat_template(tokenizer, None, options={option: False})

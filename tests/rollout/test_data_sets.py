@@ -150,6 +150,13 @@ def test_a_mixture_has_exact_shares_in_each_block_and_every_prompt_once_an_epoch
         assert all(len(set(own[begin : begin + size])) == size for begin in range(0, len(own) - size + 1, size))
 
 
+def test_sets_of_one_size_have_orders_of_their_own() -> None:
+    order = mixture([set_of("a", 20), set_of("b", 20)], 1)
+    draws = [order(number) for number in range(40)]
+    first, second = ([row for index, row in draws if index == one] for one in (0, 1))
+    assert sorted(first) == sorted(second) and first != second
+
+
 def test_a_mixture_is_the_same_in_every_process_and_from_any_number_on() -> None:
     code = (
         "from tests.rollout.test_data_sets import set_of\n"

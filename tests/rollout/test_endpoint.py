@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from hwrl.errors import EngineError
+from hwrl.errors import ConfigError, EngineError
 from hwrl.interfaces import Sampling
 from hwrl.rollout import Endpoint
+from hwrl.rollout.endpoint.server import EndpointServer
 from tests.support.agents import ScriptedPolicy, ask, chat, chatml_policy, served
 
 USER = {"role": "user", "content": "1 + 1?"}
@@ -177,6 +178,35 @@ async def test_completions_of_text_continue_text(endpoint: Endpoint, policy: Scr
     assert text(policy, row.segments[2].token_ids) == "\nSure?"
 
 
+@with_policy()
+async def test_a_stop_text_is_said_once(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
+    policy.texts = ["Let me add.\nResult:"]
+    for prompt in ("1 + 1 =", "1 + 1 =Let me add.\nResult: 2\n"):
+        answer = await ask(endpoint, "completions", {"prompt": prompt, "stop": ["\nResult:"]})
+        assert (
+            answer.body["choices"][0]["text"] == "Let me add." and answer.body["choices"][0]["finish_reason"] == "stop"
+        )
+    (row,) = endpoint.trajectories()
+    assert text(policy, row.segments[1].token_ids) == policy.texts[0]
+    assert text(policy, row.segments[2].token_ids) == " 2\n"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "localhost"])
+def test_agents_elsewhere_get_an_address_of_the_machine(host: str) -> None:
+    async def run() -> None:
+        policy = chatml_policy("Two.")
+        async with served(policy, host=host) as endpoint:
+            assert (await ask(endpoint, "models")).status == 200
+            assert "0.0.0.0" not in endpoint.base_url
+
+    asyncio.run(run())
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.7"):
+        EndpointServer(host="192.0.2.7")
+
+
 @with_policy("Two.", "Yes.")
 async def test_completions_of_token_ids_continue_token_ids(endpoint: Endpoint, policy: ScriptedPolicy) -> None:
     prompt = policy.chat.encode("1 + 1 =").tolist()
@@ -272,20 +302,20 @@ def test_the_token_dies_with_the_run_and_never_reaches_a_log(caplog: pytest.LogC
 
     async def run() -> str:
         policy = chatml_policy("Two.")
-        async with served(policy) as endpoint:
-            async with served(policy) as other:
-                assert (await ask(endpoint, "models", token=other.api_key)).status == 401
-                token = other.api_key
-            policy.gate.clear()
-            waiting = asyncio.ensure_future(chat(endpoint, [USER]))
-            await policy.arrived.wait()
-            endpoint.close()
-            assert (await waiting).status == 401 and policy.cancelled == 1
-            assert endpoint.trajectories() == []
-            return token
+        policy.gate.clear()
+        server = EndpointServer(host="127.0.0.1")
+        server.start()
+        with server.open(policy, chat=policy.chat) as other:
+            with server.open(policy, chat=policy.chat) as endpoint:
+                waiting = asyncio.ensure_future(chat(endpoint, [USER]))
+                await policy.arrived.wait()
+            ended, later = await waiting, await chat(endpoint, [USER])
+            assert (ended.status, later.status) == (401, 401) and policy.cancelled == len(policy.asked) == 1
+            assert (await ask(other, "models")).status == 200
+        await server.aclose()
+        return endpoint.api_key
 
-    token = asyncio.run(run())
-    assert token not in caplog.text
+    assert asyncio.run(run()) not in caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import InvalidStateError
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
 
 import pytest
 
 from hwrl.errors import DataError, EngineError
 from hwrl.interfaces import Sampling
-from hwrl.rollout import Evaluator
+from hwrl.rollout import EvaluatedPrompt, Evaluation, Evaluator
+from hwrl.rollout.evaluator import pass_at_k
 from hwrl.rollout.generation import GroupGenerator, PendingGroup
 from tests.support.scripted_rollout import CountingEngine, InlineScorer, Lengths
 
@@ -19,13 +23,13 @@ PROMPTS = [Lengths()[0], Lengths()[2]]
 class Examination:
     """An evaluator, its scorer, and an engine at ``version``. A call of the reward takes one of ``scores``."""
 
-    def __init__(self, scores: list[float | None], *, version: int = 0) -> None:
+    def __init__(self, scores: list[float | None], *, version: int = 0, **settings: Any) -> None:
         self._script: Iterator[float | None] = iter(scores)
         self._rewards = InlineScorer(self._next_score, attempts=1)
-        self.evaluator = Evaluator(self._rewards)
+        self.evaluator = Evaluator(self._rewards, **settings)
         self._engine = CountingEngine()
         self._engine.version = version
-        self._generator = GroupGenerator(self._engine, group_size=1)
+        self._generator = GroupGenerator(self._engine, group_size=4)
 
     def _next_score(self, prompt: str, response: str, answer: object) -> float:
         score = next(self._script)
@@ -34,7 +38,7 @@ class Examination:
         return score
 
     def start(self) -> None:
-        self.evaluator.start(lambda prompt: self._generator.start(prompt, Sampling(10), size=1))
+        self.evaluator.start(lambda prompt, size: self._generator.start(prompt, Sampling(10), size=size))
 
     def generate(self) -> list[PendingGroup]:
         """Generate and score all that is started."""
@@ -62,7 +66,7 @@ def test_an_evaluation_waits_for_its_start_and_answers_with_means_and_the_oldest
     examination.generate()
     assert examination.evaluator.collect(incarnation=3) == []
     evaluation = answer.result(timeout=0)
-    assert (evaluation.version, evaluation.incarnation, evaluation.metrics) == (7, 3, {"reward": 0.5})
+    assert (evaluation.version, evaluation.incarnation, evaluation.metrics()) == (7, 3, {"reward": 0.5})
 
 
 def test_a_second_evaluation_is_refused_until_the_first_has_its_answer() -> None:
@@ -85,7 +89,7 @@ def test_only_prompts_without_a_score_are_scored_again() -> None:
     assert again == [first] and not answer.done()
     examination.wait(again)
     assert examination.evaluator.collect(incarnation=0) == []
-    assert answer.result(timeout=0).metrics == {"reward": 0.75}
+    assert answer.result(timeout=0).metrics() == {"reward": 0.75}
 
 
 def test_after_three_attempts_the_answer_is_an_error_with_the_reason() -> None:
@@ -110,7 +114,7 @@ def test_after_a_restart_nothing_of_what_was_generated_counts() -> None:
     examination.start()
     examination.generate()
     examination.evaluator.collect(incarnation=1)
-    assert answer.result(timeout=0).metrics == {"reward": 1.0}
+    assert answer.result(timeout=0).metrics() == {"reward": 1.0}
 
 
 @pytest.mark.parametrize("begin", [lambda examination: None, Examination.start], ids=["waiting", "started"])
@@ -138,7 +142,7 @@ def test_an_evaluation_cannot_be_cancelled_so_its_answer_is_never_an_error() -> 
     examination.start()
     examination.generate()
     examination.evaluator.collect(incarnation=0)
-    assert answer.result(timeout=0).metrics == {"reward": 1.0}
+    assert answer.result(timeout=0).metrics() == {"reward": 1.0}
 
 
 def test_an_evaluation_whose_means_cannot_be_computed_is_answered_by_close() -> None:
@@ -152,3 +156,42 @@ def test_an_evaluation_whose_means_cannot_be_computed_is_answered_by_close() -> 
     examination.evaluator.close()
     with pytest.raises(EngineError, match="the rollouter has ended"):
         answer.result(timeout=0)
+
+
+def test_several_samples_come_in_groups_of_the_engines_size_and_count_for_pass_at_k() -> None:
+    examination = Examination([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], samples=5, group_size=3)
+    answer = examination.evaluator.request(PROMPTS)
+    examination.start()
+    assert [group.size for group in examination.generate()] == [3, 2, 3, 2]
+    examination.evaluator.collect(incarnation=0)
+    metrics = answer.result(timeout=0).metrics()
+    assert metrics == pytest.approx(
+        {"reward": 0.2, "pass@1": 0.2, "pass@2": (1 - 3 / 10) / 2, "pass@4": 0.5, "pass@5": 0.5}
+    )
+
+
+def test_pass_at_k_is_the_share_of_all_choices_with_a_passed_response() -> None:
+    for passed in range(6):
+        results = [index < passed for index in range(5)] if passed <= 5 else []
+        for k in range(1, 6):
+            choices = list(combinations(results, k))
+            assert pass_at_k(5, passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_named_sets_have_metrics_of_their_own_and_parts_join_to_the_whole() -> None:
+    rows = [EvaluatedPrompt("a", [{"reward": 1.0}]), EvaluatedPrompt("b", [{"reward": 0.25}]), EvaluatedPrompt("b", [])]
+    whole = Evaluation.join([Evaluation(3, 2, rows[:1]), Evaluation(2, 2, rows[1:])])
+    assert (whole.version, whole.incarnation) == (2, 2)
+    assert whole.metrics() == {"a/reward": 1.0, "b/reward": 0.25, "b/unjudged": 1.0}
+    several = Evaluation(0, 0, [EvaluatedPrompt("", [{"reward": 0.5}, {"reward": 0.4}])])
+    assert several.metrics(pass_reward=0.5) == {"reward": 0.45, "pass@1": 0.5, "pass@2": 1.0}
+
+
+def test_an_evaluator_that_skips_leaves_out_what_cannot_be_scored() -> None:
+    examination = Examination([None, 1.0, None, None], skips=True)
+    answer = examination.evaluator.request([replace(prompt, source="sums") for prompt in PROMPTS])
+    examination.start()
+    examination.generate()
+    while again := examination.evaluator.collect(incarnation=0):
+        examination.wait(again)
+    assert answer.result(timeout=0).metrics() == {"sums/reward": 1.0, "sums/unjudged": 1.0}

@@ -194,7 +194,7 @@ def test_an_evaluation_goes_on_beside_training_and_tells_its_oldest_version() ->
     updater.offered = [4]
     step_until(rollouter, lambda: answer.done() and len(desk.groups) == 1)
     assert answer.result(timeout=0).version == 0
-    assert answer.result(timeout=0).metrics == {"reward": 1.0}
+    assert answer.result(timeout=0).metrics() == {"reward": 1.0}
     assert desk.groups[0].versions.max() == 4
 
 

@@ -14,16 +14,10 @@ from hwrl.interfaces import GenerationRequest, Response, Sampling
 from hwrl.rollout import EmbeddedEngine
 from hwrl.rollout.sampling import SlotSampler, filter_logits
 from hwrl.saved_names import saved_weights
+from tests.support.filtered import FILTERS, distribution
 from tests.support.tiny_model import END, generate, requests_of, tiny_model
 
 PROMPT = np.array([5, 9], dtype=np.int32)
-FILTERS: dict[str, dict[str, Any]] = {
-    "top_p": {"top_p": 0.6},
-    "top_k": {"top_k": 5},
-    "min_p": {"min_p": 0.2},
-    "all": {"top_p": 0.7, "top_k": 6, "min_p": 0.05, "temperature": 1.7},
-    "one": {"top_k": 1},
-}
 
 
 def engine_of(model: Any, **options: Any) -> EmbeddedEngine:
@@ -31,23 +25,6 @@ def engine_of(model: Any, **options: Any) -> EmbeddedEngine:
     weights, _ = saved_weights(model)
     engine.load_weights({name: tensor.clone() for name, tensor in weights.items()}.items(), version=0)
     return engine
-
-
-def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Return the filtered distribution in float64, one filter after the other, token by token."""
-    shares = np.exp(logits.astype(np.float64) / sampling.temperature)
-    shares /= shares.sum()
-    shares[shares < sampling.min_p * shares.max()] = 0
-    if sampling.top_k > 0:
-        shares[shares < np.sort(shares)[-min(sampling.top_k, len(shares))]] = 0
-    shares /= shares.sum()
-    kept, total = np.zeros(len(shares), dtype=bool), 0.0
-    for token in np.argsort(-shares):
-        if total < sampling.top_p:
-            kept[token], total = True, total + shares[token]
-    shares[~kept & (shares < shares[kept].min())] = 0
-    found: np.ndarray = shares / shares.sum()
-    return found
 
 
 def logits_of(model: Any, request: GenerationRequest, response: Response) -> np.ndarray:
@@ -118,6 +95,13 @@ def test_equal_tokens_stay_together() -> None:
     top_p = filter_logits(logits, top_p=0.5 * one, top_k=torch.tensor([6]), min_p=0 * one)
     for kept in (top_k, top_p):
         assert kept.isfinite().tolist() == [[False, True, True, True, True, False]]
+
+
+def test_all_tokens_stay_without_top_p_however_small_their_share() -> None:
+    logits = torch.linspace(0, -40, 50_000)[None]  # their shares add up to 1 long before the last one, in float32
+    one = torch.ones(1)
+    kept = filter_logits(logits, top_p=one, top_k=torch.tensor([49_000]), min_p=1e-30 * one)
+    assert int(kept.isfinite().sum()) == 49_000
 
 
 def test_a_draw_between_two_kept_tokens_takes_no_dropped_one() -> None:

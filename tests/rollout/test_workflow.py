@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from hwrl.errors import EngineError
-from hwrl.interfaces import RolloutEngine, Sampling, Trajectory
+from hwrl.interfaces import GenerationRequest, RolloutEngine, Sampling, Trajectory
 from hwrl.rollout import (
     ChatTokens,
     LoopSettings,
@@ -99,6 +100,19 @@ def test_many_run_at_once_and_room_counts_their_samples(make: Make) -> None:
     assert all(group.is_generated for group in groups) and generator.room() == 500
 
 
+def test_every_run_may_block_a_thread_of_its_own(make: Make) -> None:
+    barrier = threading.Barrier(40)
+
+    async def waits_for_all(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        await asyncio.to_thread(barrier.wait, 20)
+        return await two_turns(client, prompt)
+
+    generator = make(waits_for_all, max_samples=40, attempts=1, timeout_s=30.0)
+    groups = [start(generator) for _ in range(20)]
+    step_to_the_end(generator)
+    assert all(group.is_generated for group in groups)
+
+
 def test_a_run_that_raises_is_repeated_and_then_fails_its_group(make: Make) -> None:
     calls: list[int] = []
 
@@ -169,6 +183,38 @@ def test_a_conversation_has_only_the_room_of_the_context(make: Make) -> None:
         chat = ChatTokens(None, end_ids=())
         client = PolicyClient(unused, chat=chat, sampling=Sampling(1), max_length=9, vocabulary=100, serve=unused)
         asyncio.run(client.generate([100]))
+
+
+class Choosy(CountingEngine):
+    """Refuses requests of temperature 5, and fails at one of temperature 6."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if requests[0].sampling.temperature == 6:
+            self.version = -1
+        if requests[0].sampling.temperature >= 5:
+            raise EngineError("too hot")
+        super().submit(requests)
+
+
+def test_a_refused_request_is_its_workflows_error_alone(make: Make) -> None:
+    async def asks(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        with pytest.raises(EngineError, match="too hot"):
+            await client.generate([2], Sampling(3, temperature=5.0))
+        return await two_turns(client, prompt)
+
+    generator = make(asks, engine=Choosy())
+    group = start(generator)
+    step_to_the_end(generator)
+    assert group.is_generated
+
+    async def breaks(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        await client.generate([2], Sampling(3, temperature=6.0))
+        raise AssertionError("the engine has failed")
+
+    generator = make(breaks, engine=Choosy())
+    start(generator)
+    with pytest.raises(EngineError, match="too hot"):
+        step_to_the_end(generator)
 
 
 def test_dropped_work_never_comes_back(make: Make) -> None:

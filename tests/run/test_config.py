@@ -21,7 +21,8 @@ from hwrl.cli import main
 from hwrl.errors import CheckpointError, ConfigError, DataError, EngineError, HwrlError
 from hwrl.interfaces import LoraSettings
 from hwrl.run.config import RUN_HEADER, Config, Section, dump_config, load_config
-from hwrl.run.inputs import check_inputs
+from hwrl.run.demo import write_demo
+from hwrl.run.inputs import check_inputs, sampling_warning
 from hwrl.run.run_directory import FIXED_KEYS, claimed_directory
 
 MINIMAL = {"dir": "run", "model": {"path": "model"}, "data": {"train": "train.jsonl"}, "reward": {"function": "m:f"}}
@@ -146,6 +147,27 @@ def test_an_adapter_needs_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'hwrl\[lora\]'"):
         check_inputs(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["critic.lam=0.9"], "critic has settings, and algorithm.advantage=grpo uses no critic"),
+        (["algorithm.advantage=gae", "train.engine=megatron"], "algorithm.advantage=gae needs train.engine=fsdp"),
+        (["algorithm.kl_coeff=0.1", "train.engine=megatron"], "megatron has no reference model for its ranks"),
+    ],
+)
+def test_a_critic_and_a_reference_are_refused_where_nothing_uses_or_has_them(
+    tmp_path: Path, words: list[str], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_config(write(tmp_path, MINIMAL), words)
+
+
+def test_one_response_is_enough_for_a_critic(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL), ["rollout.n=1", "algorithm.advantage=gae", "critic.kl_coef=0.1"])
+    assert config.algorithm.has_critic and config.has_reference_copy
+    assert not load_config(write(tmp_path, MINIMAL)).has_reference_copy
 
 
 def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path) -> None:
@@ -468,3 +490,28 @@ def test_data_sets_are_a_path_a_list_or_names_with_paths(tmp_path: Path, monkeyp
 def test_several_greedy_responses_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="n=4 greedy responses"):
         load_config(write(tmp_path, MINIMAL), ["eval.n=4"])
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        ([], None),
+        (["rollout.top_p=0.8"], None),
+        (["rollout.top_p=0.7"], r"^rollout\.top_p=0\.7: .* down to 0\.7, .*loss=ppo_clip clips it below 0\.8"),
+        (["rollout.top_k=50"], r"^rollout\.top_k=50: .* down to 0, .*loss=ppo_clip clips it below 0\.8"),
+        (["rollout.min_p=0.1", "algorithm.loss=tis"], None),
+        (
+            ["rollout.min_p=0.1", "algorithm.loss=tis", "algorithm.rollout_is=sequence"],
+            "its product over a long response",
+        ),
+        (
+            ["rollout.top_p=0.4", "algorithm.loss=decoupled", "algorithm.rollout_rs=token_k1"],
+            "token_k1 rejects it below 0",
+        ),
+    ],
+)
+def test_a_loss_that_would_clip_fresh_tokens_of_filtered_sampling_is_named(
+    tmp_path: Path, words: list[str], warning: str | None
+) -> None:
+    found = sampling_warning(load_config(write_demo(tmp_path, seed=1, prompts=4), words))
+    assert (found is None) if warning is None else re.search(warning, found or "")

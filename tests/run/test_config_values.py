@@ -32,6 +32,7 @@ MAY_BE_ZERO = {
     "eval.temperature",
     "eval.pass_reward",
     "rollout.min_p",
+    "report.samples_per_step",
     "algorithm.kl_coeff",
     "algorithm.entropy_coeff",
     "algorithm.overlong_buffer_tokens",
@@ -40,7 +41,7 @@ MAY_BE_ZERO = {
     "critic.warmup_steps",
 }
 MAY_BE_NEGATIVE = {"goals", "eval.pass_reward", "rollout.top_k"}
-MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids"}
+MAY_BE_EMPTY = {"rollout.stop", "rollout.stop_token_ids", "report.trackers"}
 
 
 def fields() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,8 +17,10 @@ from hwrl.run.cluster.placement import ProcessDevices
 from hwrl.run.config import Config, load_config, parse_config
 from hwrl.run.demo import write_demo
 from hwrl.run.identity import EVAL, REWARD, TRAIN, RunInputs, identify_inputs
+from hwrl.run.inputs import check_inputs
 from hwrl.run.processes.actors import ProcessSetup, RolloutActor, TrainActor
 from hwrl.run.processes.handles import LedgerHandle
+from hwrl.run.processes.prompts import run_tokenizer
 
 REWARD_FUNCTION = "def score(prompt, response, answer):\n    return 1.0\n"
 
@@ -292,3 +294,21 @@ def test_a_directory_of_data_is_compared_by_all_its_files(config: Config) -> Non
         inputs.read_data(TRAIN)
     with pytest.raises(InputChangedError, match="set changed during the run"), inputs.unchanged("trainer"):
         pass
+
+
+def test_a_chat_template_is_a_text_or_a_file_of_the_run(config: Config, tmp_path: Path) -> None:
+    def tokenizer_of(template: str) -> str:
+        changed = with_sets(config, f"data.chat_template='{template}'")
+        inputs = identify_inputs(changed)
+        text = run_tokenizer(changed, inputs).chat_template
+        if changed.data.chat_template_file is not None:
+            add_line(changed.data.chat_template_file)
+            with pytest.raises(InputChangedError, match=r"template\.jinja changed during the run"):
+                run_tokenizer(changed, inputs)
+        return str(text)
+
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    assert tokenizer_of(str(tmp_path / "template.jinja")) == "{{ messages }}"
+    assert tokenizer_of("{{ messages[0] }}") == "{{ messages[0] }}"
+    with pytest.raises(ConfigError, match=r"there is no file /no/file\.jinja\n  why: data\.chat_template names it"):
+        check_inputs(with_sets(config, "data.chat_template=/no/file.jinja"))

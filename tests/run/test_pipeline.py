@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hwrl.checkpoint import DurableFS
-from hwrl.errors import EngineError
-from hwrl.rollout import Evaluation, UntrainedPrompts
+from hwrl.rollout import EvaluatedPrompt, Evaluation, UntrainedPrompts
 from hwrl.run.fleet.trainers import TrainerDiedError
 from hwrl.run.interrupts import Interrupts
 from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
@@ -85,28 +83,46 @@ def test_skipped_prompts_are_logged_and_recorded(tmp_path: Path) -> None:
     assert first["failed"] == {"3": "no judge", "5": "no unit"} and "failed" not in second
 
 
+class StandInEvaluation:
+    """An evaluation without replicas: it is over when it has a result, or is lost."""
+
+    is_stalled = False
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.whole: Evaluation | None = None
+
+    def poll(self) -> None:
+        pass
+
+    def result(self) -> Evaluation | None:
+        return self.whole
+
+
 class EvaluatingFleet(StandInFleet):
     """Evaluates. ``events`` has the evaluations, the waits for them, the saves and the export."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home, DurableFS())
         self.events: list[str] = []
+        self._evaluation = StandInEvaluation()
 
-    def evaluate(self) -> Future[Evaluation]:
+    def evaluate(self) -> StandInEvaluation:
         self.events.append("evaluate")
         assert self.events.count("evaluate") <= 4, "without an end"
-        return Future()
+        self._evaluation = StandInEvaluation()
+        return self._evaluation
 
     def watch(self, answers: list[Any]) -> list[Any]:
-        if not (answers and isinstance(answers[0], Future)):
-            return answers
-        self.events.append("wait")
-        assert self.events.count("wait") <= 4, "without an end"
-        return self.answer(answers[0])
+        if not answers and self._evaluation is not None and not self._evaluation.is_over:
+            self.events.append("wait")
+            assert self.events.count("wait") <= 4, "without an end"
+            self.answer(self._evaluation)
+        return answers
 
-    def answer(self, evaluation: Future[Evaluation]) -> list[Any]:
-        evaluation.set_result(Evaluation(1, 0, {"reward": 0.5}))
-        return [evaluation]
+    def answer(self, evaluation: StandInEvaluation) -> None:
+        evaluation.whole = Evaluation(1, 0, [EvaluatedPrompt("", [{"reward": 0.5}])])
+        evaluation.is_over = True
 
     def save(self, ledger: dict[str, Any]) -> dict[str, float]:
         self.events.append("save")
@@ -116,21 +132,15 @@ class EvaluatingFleet(StandInFleet):
         self.events.append("export")
 
 
-def train_with_evaluations(
-    home: Path, fleet: EvaluatingFleet, interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch, *, every_steps: int
-) -> str:
+def train_with_evaluations(home: Path, fleet: EvaluatingFleet, interrupts: Interrupts, *, every_steps: int) -> str:
     """Run two steps without a save between them. An evaluation begins after ``every_steps``, and one at the end."""
-    monkeypatch.setattr("hwrl.run.pipeline.is_ready", lambda answer: answer.done())
-    monkeypatch.setattr("hwrl.run.pipeline.value_of", lambda answer: answer.result())
     settings = {"data": {"train": home, "eval": home}, "eval": {"every_steps": every_steps}}
     return train(home, fleet, interrupts, checkpoint={"save_every_steps": 0}, **settings)
 
 
-def test_the_last_checkpoint_is_saved_before_the_evaluations_that_a_run_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_checkpoint_is_saved_before_the_evaluations_that_a_run_waits_for(tmp_path: Path) -> None:
     fleet = EvaluatingFleet(tmp_path)
-    train_with_evaluations(tmp_path, fleet, Interrupts(), monkeypatch, every_steps=2)
+    train_with_evaluations(tmp_path, fleet, Interrupts(), every_steps=2)
     assert fleet.events == ["evaluate", "save", "wait", "evaluate", "wait", "export"]
     assert read_metrics(tmp_path)[-1]["eval/reward"] == 0.5
 
@@ -142,18 +152,15 @@ class SignalInAnEvaluation(EvaluatingFleet):
         super().__init__(home)
         self._interrupts = interrupts
 
-    def answer(self, evaluation: Future[Evaluation]) -> list[Any]:
+    def answer(self, evaluation: StandInEvaluation) -> None:
         self._interrupts.pending = True
-        return []
 
 
 @pytest.mark.parametrize("every_steps", [0, 2])
-def test_after_a_signal_a_run_does_not_wait_for_an_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int
-) -> None:
+def test_after_a_signal_a_run_does_not_wait_for_an_evaluation(tmp_path: Path, every_steps: int) -> None:
     interrupts = Interrupts()
     fleet = SignalInAnEvaluation(tmp_path, interrupts)
-    train_with_evaluations(tmp_path, fleet, interrupts, monkeypatch, every_steps=every_steps)
+    train_with_evaluations(tmp_path, fleet, interrupts, every_steps=every_steps)
     assert sorted(fleet.events) == ["evaluate", "save", "wait"]
     assert (tmp_path / CHECKPOINT).read_text() == "2"
 
@@ -161,13 +168,12 @@ def test_after_a_signal_a_run_does_not_wait_for_an_evaluation(
 class EvaluationsAreLost(EvaluatingFleet):
     """Each evaluation is lost with its replica."""
 
-    def answer(self, evaluation: Future[Evaluation]) -> list[Any]:
-        evaluation.set_exception(EngineError("there is no evaluation", why="the rollouter has ended"))
-        return [evaluation]
+    def answer(self, evaluation: StandInEvaluation) -> None:
+        evaluation.is_over = True
 
 
-def test_a_run_gives_up_the_last_evaluation_after_three_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_gives_up_the_last_evaluation_after_three_losses(tmp_path: Path) -> None:
     fleet = EvaluationsAreLost(tmp_path)
-    logged = train_with_evaluations(tmp_path, fleet, Interrupts(), monkeypatch, every_steps=0)
+    logged = train_with_evaluations(tmp_path, fleet, Interrupts(), every_steps=0)
     assert fleet.events == ["save", *["evaluate", "wait"] * 3, "export"]
     assert "the evaluation of the last weights failed 3 times" in logged

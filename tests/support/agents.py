@@ -49,17 +49,19 @@ class ScriptedPolicy:
             raise
         if self.error is not None:
             raise self.error
-        ids = self.chat.encode(self.texts[number % len(self.texts)])
+        text = self.texts[number % len(self.texts)]
+        stop = next((one for one in sampling.stop if text.endswith(one)), None)
+        ids = self.chat.encode(text)
         truncated = len(ids) > sampling.max_new_tokens
         ids = ids[: sampling.max_new_tokens]
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) - number
-        self.said.append(Response(ids, logprobs, np.full(len(ids), number, np.int32), truncated))
+        self.said.append(Response(ids, logprobs, np.full(len(ids), number, np.int32), truncated, stop))
         return self.said[-1]
 
 
 @asynccontextmanager
-async def served(policy: ScriptedPolicy) -> AsyncIterator[Endpoint]:
-    server = EndpointServer(host="127.0.0.1")
+async def served(policy: ScriptedPolicy, *, host: str = "127.0.0.1") -> AsyncIterator[Endpoint]:
+    server = EndpointServer(host=host)
     server.start()
     try:
         with server.open(policy, chat=policy.chat) as endpoint:

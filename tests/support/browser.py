@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ def find_browser() -> str | None:
     return os.environ.get("HWRL_TEST_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
+_AT_3_AND_4 = """
+import fcntl, os, sys
+commands, answers = (fcntl.fcntl(int(word), fcntl.F_DUPFD, 10) for word in sys.argv[1:3])
+os.dup2(commands, 3), os.dup2(answers, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Runs the browser with its pipe at the file descriptors of the protocol."""
+
+
 class Browser:
     """A headless browser with one page. ``problems`` are errors of its scripts, violations of its policy, and so on."""
 
@@ -30,9 +40,9 @@ class Browser:
         commands, self._out = os.pipe()
         self._in, answers = os.pipe()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        shell = f'exec "$@" 3<&{commands} 4>&{answers}'
+        command = [sys.executable, "-c", _AT_3_AND_4, str(commands), str(answers), executable, *flags]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", shell, "sh", executable, *flags],
+            command,
             pass_fds=(commands, answers),
             stderr=subprocess.DEVNULL,
             process_group=0,

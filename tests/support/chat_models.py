@@ -102,7 +102,7 @@ class Style:
 
 _TURN_ENDS = ("<|eot|>", "<|eom|>")
 STYLES = {
-    "chatml": Style(CHATML, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>")),
+    "chatml": Style(CHATML, ("<|im_end|>", "<|im_start|>", "<|endoftext|>"), ("<|im_end|>", "<|endoftext|>")),
     "headers": Style(HEADERS, ("<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>", "<|eom|>"), _TURN_ENDS),
     "instruct": Style(INSTRUCT, ("<s>", "</s>", "[INST]", "[/INST]", "[RESULT]", "[/RESULT]", "[CALL]"), ("</s>",)),
     "channels": Style(CHANNELS, ("<|start|>", "<|message|>", "<|end|>", "<|call|>"), ("<|end|>", "<|call|>")),

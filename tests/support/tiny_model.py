@@ -14,14 +14,14 @@ from hwrl.rollout import EmbeddedEngine
 END = 1
 
 
-def tiny_model(seed: int = 0, *, tied: bool = False, experts: int = 0) -> Any:
+def tiny_model(seed: int = 0, *, tied: bool = False, experts: int = 0, vocabulary: int = 16) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         "qwen3_moe" if experts else "qwen3",
         **({"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if experts else {}),
-        vocab_size=16,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hwrl.interfaces import PromptGroup, Response, Segment, Trajectory
 from hwrl.testing.processes import run_processes
 from hwrl.train import Algorithm, AsyncTrainer, CriticEngine, Engines, FsdpEngine, PolicyLoss
 from hwrl.train.padding import token_rewards
-from tests.support.fsdp_training import full, groups_of, join, settings_on
+from tests.support.fsdp_training import batch_of, full, groups_of, join, settings_on
 
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 
@@ -43,10 +44,15 @@ def step(trainer: AsyncTrainer, groups: list[PromptGroup]) -> dict[str, float]:
     return {**trained.metrics, **trainer.train_critic()}
 
 
+def model_of(engines: Engines) -> Any:
+    assert isinstance(engines.policy, FsdpEngine)
+    return engines.policy.model
+
+
 def weights_of(engines: Engines) -> dict[str, torch.Tensor]:
     assert engines.critic is not None
     with engines.on_device():
-        both = {"policy": engines.policy.model, "critic": engines.critic.model}  # type: ignore[attr-defined]
+        both = {"policy": model_of(engines), "critic": engines.critic.model}
         return {
             f"{who} {name}": full(one.detach()).clone()
             for who, model in both.items()
@@ -138,9 +144,21 @@ def test_while_the_critic_warms_up_the_policy_stays(model_directory: Path) -> No
     assert moved == {"critic"}
 
 
+def test_rewards_lose_the_divergence_from_the_reference(model_directory: Path) -> None:
+    settings, backend = settings_on(model_directory), hwrl.get_backend()
+    critic = CriticEngine(settings, backend=backend, group=None, kl_coef=0.5)
+    batch = batch_of(groups_of(3, seed=0))
+    known = replace(batch, reference_logprobs=batch.behaviour_logprobs - 0.25 * batch.mask)
+    estimated, metrics = critic.estimate(known, torch.zeros(batch.tokens.shape))
+    assert metrics["reference_kl"] == pytest.approx(0.25)
+    assert estimated.returns is not None  # with λ = 1 a return is the sum of the rewards from here on
+    left = batch.mask.flip(1).cumsum(1).flip(1) * batch.mask
+    torch.testing.assert_close(estimated.returns, -0.125 * left.float(), atol=1e-5, rtol=1e-4)
+
+
 def rollout(engines: Engines, rng: np.random.Generator, *, version: int) -> list[PromptGroup]:
     """Let the policy answer prompts of one digit with two tokens each: the digit, and then the next one, is right."""
-    model = engines.policy.model  # type: ignore[attr-defined]
+    model = model_of(engines)
     digits = torch.from_numpy(rng.integers(3, 9, size=128))
     tokens = torch.stack([torch.full((128,), 2), digits, torch.full((128,), 13)], 1)
     chosen = []

@@ -28,11 +28,12 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     return torch.stack([logprobs, -(distribution.exp() * distribution).sum(-1).detach()])
 
 
-def with_gradients(score: Any, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+def with_gradients(score: Any, *tensors: torch.Tensor | None, of_entropy: float = 0.0) -> list[torch.Tensor]:
     scores = score(*tensors)
     weights = torch.linspace(-1, 1, POSITIONS)
     leaves = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    return [scores.detach(), *torch.autograd.grad((scores[0] * weights).sum(), leaves)]
+    total = (scores[0] * weights).sum() + of_entropy * scores[1].sum()
+    return [scores.detach(), *torch.autograd.grad(total, leaves)]
 
 
 @pytest.mark.parametrize("chunk", [1, 7 * VOCABULARY, 1 << 27])
@@ -61,6 +62,34 @@ def test_gradients_that_are_known_with_the_scores_are_those_of_the_formula(chunk
         found = gradients(scorer)
     for one, other in zip(found, gradients(plain), strict=True):
         torch.testing.assert_close(one, other, atol=3e-4, rtol=1e-4)
+
+
+def with_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients of squared scores, weighted, through autograd's own operations."""
+    distribution = ((hidden @ weight.t()) / 0.7).log_softmax(-1)
+    logprobs = distribution.gather(1, targets[:, None])[:, 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    weights = torch.linspace(-1, 1, POSITIONS)
+    return list(torch.autograd.grad((weights * (logprobs.square() + 3 * entropy.square())).sum(), (hidden, weight)))
+
+
+@pytest.mark.parametrize("way", ["known", "later", "of_logits"])
+@pytest.mark.parametrize("chunk", [7 * VOCABULARY, 1 << 27])
+def test_the_entropy_has_a_gradient_if_it_is_asked_for(chunk: int, way: str) -> None:
+    hidden, weight, _, targets = inputs()
+    scorer, weights = OutputScorer(0.7, chunk), torch.linspace(-1, 1, POSITIONS)
+
+    def known(logprobs: torch.Tensor, entropy: torch.Tensor, chosen: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return 2 * logprobs * weights[chosen], 6 * entropy * weights[chosen]
+
+    with scorer.for_loss(known if way == "known" else None, entropy_gradient=True):
+        if way == "of_logits":
+            scores = scorer.of_logits(hidden @ weight.t(), targets)
+        else:
+            scores = scorer(hidden, weight, None, targets)
+    found = torch.autograd.grad((weights * (scores[0].square() + 3 * scores[1].square())).sum(), (hidden, weight))
+    for one, other in zip(found, with_entropy(hidden, weight, targets), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-4)
 
 
 def test_logits_that_a_model_computed_have_the_same_scores() -> None:
@@ -132,10 +161,13 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_weight() -> None:
     assert largest.elements == max(chunk, SIZE * VOCABULARY)
 
 
-def test_shards_of_the_vocabulary_give_the_scores_and_gradients_of_the_whole() -> None:
+@pytest.mark.parametrize("of_entropy", [0.0, 2.0])
+def test_shards_of_the_vocabulary_give_the_scores_and_gradients_of_the_whole(of_entropy: float) -> None:
     """Two shards in one process: what a rank would gather is computed here for both."""
     hidden, weight, _, targets = inputs()
-    wanted = with_gradients(plain, hidden, weight, None, targets)
+    whole = OutputScorer(0.7)
+    with whole.for_loss(None, entropy_gradient=bool(of_entropy)):
+        wanted = with_gradients(whole, hidden, weight, None, targets, of_entropy=of_entropy)
     half = VOCABULARY // 2
     parts = [
         OutputScorer(0.7).forward((hidden @ part.t()).detach(), targets - first, 0.7)
@@ -150,7 +182,9 @@ def test_shards_of_the_vocabulary_give_the_scores_and_gradients_of_the_whole() -
     for rank in range(2):
         shard = VocabularyShard(rank * half, lambda _: torch.stack(parts), add)
         mine = weight.detach()[rank * half : (rank + 1) * half].requires_grad_()
-        scores, _, of_weight = with_gradients(OutputScorer(0.7, 7 * half, shard), hidden, mine, None, targets)
+        scorer = OutputScorer(0.7, 7 * half, shard)
+        with scorer.for_loss(None, entropy_gradient=bool(of_entropy)):
+            scores, _, of_weight = with_gradients(scorer, hidden, mine, None, targets, of_entropy=of_entropy)
         torch.testing.assert_close(scores, wanted[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(of_weight, wanted[2][rank * half : (rank + 1) * half], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(added[0] + added[1], wanted[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(added[0] + added[1], wanted[1], atol=1e-5 * (1 + 2 * of_entropy), rtol=1e-5)

@@ -18,7 +18,7 @@ _Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Choice:
+class AnswerChoice:
     """One of the answers to a request: the recorded turn, and what the agent reads of it."""
 
     turn: Turn
@@ -44,7 +44,9 @@ class AnswerFormat:
     chunk_kind: str
     prefix: str
 
-    def __init__(self, asked: ChatRequest | CompletionRequest, choices: Sequence[Choice], chat: ChatTokens) -> None:
+    def __init__(
+        self, asked: ChatRequest | CompletionRequest, choices: Sequence[AnswerChoice], chat: ChatTokens
+    ) -> None:
         self.choices, self.chat = choices, chat
         self._asked = asked
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
@@ -69,11 +71,11 @@ class AnswerFormat:
         if self._asked.stream_options.include_usage:
             yield {**self._chunk([]), "usage": self._usage()}
 
-    def of_choice(self, choice: Choice, index: int) -> _Json:
+    def of_choice(self, choice: AnswerChoice, index: int) -> _Json:
         """Return ``choice`` as a part of the whole answer."""
         raise NotImplementedError
 
-    def parts_of_choice(self, choice: Choice) -> Iterator[_Json]:
+    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_Json]:
         """Yield ``choice`` as parts of a stream."""
         raise NotImplementedError
 
@@ -81,7 +83,7 @@ class AnswerFormat:
         """Return a part without text."""
         raise NotImplementedError
 
-    def token_texts(self, choice: Choice) -> list[str]:
+    def token_texts(self, choice: AnswerChoice) -> list[str]:
         """Return the text of each token of ``choice``, by itself."""
         ids = choice.response.token_ids
         return [self.chat.decode(ids[index : index + 1], special=True) for index in range(len(ids))]
@@ -89,7 +91,7 @@ class AnswerFormat:
     def _chunk(self, choices: list[_Json]) -> _Json:
         return {**self._head, "object": self.chunk_kind, **self._prompt_ids(), "choices": choices}
 
-    def _ids(self, choice: Choice) -> _Json:
+    def _ids(self, choice: AnswerChoice) -> _Json:
         return {"token_ids": choice.response.token_ids.tolist()} if self._with_ids else {}
 
     def _prompt_ids(self) -> _Json:
@@ -109,7 +111,7 @@ class ChatFormat(AnswerFormat):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def of_choice(self, choice: Choice, index: int) -> _Json:
+    def of_choice(self, choice: AnswerChoice, index: int) -> _Json:
         """Return ``choice`` as a part of the whole answer."""
         calls = _tool_calls(choice)
         content = choice.parsed.content
@@ -123,7 +125,7 @@ class ChatFormat(AnswerFormat):
             "finish_reason": choice.finish_reason,
         }
 
-    def parts_of_choice(self, choice: Choice) -> Iterator[_Json]:
+    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_Json]:
         """Yield ``choice`` as parts of a stream."""
         delta = {"role": "assistant", "content": choice.parsed.content}
         yield {"delta": delta, "logprobs": self._logprobs(choice)}
@@ -134,7 +136,7 @@ class ChatFormat(AnswerFormat):
         """Return a part without text."""
         return {"delta": {}}
 
-    def _logprobs(self, choice: Choice) -> _Json | None:
+    def _logprobs(self, choice: AnswerChoice) -> _Json | None:
         assert isinstance(self._asked, ChatRequest)
         if not self._asked.logprobs:
             return None
@@ -151,12 +153,12 @@ class CompletionFormat(AnswerFormat):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def of_choice(self, choice: Choice, index: int) -> _Json:
+    def of_choice(self, choice: AnswerChoice, index: int) -> _Json:
         """Return ``choice`` as a part of the whole answer."""
         (part,) = self.parts_of_choice(choice)
         return {"index": index, **part, "finish_reason": choice.finish_reason}
 
-    def parts_of_choice(self, choice: Choice) -> Iterator[_Json]:
+    def parts_of_choice(self, choice: AnswerChoice) -> Iterator[_Json]:
         """Yield ``choice`` as parts of a stream."""
         yield {"text": choice.parsed.content, "logprobs": self._logprobs(choice)}
 
@@ -164,7 +166,7 @@ class CompletionFormat(AnswerFormat):
         """Return a part without text."""
         return {"text": "", "logprobs": None}
 
-    def _logprobs(self, choice: Choice) -> _Json | None:
+    def _logprobs(self, choice: AnswerChoice) -> _Json | None:
         assert isinstance(self._asked, CompletionRequest)
         if self._asked.logprobs is None:
             return None
@@ -174,7 +176,7 @@ class CompletionFormat(AnswerFormat):
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
-def _tool_calls(choice: Choice) -> list[_Json]:
+def _tool_calls(choice: AnswerChoice) -> list[_Json]:
     return [
         {
             "id": f"call_{secrets.token_hex(12)}",

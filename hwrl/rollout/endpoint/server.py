@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hmac
 import json
-import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from hwrl.errors import HwrlError
+from hwrl.errors import ConfigError, HwrlError
 from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.endpoint.answers import AnswerFormat
 from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, read_request
@@ -27,18 +26,19 @@ from hwrl.rollout.endpoint.session import Endpoint, Generates
 
 _MAX_BODY_NBYTES = 1 << 26
 _KEEP_ALIVE_S = 75
-_log = logging.getLogger(__name__)
+_ANYWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}
+"""Hosts for all interfaces, each with an address of documentation: somewhere outside."""
 
 
 class EndpointServer:
     """Serves all endpoints of a replica on one port of ``host``; each is known by its token.
 
-    Made, used and closed in one event loop. It serves from :meth:`start` to :meth:`aclose`.
+    Made, used and closed in one event loop. It serves from :meth:`start` to :meth:`aclose`. Raises ConfigError if
+    ``host`` is no address of this machine.
     """
 
     def __init__(self, *, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=2048)
+        self._socket = _listen(host)
         self.base_url = _url(host, self._socket.getsockname()[1])
         """The address for agents, up to ``/v1``."""
         self._endpoints: dict[str, Endpoint] = {}
@@ -219,8 +219,26 @@ async def _report_unexpected(request: Request, exc: Exception) -> HttpResponse:
     return JSONResponse(EndpointError(f"the endpoint failed: {exc!r}", status=500).body(), status_code=500)
 
 
+def _listen(host: str) -> socket.socket:
+    """Return a socket at a free port of ``host``; ConfigError if that is no address of this machine."""
+    try:
+        return socket.create_server((host, 0), family=_family(host), backlog=2048)
+    except OSError as exc:
+        raise ConfigError(
+            f"endpoints cannot listen at {host!r}",
+            why=str(exc),
+            fix="set rollout.endpoint_host to an address of each replica's machine, or to 0.0.0.0 for all of them",
+        ) from exc
+
+
 def _url(host: str, port: int) -> str:
-    """Return the address for agents. A host for all interfaces becomes this machine's own."""
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostbyname(socket.gethostname())
+    """Return the address for agents. A host for all interfaces becomes this machine's address."""
+    if host in _ANYWHERE:
+        with socket.socket(_family(host), socket.SOCK_DGRAM) as unused, contextlib.suppress(OSError):
+            unused.connect((_ANYWHERE[host], 9))  # sends nothing: it chooses the address for that way
+            host = unused.getsockname()[0]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -13,7 +13,7 @@ import numpy as np
 from hwrl.errors import DataError
 from hwrl.interfaces import Ints, Response, Sampling, Trajectory
 from hwrl.rollout.chat import ChatTokens
-from hwrl.rollout.endpoint.answers import AnswerFormat, ChatFormat, Choice, CompletionFormat
+from hwrl.rollout.endpoint.answers import AnswerChoice, AnswerFormat, ChatFormat, CompletionFormat
 from hwrl.rollout.endpoint.conversations import Conversations, Turn, chat_keys, said_message
 from hwrl.rollout.endpoint.requests import ChatRequest, CompletionRequest, EndpointError, GenerationFields
 
@@ -73,7 +73,7 @@ class Endpoint:
         choices = []
         for turn in await self._generate(asked, before, context_ids):
             parsed = self._chat.read(turn.response, tools=tools if asked.tool_choice == "auto" else ())
-            choices.append(Choice(turn, parsed))
+            choices.append(AnswerChoice(turn, parsed))
         said = [[*asked.messages, said_message(choice.parsed)] for choice in choices]
         found = [chat_keys(messages, tools=tools, options=options)[-1] for messages in said]
         return ChatFormat(asked, choices, self._chat), self._recorder(choices, found)
@@ -83,11 +83,11 @@ class Endpoint:
         prompt = asked.prompt
         before, context_ids = self._text_context(prompt) if isinstance(prompt, str) else self._ids_context(prompt)
         turns = await self._generate(asked, before, context_ids)
-        choices = [Choice(turn, self._chat.read(turn.response)) for turn in turns]
+        choices = [AnswerChoice(turn, self._chat.read(turn.response)) for turn in turns]
         found = [prompt + one.parsed.content if isinstance(prompt, str) else object() for one in choices]
         return CompletionFormat(asked, choices, self._chat), self._recorder(choices, found)
 
-    def _recorder(self, choices: Sequence[Choice], keys: Sequence[Hashable]) -> Record:
+    def _recorder(self, choices: Sequence[AnswerChoice], keys: Sequence[Hashable]) -> Record:
         def record() -> None:
             for choice, key in zip(choices, keys, strict=True):
                 self._conversations.record(choice.turn, key=key)

@@ -10,7 +10,8 @@ from hwrl.run.config.loading import (
     load_config,
     parse_config,
 )
-from hwrl.run.config.schema import TENSORBOARD, Config
+from hwrl.run.config.report import TENSORBOARD
+from hwrl.run.config.schema import Config
 from hwrl.run.config.section import Section
 from hwrl.run.config.training import FSDP
 

@@ -111,5 +111,7 @@ class CriticConfig(Section):
     """Discount of rewards, for each token of the policy."""
     lam: Share = 0.95
     """λ of generalized advantages: 1 trusts the rewards alone, 0 the next value alone."""
+    kl_coef: NotNegativeReal = 0.0
+    """Factor of the divergence from the starting model that each token's reward loses; 0: no such model is kept."""
     warmup_steps: NotNegative = 0
     """Training steps at the start in which the critic learns and the policy does not."""

@@ -24,10 +24,13 @@ from hwrl.run.config.values import (
     Function,
     Name,
     NotNegative,
+    Options,
     Positive,
     PositiveReal,
     Processes,
     Seconds,
+    Template,
+    is_template,
 )
 
 
@@ -96,6 +99,10 @@ class DataConfig(Section):
     """``package.module:function`` or ``file.py:function`` that [orders the prompts](data.md#curriculum)."""
     max_prompt_tokens: Positive = 1024
     """A longer prompt is an error."""
+    chat_template: Template | None = None
+    """A Jinja template for prompts of messages, or its file; null: [the tokenizer's](data.md#chat-templates)."""
+    chat_template_kwargs: Options = Field(default_factory=dict)
+    """Options for the chat template, such as ``enable_thinking: false``."""
 
     @field_validator("eval")
     @classmethod
@@ -103,6 +110,12 @@ class DataConfig(Section):
         if isinstance(sets, tuple) and any(one.weight != 1 for one in sets):
             raise ValueError("weights are for data.train: each set for evaluations is used whole")
         return sets
+
+    @property
+    def chat_template_file(self) -> Path | None:
+        """The file of the chat template; None if the configuration has its text, or none."""
+        template = self.chat_template
+        return None if template is None or is_template(template) else Path(template)
 
     @property
     def train_sets(self) -> tuple[DataSetConfig, ...]:

@@ -13,6 +13,7 @@ from hwrl.interfaces import LoraSettings
 from hwrl.run.config.algorithm import AlgorithmConfig, CriticConfig
 from hwrl.run.config.data import DataConfig, EvalConfig, RewardConfig
 from hwrl.run.config.generation import RolloutConfig
+from hwrl.run.config.report import ReportConfig
 from hwrl.run.config.section import Section
 from hwrl.run.config.training import FSDP, OptimizerConfig, TrainConfig
 from hwrl.run.config.values import (
@@ -22,15 +23,11 @@ from hwrl.run.config.values import (
     Mebibytes,
     Name,
     NotNegative,
-    Options,
     Positive,
     PositiveReal,
     Seconds,
     Seed,
 )
-
-TENSORBOARD = "tensorboard"
-"""The tracker that needs no plugin."""
 
 
 class ModelConfig(Section):
@@ -102,34 +99,6 @@ class CheckpointConfig(Section):
         return self
 
 
-class ReportConfig(Section):
-    """What a run records about itself, and where its metrics go."""
-
-    samples_per_step: NotNegative = 4
-    """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
-    trackers: tuple[Name, ...] = (TENSORBOARD,)
-    """Where metrics go beside ``metrics.jsonl``: ``tensorboard``, and [trackers of plugins](report.md#trackers)."""
-    tracker_options: dict[Name, Options] = Field(default_factory=dict)
-    """By the name of a plugin's tracker: its own settings, checked by the plugin."""
-    run_name: Name | None = None
-    """The run's name in trackers; null: the last part of ``dir``."""
-
-    @model_validator(mode="after")
-    def _trackers_differ(self) -> ReportConfig:
-        if len(set(self.trackers)) < len(self.trackers):
-            raise ValueError(f"trackers={list(self.trackers)} has a name twice")
-        return self
-
-    @model_validator(mode="after")
-    def _options_are_a_trackers(self) -> ReportConfig:
-        unused = sorted(self.tracker_options.keys() - (set(self.trackers) - {TENSORBOARD}))
-        if unused:
-            raise ValueError(
-                f"tracker_options are for plugins in trackers={list(self.trackers)}, not for {', '.join(unused)}"
-            )
-        return self
-
-
 class TimeoutConfig(Section):
     """Time limits for the run's own processes. The run logs each wait of more than ten seconds."""
 
@@ -140,7 +109,7 @@ class TimeoutConfig(Section):
     trainer_s: Seconds = 3600.0
     """One call of the trainers: a step, a transfer, a save, an export. Then they start again."""
     evaluation_s: Seconds = 3600.0
-    """One evaluation. Then its replica is replaced."""
+    """A replica's part of an evaluation. Then the replica is replaced."""
 
 
 class Config(Section):
@@ -240,6 +209,11 @@ class Config(Section):
                 f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
                 "rollout.n=2 or more, or algorithm.advantage=gae"
             )
+        if not self.algorithm.has_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic has settings, and algorithm.advantage={self.algorithm.advantage} uses no critic; set "
+                "algorithm.advantage=gae, too"
+            )
         if self.train.engine != FSDP and (self.algorithm.has_critic or self.algorithm.kl_coeff):
             key = "advantage=gae" if self.algorithm.has_critic else f"kl_coeff={self.algorithm.kl_coeff:g}"
             missing = "critic" if self.algorithm.has_critic else "reference model"
@@ -264,8 +238,9 @@ class Config(Section):
 
     @property
     def has_reference_copy(self) -> bool:
-        """Whether a frozen copy of the model is the reference of ``algorithm.kl_coeff``; an adapter has its base."""
-        return self.algorithm.kl_coeff != 0 and self.model.lora is None
+        """Whether a frozen copy of the model is the reference; an adapter has its base."""
+        used = self.algorithm.kl_coeff != 0 or (self.algorithm.has_critic and self.critic.kl_coef != 0)
+        return used and self.model.lora is None
 
     @property
     def groups_per_version(self) -> int:

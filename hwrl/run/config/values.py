@@ -59,6 +59,15 @@ def _make_file_absolute(target: str) -> str:
     return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else target
 
 
+def is_template(value: str) -> bool:
+    """Return whether ``value`` is the text of a chat template; else it is a file's path."""
+    return "{" in value
+
+
+def _make_template_file_absolute(value: str) -> str:
+    return value if is_template(value) else str(Path(value).absolute())
+
+
 def _check_temperature(value: float) -> float:
     if 0 < value < 0.01:
         raise ValueError("Input should be 0 or at least 0.01")
@@ -113,6 +122,10 @@ Seconds = Annotated[float, Field(ge=0.1, le=1e7, allow_inf_nan=False), _NUMBER]
 
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Texts = Annotated[tuple[Name, ...], Field(max_length=100)]
+Template = Annotated[
+    str, Field(min_length=1), BeforeValidator(_check_path), AfterValidator(_make_template_file_absolute)
+]
+"""The text of a Jinja template, or the path of its file."""
 Layers = Annotated[str | tuple[str, ...], AfterValidator(_check_layers)]
 DataName = Annotated[str, Field(pattern=r"^\w[\w.-]{0,99}$")]
 """The name of a data set. It is a part of metrics' names."""

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.exceptions import RayTaskError
 
@@ -16,12 +16,10 @@ from hwrl.run.cluster.placement import HeldDevices
 from hwrl.run.config import Config
 from hwrl.run.fleet.monitor import ProcessMonitor
 from hwrl.run.fleet.run_ledger import RunLedger
+from hwrl.run.fleet.spread_evaluation import SpreadEvaluation
 from hwrl.run.processes.actors import ProcessSetup
-from hwrl.run.processes.answers import DEATHS, Answer, first_line, is_ready, value_of, why_ended
+from hwrl.run.processes.answers import DEATHS, Answer, first_line, value_of, why_ended
 from hwrl.run.processes.handles import ReplicaHandle
-
-if TYPE_CHECKING:
-    from hwrl.rollout import Evaluation
 
 _TRANSFERS_IN_A_TURN = 4
 """The most transfers in one turn of a rollouter's loop."""
@@ -36,13 +34,6 @@ class _Replica:
     is_replacement: bool  # the device may stay full for a while after the death of the one before
     started_s: float
     run: Answer[None] | None = None  # None while it is being set up
-
-
-@dataclass(frozen=True)
-class _RunningEvaluation:
-    replica: str
-    answer: Answer[Evaluation]
-    began_s: float
 
 
 class Replicas:
@@ -68,7 +59,7 @@ class Replicas:
         self._replicas: dict[str, _Replica] = {}
         self._set_ups: dict[Answer[HeldDevices | None], str] = {}
         self._starts = 0
-        self._evaluation: _RunningEvaluation | None = None
+        self._evaluation: SpreadEvaluation | None = None
         self._refusal: InputChangedError | None = None
 
     def __contains__(self, name: str) -> bool:
@@ -78,8 +69,8 @@ class Replicas:
 
     @property
     def answers(self) -> list[Answer[Any]]:
-        """The answers of all replicas that are being set up or run. Each means an event when it is ready."""
-        return [*self._running(), *self._set_ups]
+        """The answers of all replicas that are set up, run or evaluate. Each means an event when it is ready."""
+        return [*self._running(), *self._set_ups, *(self._evaluation.answers if self._evaluation is not None else ())]
 
     @property
     def are_being_set_up(self) -> bool:
@@ -93,6 +84,8 @@ class Replicas:
             self.restart(running[answer], why_ended(answer))
         elif answer in self._set_ups:
             self._finish_set_up(answer)
+        elif self._evaluation is not None:
+            self._evaluation.poll()
 
     def _running(self) -> dict[Answer[Any], str]:
         return {replica.run: name for name, replica in self._replicas.items() if replica.run is not None}
@@ -172,10 +165,7 @@ class Replicas:
             self.restart(name, reason)
 
     def _expire_late(self) -> dict[str, str]:
-        """Take back overdue prompts and give up a late evaluation.
-
-        Return all replicas without progress, each with its exceeded limit.
-        """
+        """Take back overdue prompts; return all replicas without progress, each with its exceeded limit."""
         late, now_s = {}, time.monotonic()
         start_s, group_s = self._config.timeouts.start_s, self._config.rollout.group_timeout_s
         turn_s = group_s + _TRANSFERS_IN_A_TURN * (group_s + self._config.weights.timeout_s)
@@ -187,17 +177,15 @@ class Replicas:
                 late[name] = f"it was not set up within timeouts.start_s={start_s:g}"
             elif self._monitor.loop_turn_s(name) > turn_s:
                 late[name] = f"one turn of its loop has lasted for {self._monitor.loop_turn_s(name):.0f} s"
-        return late | self._expire_evaluation(now_s)
-
-    def _expire_evaluation(self, now_s: float) -> dict[str, str]:
-        """Give up the evaluation after its time limit; return its replica if it still works on it."""
-        evaluation, limit_s = self._evaluation, self._config.timeouts.evaluation_s
-        if evaluation is None or now_s - evaluation.began_s <= limit_s:
-            return {}
-        self._evaluation = None
-        if evaluation.replica not in self._replicas or is_ready(evaluation.answer):
-            return {}
-        return {evaluation.replica: f"its evaluation took timeouts.evaluation_s={limit_s:g}"}
+        if self._evaluation is not None:
+            self._evaluation.poll()
+            reasons = self._evaluation.late()
+            late |= {
+                name: reasons[replica.replica_id]
+                for name, replica in self._replicas.items()
+                if replica.replica_id in reasons
+            }
+        return late
 
     # -- changed inputs --------------------------------------------------------------------------------------------
 
@@ -216,14 +204,15 @@ class Replicas:
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def evaluate(self) -> Answer[Evaluation] | None:
-        """Let a running replica evaluate; return None if no replica runs. Does not block."""
-        for name, replica in self._replicas.items():
-            if replica.run is not None:
-                answer = replica.handle.evaluate()
-                self._evaluation = _RunningEvaluation(name, answer, time.monotonic())
-                return answer
-        return None
+    def evaluate(self) -> SpreadEvaluation | None:
+        """Let the running replicas share an evaluation; return None if no replica runs. Does not block."""
+        if not self._running_handles():
+            return None
+        self._evaluation = SpreadEvaluation(self._running_handles, limit_s=self._config.timeouts.evaluation_s)
+        return self._evaluation
+
+    def _running_handles(self) -> dict[str, ReplicaHandle]:
+        return {replica.replica_id: replica.handle for replica in self._replicas.values() if replica.run is not None}
 
     def begin_stop(self) -> list[Answer[None]]:
         """Tell all replicas to stop; return the answers to wait for."""

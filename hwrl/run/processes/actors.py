@@ -313,10 +313,14 @@ class RolloutActor:
         with get_backend().allocating("generating responses"):
             self._rollouter.run(self._stop)
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate the weights of the moment in which the evaluation begins."""
+    def evaluate(self, part: int, parts: int) -> Evaluation | None:
+        """Evaluate the weights of the moment in which the evaluation begins, on one of ``parts`` parts of the prompts.
+
+        Returns None if the part has no prompts.
+        """
         assert self._rollouter is not None, "set_up comes first"
-        return self._rollouter.evaluate(self._evaluation_prompts).result()
+        prompts = self._evaluation_prompts[part::parts]
+        return self._rollouter.evaluate(prompts).result() if prompts else None
 
     def stop(self) -> None:
         """Make ``run`` return."""

@@ -17,7 +17,6 @@ from hwrl.errors import ConfigError
 from hwrl.interfaces import RolloutEngine, TokenLoss, ToolParser, TrainEngine
 from hwrl.models import (
     load_generation_config,
-    load_tokenizer,
     vocabulary_size,
 )
 from hwrl.rollout import (
@@ -46,7 +45,7 @@ from hwrl.run.config import EMBEDDED, FSDP, Config
 from hwrl.run.identity import ADVANTAGE, LOSS, REWARD, WORKFLOW, RunInputs
 from hwrl.run.inputs import load_rollout_engine, load_train_engine
 from hwrl.run.plan import check_replica
-from hwrl.run.processes.prompts import training_prompts
+from hwrl.run.processes.prompts import run_tokenizer, training_prompts
 from hwrl.run.processes.settings import critic_settings, engine_settings, rollout_sampling, rollout_settings
 from hwrl.train import (
     Algorithm,
@@ -81,7 +80,7 @@ def build_rollouter(
     config: Config, *, inputs: RunInputs, replica: str, seed: int, store_address: str, ledger: LedgerClient
 ) -> Rollouter:
     """Return a rollouter that waits for its first weights. It never reads the training model's weights."""
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = run_tokenizer(config, inputs)
     with ExitStack() as after_an_error:
         rewards = NoRewards() if config.reward.function is None else _start_rewards(config, inputs, tokenizer)
         after_an_error.callback(rewards.close)
@@ -107,6 +106,9 @@ def _loop_settings(config: Config) -> LoopSettings:
     return LoopSettings(
         sampling=rollout_sampling(config),
         group_size=config.rollout.n,
+        eval_temperature=config.eval.temperature,
+        eval_samples=config.eval.n,
+        skips_failures=config.rollout.on_failure == "skip",
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
     )
@@ -277,7 +279,8 @@ def build_engines(config: Config, *, group: Group | None, algorithm: Algorithm) 
     critic = None
     if config.algorithm.has_critic:  # first: the policy keeps whole weights in what is left
         critic = _build_critic(config, group)
-    return Engines(_build_policy(config, group, needs_reference=algorithm.loss.needs_reference), critic)
+    needs_reference = algorithm.loss.needs_reference or (critic is not None and critic.needs_reference)
+    return Engines(_build_policy(config, group, needs_reference=needs_reference), critic)
 
 
 def _build_critic(config: Config, group: Group | None) -> CriticEngine:
@@ -295,6 +298,7 @@ def _build_critic(config: Config, group: Group | None) -> CriticEngine:
         gamma=settings.gamma,
         lam=settings.lam,
         loss=ValueLoss(settings.cliprange_value),
+        kl_coef=settings.kl_coef,
     )
 
 

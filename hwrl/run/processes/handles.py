@@ -113,9 +113,9 @@ class ReplicaHandle(ActorHandle):
         """Roll out until :meth:`stop`; the answer comes when the replica ends."""
         return _send(self._actor.run)
 
-    def evaluate(self) -> Answer[Evaluation]:
-        """Evaluate the current weights."""
-        return _send(self._actor.evaluate)
+    def evaluate(self, part: int, parts: int) -> Answer[Evaluation | None]:
+        """Evaluate the current weights on one of ``parts`` parts of the prompts; the answer is None if it has none."""
+        return _send(self._actor.evaluate, part, parts)
 
     def stop(self) -> Answer[None]:
         """Make :meth:`run` end."""

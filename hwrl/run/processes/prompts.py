@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from hwrl.models import encode_prompt, load_tokenizer, vocabulary_size
+import functools
+from typing import Any
+
+from hwrl.models import encode_prompt, load_tokenizer, use_chat_template, vocabulary_size
 from hwrl.rollout import DataKeys, Prompt, PromptSet, PromptStream, check_vocabulary, load_prompts
 from hwrl.run.config import Config, DataSetConfig
-from hwrl.run.identity import CURRICULUM, EVAL, TRAIN, RunInputs, data_key
+from hwrl.run.identity import CURRICULUM, EVAL, TEMPLATE, TRAIN, RunInputs, data_key
 from hwrl.user_code import load_function
+
+
+def run_tokenizer(config: Config, inputs: RunInputs) -> Any:
+    """Return the model's tokenizer with the run's chat template and its options, for everything in a replica.
+
+    Raises ConfigError for an option without effect.
+    """
+    tokenizer, template = load_tokenizer(config.model.path), config.data.chat_template
+    if config.data.chat_template_file is not None:
+        template = inputs.read(TEMPLATE).decode()
+    use_chat_template(tokenizer, template, options=config.data.chat_template_kwargs)
+    return tokenizer
 
 
 def training_prompts(config: Config, inputs: RunInputs) -> PromptStream:
@@ -29,11 +44,11 @@ def evaluation_prompts(config: Config, inputs: RunInputs) -> list[Prompt]:
 
 
 def _load(config: Config, inputs: RunInputs, *, key: str, one: DataSetConfig) -> list[Prompt]:
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = run_tokenizer(config, inputs)
     prompts = load_prompts(
         one.path,
         content=inputs.read_data(data_key(key, one.name)),
-        encode=lambda prompt: encode_prompt(tokenizer, prompt),
+        encode=functools.partial(encode_prompt, tokenizer),
         max_prompt_tokens=config.data.max_prompt_tokens,
         keys=DataKeys(*config.data.keys_of(one)),
         source=one.name,

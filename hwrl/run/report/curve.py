@@ -20,13 +20,11 @@ def draw_curve(history: list[Metrics], path: Path) -> None:
     axes.plot(
         steps, [line.get("reward/mean", math.nan) for line in history], color="tab:blue", label="mean reward (training)"
     )
-    evaluated = [line for line in history if "eval/reward" in line]
-    if evaluated:
-        eval_steps = [line["step"] for line in evaluated]
-        axes.plot(eval_steps, [line["eval/reward"] for line in evaluated], "o-", color="tab:green", label="eval reward")
-    if any("eval/exact" in line for line in evaluated):
-        exact = [line.get("eval/exact") for line in evaluated]
-        axes.plot(eval_steps, exact, "s--", color="tab:orange", label="eval exact match")
+    for name in _evaluations(history):
+        evaluated = [line for line in history if name in line]
+        style = "o-" if name.endswith("/reward") else "s--"
+        label = f"{name.replace('/', ' ')}{' match' if name.endswith('/exact') else ''}"
+        axes.plot([line["step"] for line in evaluated], [line[name] for line in evaluated], style, label=label)
     axes.set(xlabel="training step", ylabel="reward", ylim=_limits(history))
     right = axes.twinx()
     right.plot(steps, [line.get("staleness/mean", math.nan) for line in history], color="0.75", linewidth=1)
@@ -42,6 +40,12 @@ def draw_curve(history: list[Metrics], path: Path) -> None:
 
 def _limits(history: list[Metrics]) -> tuple[float, float] | None:
     """Return a reward axis from 0 to 1, to compare runs, if all values fit into it; else None."""
-    names = ("reward/mean", "eval/reward", "eval/exact")
+    names = ("reward/mean", *_evaluations(history))
     drawn = [line[name] for line in history for name in names if name in line]
     return (0, 1.02) if all(0 <= value <= 1 for value in drawn) else None
+
+
+def _evaluations(history: list[Metrics]) -> list[str]:
+    """Return the names of evaluations' rewards and exact matches, in the order of their first lines."""
+    names = (name for line in history for name in line if name.startswith("eval/"))
+    return list(dict.fromkeys(name for name in names if name.endswith(("/reward", "/exact"))))

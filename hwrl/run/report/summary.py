@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hwrl.run.config import RUN_CONFIG, Config
@@ -47,18 +48,24 @@ def missed_goals(goals: dict[str, float], metrics: Metrics) -> list[str]:
     return missed
 
 
-def unknown_goals(goals: dict[str, float], line: Metrics, *, evaluates: bool) -> list[str]:
+def unknown_goals(goals: dict[str, float], line: Metrics, *, eval_sets: Sequence[str]) -> list[str]:
     """Return a sentence for each goal without a metric in ``line``, a first step's, or in a later evaluation.
 
-    >>> unknown_goals({"eval/exat": 0.9}, {"reward/mean": 0.5, "reward/exact": 0.25}, evaluates=True)
+    ``eval_sets`` has the names of the data sets for evaluations. The only one has an empty name.
+
+    >>> unknown_goals({"eval/exat": 0.9}, {"reward/mean": 0.5, "reward/exact": 0.25}, eval_sets=[""])
     ["no metric is called 'eval/exat' so far, and it is a goal; did you mean eval/exact?"]
     """
     rewards = [name.partition("/")[2] for name in line if name.startswith("reward/")]
-    evaluated = [f"eval/{name}" for name in ("reward", "version", *rewards)] if evaluates else []
-    known = {*line, *evaluated} - {"eval/mean", "eval/std"}
+    own = {"reward", *rewards} - {"mean", "std"}
+    prefixes = [f"eval/{name}/" if name else "eval/" for name in eval_sets]
+    known = {*line, *(f"{prefix}{name}" for prefix in prefixes for name in own)} | (
+        {"eval/version"} if prefixes else set()
+    )
+    passes = tuple(f"{prefix}pass@" for prefix in prefixes)
     sentences = []
     for name in goals:
-        if name in known:
+        if name in known or name.startswith(passes):
             continue
         close = difflib.get_close_matches(name, known, n=1)
         suggestion = f"; did you mean {close[0]}?" if close else ""
@@ -73,7 +80,8 @@ def summarise(config: Config, history: list[Metrics], *, interrupted: bool) -> S
     step = int(last.get("step", 0))
     how = "interrupted" if interrupted else "done"
     lines = [f"{how} after step {step} of {config.train.steps}, {last.get('time_s', 0.0):.0f} s of training"]
-    names = ("reward/mean", "eval/reward", "eval/exact", "weights/version", "response/tokens_total")
+    evals = [name for name in last if name.startswith("eval/") and name.endswith(("/reward", "/exact"))]
+    names = ("reward/mean", *evals, "weights/version", "response/tokens_total")
     lines += [f"  {name:<22} {last[name]:.6g}" for name in names if name in last]
     for name in ("staleness/mean", "trainer/idle_ratio", "rollout/idle_ratio") if history else ():
         values = [line[name] for line in history if name in line]

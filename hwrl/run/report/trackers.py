@@ -1,4 +1,4 @@
-"""Trackers of plugins: a thread for each, so that a slow or broken tracker neither delays nor ends the run."""
+"""Trackers of plugins and users: a thread for each, so that a slow or broken one neither delays nor ends the run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hwrl.discovery import load_hook
 from hwrl.errors import EngineError, HwrlError
 from hwrl.interfaces import RunStatus, TrackedRun, Tracker
 from hwrl.run.config import TENSORBOARD, Config
+from hwrl.user_code import load_function
 
 RUN_ID = "run_id"
 """The file in a run directory with the id of the run."""
@@ -75,20 +76,27 @@ class TrackerThread:
 
 
 def make_tracker(config: Config, name: str) -> Tracker:
-    """Return the tracker of the plugin ``name``, not started. Raises ConfigError or EngineError."""
-    make = load_hook(name, "hwrl_tracker", asked_by="report.trackers", built_in=[TENSORBOARD])
-    tracker = make(options=config.report.tracker_options.get(name, {}))
+    """Return the tracker ``name``, not started: a plugin's, or that of a user's ``file.py:function``.
+
+    Raises ConfigError, DataError or EngineError.
+    """
+    options = config.report.tracker_options.get(name, {})
+    if ":" in name:
+        tracker = load_function(name, key="report.trackers")(options)
+    else:
+        make = load_hook(name, "hwrl_tracker", asked_by="report.trackers", built_in=[TENSORBOARD])
+        tracker = make(options=options)
     if not isinstance(tracker, Tracker):
         raise EngineError(
             f"report.trackers={name} cannot be used",
-            why=f"the hwrl_tracker of the plugin {name!r} returned {tracker!r}, not a hwrl.interfaces.Tracker",
-            fix="fix or upgrade the plugin",
+            why=f"it returned {tracker!r}, not a hwrl.interfaces.Tracker",
+            fix="fix or upgrade the tracker",
         )
     return tracker
 
 
 def start_trackers(config: Config, *, resume_step: int, log: Callable[[str], None]) -> list[TrackerThread]:
-    """Start the run's trackers of plugins. Errors go to ``log``."""
+    """Start the run's trackers but TensorBoard. Errors go to ``log``."""
     started = []
     for name in config.report.trackers:
         if name == TENSORBOARD:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hwrl.interfaces import GenerationRequest, Sampling
+from hwrl.rollout import StopFinder
 from hwrl_vllm.partial import PartialResponse
 from hwrl_vllm.scheduler import NewTokens, PackedLogprobs, unpack
 
@@ -91,3 +92,15 @@ def test_a_response_has_the_version_of_each_token() -> None:
     response = partial.response(version=4, eos_ids=[7])
     assert (response.token_ids.tolist(), response.versions.tolist()) == ([4, 5, 6, 7], [2, 2, 3, 4])
     assert response.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0] and not response.truncated
+
+
+def test_a_response_ends_at_its_stop_though_vllm_has_run_ahead() -> None:
+    sampling = Sampling(8, stop=("cd",), stop_token_ids=(25,))
+    stops = StopFinder(sampling, lambda ids: "".join(chr(ord("a") + token) for token in ids))
+    partial = PartialResponse(GenerationRequest(1, np.array([3], np.int32), sampling), None, stops)
+    partial.take(NewTokens("1", [1, 2], [-1.0, -2.0], None))
+    partial.mark(1)
+    partial.take(NewTokens("1", [3, 4, 5], [-3.0, -4.0, -5.0], "LENGTH"))
+    response = partial.response(version=2, eos_ids=[0])
+    assert (response.token_ids.tolist(), response.logprobs.tolist()) == ([1, 2, 3], [-1.0, -2.0, -3.0])
+    assert (response.versions.tolist(), response.stop, response.truncated) == ([1, 1, 2], "cd", False)

@@ -17,11 +17,11 @@ from hwrl.errors import RunDirectoryError
 from hwrl.run.report.bottleneck import BUSY_SECONDS, TRAINER_BUSY, busy_shares
 from hwrl.run.report.events import EVENTS, Event, read_events
 from hwrl.run.report.page.charts import FAULT_CHARTS, LEFT_OUT, SECTIONS, Chart, assign, timeline
-from hwrl.run.report.page.columns import Columns, read_columns, thin_out
+from hwrl.run.report.page.columns import MetricColumns, read_columns, thin_out
 from hwrl.run.report.page.faults import count_faults, render_faults
 from hwrl.run.report.page.markup import element, escaped, json_for_script, number, seconds
 from hwrl.run.report.page.sample_list import render_samples
-from hwrl.run.report.run_report import METRICS
+from hwrl.run.report.run_report import METRICS, PROMPTS
 from hwrl.run.report.samples import SAMPLES
 
 CONFIG = "config.yaml"
@@ -61,7 +61,7 @@ def _page(directory: Path) -> str:
         _header(directory, columns, events),
         *(_section(title, _figures(found)) for title, found in sections.items()),
         _section("Timeline", _timeline_figures(columns, bars)),
-        _section("Faults", render_faults(columns, events) + _figures(faults)),
+        _section("Faults", render_faults(columns, events, directory / PROMPTS) + _figures(faults)),
         _section("Samples", render_samples(directory / SAMPLES)),
         _section("Other metrics", element("details", element("summary", "Show all") + _figures(others))),
         _section("Configuration", _configuration(directory / CONFIG)),
@@ -120,7 +120,7 @@ def _section(title: str, content: str) -> str:
 # -- the top of the page --------------------------------------------------------------------------------------------
 
 
-def _header(directory: Path, columns: Columns, events: list[Event]) -> str:
+def _header(directory: Path, columns: MetricColumns, events: list[Event]) -> str:
     state, text = run_state(directory, columns, events)
     made = f"hwrl {escaped(__version__)} wrote this page on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC"
     tiles = "".join(
@@ -143,7 +143,7 @@ def _rollout_busy() -> list[str]:
     return [f"rollout/{name}" for name in BUSY_SECONDS]
 
 
-def run_state(directory: Path, columns: Columns, events: list[Event]) -> tuple[str, str]:
+def run_state(directory: Path, columns: MetricColumns, events: list[Event]) -> tuple[str, str]:
     """Return how the run is doing, in a word and in a sentence."""
     step = columns.last("step")
     at = "before its first step" if step is None else f"after step {step:.0f}"
@@ -160,7 +160,7 @@ def run_state(directory: Path, columns: Columns, events: list[Event]) -> tuple[s
     return "killed", f"{at}, without a last word in its log: the process or its machine died"
 
 
-def _tiles(columns: Columns, events: list[Event]) -> list[tuple[str, str, str]]:
+def _tiles(columns: MetricColumns, events: list[Event]) -> list[tuple[str, str, str]]:
     """Return name, value and note of the numbers at the top."""
     tiles = [
         ("steps", number(columns.last("step") or 0), ""),
@@ -184,7 +184,7 @@ def _tiles(columns: Columns, events: list[Event]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _median(columns: Columns, name: str) -> float:
+def _median(columns: MetricColumns, name: str) -> float:
     ordered = sorted(columns.values[name].tolist())
     return float(ordered[len(ordered) // 2])
 
@@ -210,7 +210,7 @@ def _caption(title: str, hint: str) -> str:
     return element("figcaption", escaped(title) + (element("small", escaped(hint)) if hint else ""))
 
 
-def _timeline_figures(columns: Columns, bars: dict[str, object] | None) -> str:
+def _timeline_figures(columns: MetricColumns, bars: dict[str, object] | None) -> str:
     if bars is None:
         return ""
     idle = {side: columns.values.get(f"{side}/idle_ratio") for side in ("trainer", "rollout")}
@@ -228,7 +228,7 @@ def _timeline_figures(columns: Columns, bars: dict[str, object] | None) -> str:
     return element("p", told) + element("div", figures, class_="charts")
 
 
-def _data(columns: Columns, drawn: _Found) -> dict[str, Any]:
+def _data(columns: MetricColumns, drawn: _Found) -> dict[str, Any]:
     """Return the points of all charts. Curves with equal steps share them."""
     shared: dict[tuple[int, ...], int] = {}
     series: dict[str, dict[str, Any]] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hwrl.run.report.page.columns import BUCKETS, Columns, Reals, bucket_means
+from hwrl.run.report.page.columns import BUCKETS, MetricColumns, Reals, bucket_means
 
 LEFT_OUT = ("step", "time_s", "eval/version", "perf/bottleneck")
 """No curves: they are axes, or codes."""
@@ -80,7 +80,7 @@ def assign(charts: Iterable[Chart], names: list[str]) -> dict[str, tuple[Chart, 
     return found
 
 
-def timeline(columns: Columns) -> dict[str, object] | None:
+def timeline(columns: MetricColumns) -> dict[str, object] | None:
     """Return the seconds of trainer and average replica per step, as bars; None without them.
 
     With more than ``BUCKETS`` steps, a bar is the mean of neighbouring steps.
@@ -101,7 +101,7 @@ def timeline(columns: Columns) -> dict[str, object] | None:
     }
 
 
-def _at(columns: Columns, name: str, steps: npt.NDArray[np.int64]) -> Reals:
+def _at(columns: MetricColumns, name: str, steps: npt.NDArray[np.int64]) -> Reals:
     """Return the metric at each of ``steps``, 0.0 where it is missing."""
     values = np.zeros(len(steps))
     if name in columns.values:

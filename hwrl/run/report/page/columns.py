@@ -20,7 +20,7 @@ BUCKETS = 400
 
 
 @dataclass
-class Columns:
+class MetricColumns:
     """Each metric's values by name (float64), with the steps that have it (int64). Steps rise."""
 
     steps: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Columns:
         yield from (found[step] for step in sorted(found))
 
 
-def read_columns(path: Path) -> Columns:
+def read_columns(path: Path) -> MetricColumns:
     """Read ``metrics.jsonl`` line by line. Skips damaged lines, and those that repeat or reverse the order of steps."""
     places: dict[str, array[int]] = {}
     values: dict[str, array[float]] = {}
@@ -65,7 +65,7 @@ def read_columns(path: Path) -> Columns:
                     places[name], values[name] = array("q"), array("d")
                 places[name].append(step)
                 values[name].append(value)
-    return Columns(
+    return MetricColumns(
         {name: np.array(each, dtype=np.int64) for name, each in places.items()},
         {name: np.array(each, dtype=np.float64) for name, each in values.items()},
     )

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections import Counter
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hwrl.run.report.events import Event
-from hwrl.run.report.page.columns import Columns
+from hwrl.run.report.page.columns import MetricColumns
 from hwrl.run.report.page.markup import element, escaped, number
 
 MAX_EVENTS = 1000
+MAX_FAILED = 200
 _KEPT_KINDS = ("start", "replica", "trainer", "error", "end")
 """Events that a page shows even if there are too many."""
 
 
-def render_faults(columns: Columns, events: list[Event]) -> str:
-    """Return the counts of faults, the metrics that were not finite, and the log."""
+def render_faults(columns: MetricColumns, events: list[Event], prompts: Path) -> str:
+    """Return the counts of faults, the metrics that were not finite, the failed prompts, and the log.
+
+    ``prompts`` is the path of ``trained_prompts.jsonl``.
+    """
     counts = "".join(_count(name, value) for name, value in count_faults(columns, events).items())
-    return element("dl", counts, class_="tiles") + _not_finite(columns) + _log(events)
+    return element("dl", counts, class_="tiles") + _not_finite(columns) + _failed(prompts) + _log(events)
 
 
-def count_faults(columns: Columns, events: list[Event]) -> dict[str, float]:
+def count_faults(columns: MetricColumns, events: list[Event]) -> dict[str, float]:
     """Return how often each fault happened over the whole run, resumes included."""
     kinds = Counter(str(event.get("kind")) for event in events)
     faults: dict[str, float] = {
@@ -55,13 +64,45 @@ def _count(name: str, value: float) -> str:
     )
 
 
-def _not_finite(columns: Columns) -> str:
+def _not_finite(columns: MetricColumns) -> str:
     found = []
     for name, values in sorted(columns.values.items()):
         wrong = columns.steps[name][~np.isfinite(values)]
         if len(wrong):
             found.append(f"<code>{escaped(name)}</code> in {len(wrong):,} steps, the first is {wrong[0]}")
     return element("p", f"Not finite: {'; '.join(found)}.", class_="warn") if found else ""
+
+
+def _failed(path: Path) -> str:
+    """Return a table of the prompts that were given up, each with its reason."""
+    failed = [
+        (record["step"], number, reason) for record in _settled(path) for number, reason in record["failed"].items()
+    ]
+    if not failed:
+        return ""
+    note = f"{len(failed):,} prompts given up" + (f", the last {MAX_FAILED}" if len(failed) > MAX_FAILED else "")
+    rows = [
+        _cells("th", "step", "prompt", "", "reason"),
+        *(_cells("td", s, n, "", r) for s, n, r in failed[-MAX_FAILED:]),
+    ]
+    return element("details", element("summary", note) + element("table", "".join(rows)))
+
+
+def _settled(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of steps with failed prompts."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if b'"failed"' in line:
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = json.loads(line)
+                    if isinstance(record, dict) and "step" in record and isinstance(record.get("failed"), dict):
+                        yield record
+
+
+def _cells(tag: str, *texts: object) -> str:
+    return element("tr", "".join(element(tag, escaped(text)) for text in texts))
 
 
 def _log(events: list[Event]) -> str:

@@ -31,9 +31,8 @@
     const rough = (high - low) / count;
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
-    const found = [];
-    for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-6; value += step) found.push(value);
-    return found;
+    const first = Math.ceil(low / step), last = Math.floor(high / step + 1e-6);
+    return Array.from({ length: Math.min(50, last - first + 1) }, (_, index) => (first + index) * step);
   }
 
   // Returns the index of the last of the rising numbers that is at most value; 0 if there is none.
@@ -131,7 +130,8 @@
       for (const each of shown) for (const values of [each.v, view.smoothing ? null : each.lo, view.smoothing ? null : each.hi])
         for (const value of values ?? []) if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
       if (low > high || (low === 0 && high === 0)) return [0, 1];
-      if (low === high) return [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+      if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) // equal but for rounding
+        return [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
       const slack = (high - low) * 0.04;
       return [low >= 0 && low - slack < 0 ? 0 : low - slack, high + slack];
     }
@@ -253,7 +253,7 @@
   // -- the page -----------------------------------------------------------------------------------------------------
 
   function zoom(from, to) {
-    view.from = from; view.to = to;
+    view.from = from; view.to = from === null ? null : Math.max(to, from + 1);
     document.getElementById("reset").disabled = from === null;
     drawAll();
   }

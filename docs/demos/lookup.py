@@ -2,7 +2,7 @@
 
 A prompt is a few letters and ``>``. Each letter stands for a digit, drawn anew for every prompt, and only the tool
 knows it. A turn that begins with a letter of the prompt asks the tool, which replies with the digit and ``>``. Any
-other turn is the answer: the digits in the prompt's order. ``python -m hwrl.run.demo_lookup DIR`` writes all files for
+other turn is the answer: the digits in the prompt's order. ``python docs/demos/lookup.py DIR`` writes all files for
 ``hwrl train DIR/config.yaml``.
 """
 
@@ -82,12 +82,12 @@ def _config(directory: Path, *, seed: int) -> dict[str, object]:
         "rollout": {
             "n": 16,
             "max_new_tokens": _LETTERS_ASKED + 1,
-            "max_running": 256,
+            "max_running": 512,
             "workflow": "hwrl.rollout.environments:environment",
-            "workflow_options": {"make": "hwrl.run.demo_lookup:Lookup", "max_turns": _LETTERS_ASKED + 2},
+            "workflow_options": {"make": f"{Path(__file__).absolute()}:Lookup", "max_turns": _LETTERS_ASKED + 2},
             "max_model_len": 24,
         },
-        "train": {"steps": 400, "batch_groups": 16},
+        "train": {"steps": 600, "batch_groups": 32},
         "optimizer": {"learning_rate": 7e-4, "warmup_steps": 10, "min_learning_rate_ratio": 0.05},
         "async_training": {"staleness_threshold": 1},
         "checkpoint": {"save_every_steps": 100},
@@ -97,7 +97,7 @@ def _config(directory: Path, *, seed: int) -> dict[str, object]:
 
 def main() -> None:
     """Write the demo and print the path of its configuration."""
-    parser = argparse.ArgumentParser(prog="python -m hwrl.run.demo_lookup", description=write_lookup.__doc__)
+    parser = argparse.ArgumentParser(description=write_lookup.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

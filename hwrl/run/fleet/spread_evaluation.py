@@ -1,0 +1,118 @@
+"""One evaluation, in parts on the replicas of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ray.exceptions import RayTaskError
+
+from hwrl.errors import EngineError, HwrlError
+from hwrl.run.processes.answers import DEATHS, Answer, is_ready, value_of
+from hwrl.run.processes.handles import ReplicaHandle
+
+if TYPE_CHECKING:
+    from hwrl.rollout import Evaluation
+
+_TRIES = 3
+"""How often one part may begin."""
+
+
+@dataclass
+class _EvaluationPart:
+    index: int
+    tried_by: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _StartedPart:
+    part: _EvaluationPart
+    answer: Answer[Evaluation | None]
+    began_s: float
+
+
+class SpreadEvaluation:
+    """An evaluation in as many parts as replicas run. Each part goes to one replica.
+
+    ``running`` returns the running replicas by their id, which names one life. If a replica dies, its part goes to
+    another one, three times at most. :meth:`poll` does all of this; call it now and then.
+    """
+
+    def __init__(self, running: Callable[[], Mapping[str, ReplicaHandle]], *, limit_s: float) -> None:
+        self._running, self._limit_s = running, limit_s
+        self._parts = len(running())
+        self._waiting = [_EvaluationPart(index) for index in range(self._parts)]
+        self._working: dict[str, _StartedPart] = {}
+        self._done: list[Evaluation] = []
+        self._lost = False
+        self._error: HwrlError | RayTaskError | None = None
+        self.poll()
+
+    @property
+    def answers(self) -> list[Answer[Evaluation | None]]:
+        """The answers of the parts at work. When one is ready, :meth:`poll` has something to do."""
+        return [work.answer for work in self._working.values()]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether :meth:`result` has an answer."""
+        return self._error is not None or not (self._working or (self._waiting and not self._lost))
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether no replica works on it, and a part waits for one."""
+        return bool(self._waiting) and not self._working
+
+    def poll(self) -> None:
+        """Take finished parts, and give waiting ones to idle replicas. Does not block."""
+        running = self._running()
+        for replica_id, work in list(self._working.items()):
+            if is_ready(work.answer):
+                del self._working[replica_id]
+                self._take(work)
+            elif replica_id not in running:
+                del self._working[replica_id]
+                self._put_back(work.part)
+        for replica_id in running.keys() - self._working.keys():
+            part = next((part for part in self._waiting if replica_id not in part.tried_by), None)
+            if part is not None and not self._lost:
+                self._waiting.remove(part)
+                part.tried_by.add(replica_id)
+                answer = running[replica_id].evaluate(part.index, self._parts)
+                self._working[replica_id] = _StartedPart(part, answer, time.monotonic())
+
+    def late(self) -> dict[str, str]:
+        """Return the replicas whose part takes too long, each with the reason."""
+        now_s = time.monotonic()
+        reason = f"its evaluation took timeouts.evaluation_s={self._limit_s:g}"
+        return {
+            replica_id: reason
+            for replica_id, work in self._working.items()
+            if now_s - work.began_s > self._limit_s and not is_ready(work.answer)
+        }
+
+    def result(self) -> Evaluation | None:
+        """Return the whole, once it is over; None if a part was lost too often. Raises the error of a part."""
+        if self._error is not None:
+            raise self._error
+        if self._lost:
+            return None
+        from hwrl.rollout import Evaluation
+
+        return Evaluation.join(self._done)
+
+    def _take(self, work: _StartedPart) -> None:
+        try:
+            evaluation = value_of(work.answer)
+        except (*DEATHS, EngineError):  # the replica died, or its rollouter has ended
+            self._put_back(work.part)
+        except (HwrlError, RayTaskError) as exc:
+            self._error = exc
+        else:
+            self._done += [] if evaluation is None else [evaluation]
+
+    def _put_back(self, part: _EvaluationPart) -> None:
+        self._waiting.append(part)
+        self._lost |= len(part.tried_by) >= _TRIES

@@ -1,0 +1,178 @@
+"""Trackers of users and plugins: their thread, their errors, and the id that a run keeps."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from hwrl.errors import ConfigError, DataError, EngineError
+from hwrl.interfaces import RunStatus, TrackedRun, Tracker
+from hwrl.run.config import Config, load_config
+from hwrl.run.report import RunReport
+from hwrl.run.report.trackers import TrackerThread, make_tracker, start_trackers, tracked_run
+
+DOCS = Path(__file__).parents[2] / "docs"
+RUN = TrackedRun("0" * 32, "sorting", Path("/nowhere"), {}, 0)
+
+
+def configured(directory: Path, *words: str) -> Config:
+    path = directory / "some.yaml"
+    path.write_text(f"dir: {directory}\nmodel: {{path: m}}\ndata: {{train: t}}\nreward: {{function: r.py:f}}\n")
+    return load_config(path, words)
+
+
+class Recorder(Tracker):
+    """Notes its calls, each with the thread. ``fails`` names a method that raises."""
+
+    def __init__(self, fails: str = "", error: Callable[[], BaseException] = lambda: OSError("no network")) -> None:
+        self.calls: list[object] = []
+        self.threads: set[str] = set()
+        self._fails, self._error = fails, error
+
+    def start(self, run: TrackedRun) -> None:
+        self._note("start", run.name)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._note("log", step, dict(metrics))
+
+    def finish(self, status: RunStatus) -> None:
+        self._note("finish", status)
+
+    def _note(self, name: str, *what: object) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.calls.append((name, *what))
+        if name == self._fails:
+            raise self._error()
+
+
+def test_a_tracker_gets_everything_in_order_in_its_own_thread() -> None:
+    tracker = Recorder()
+    thread = TrackerThread("mine", tracker, RUN, log=pytest.fail)
+    for step in (1, 2):
+        thread.log({"reward/mean": 0.5}, step=step)
+    thread.finish("finished")
+    thread.finish("failed")
+    assert tracker.calls == [
+        ("start", "sorting"),
+        ("log", 1, {"reward/mean": 0.5}),
+        ("log", 2, {"reward/mean": 0.5}),
+        ("finish", "finished"),
+    ]
+    assert tracker.threads == {"hwrl tracker mine"}
+
+
+@pytest.mark.parametrize("fails", ["start", "log", "finish"])
+@pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
+def test_an_error_is_logged_once_and_ends_the_tracking_only(fails: str, error: type[BaseException]) -> None:
+    tracker, logged = Recorder(fails, lambda: error("no network")), list[str]()
+    thread = TrackerThread("mine", tracker, RUN, log=logged.append)
+    for step in range(1, 4):
+        thread.log({}, step=step)
+    thread.finish("finished")
+    (told,) = logged
+    assert f"the tracker mine gets no more metrics ({error.__name__}: no network)" in told
+    assert sum(call[0] == fails for call in tracker.calls if isinstance(call, tuple)) == 1
+
+
+def test_a_tracker_that_hangs_delays_the_end_only_up_to_a_limit() -> None:
+    release, logged = threading.Event(), list[str]()
+
+    class Hanging(Recorder):
+        def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+            release.wait(60)
+
+    thread = TrackerThread("mine", Hanging(), RUN, log=logged.append)
+    for step in range(20_000):
+        thread.log({}, step=step)
+    thread.finish("finished", timeout_s=0.2)
+    release.set()
+    (told,) = logged
+    assert "10,000 calls of it wait" in told
+    slow = TrackerThread("slow", Hanging(), RUN, log=logged.append)
+    release.clear()
+    slow.log({}, step=1)
+    slow.finish("finished", timeout_s=0.2)
+    release.set()
+    assert "the tracker slow gets no more metrics (it has not finished within 0.2 s)" in logged[-1]
+
+
+def test_the_report_sends_metrics_and_amendments_and_the_status(tmp_path: Path) -> None:
+    tracker = Recorder()
+    report = RunReport(tmp_path, log=pytest.fail, trackers=[TrackerThread("mine", tracker, RUN, log=pytest.fail)])
+    report.add(1, {"reward/mean": 0.5}, prompts=[])
+    report.amend({"eval/reward": 0.25})
+    report.close("interrupted")
+    assert tracker.calls[1:] == [
+        ("log", 1, {"reward/mean": 0.5}),
+        ("log", 1, {"eval/reward": 0.25}),
+        ("finish", "interrupted"),
+    ]
+
+
+def test_the_documented_tracker_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "report.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(block.splitlines()) <= 30
+    (tmp_path / "my_tracker.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    config = configured(tmp_path, "report.trackers=[my_tracker.py:csv_files]", "report.run_name=sorting")
+    for resume_step, steps in ((0, (1, 2)), (1, (2, 3))):
+        (thread,) = start_trackers(config, resume_step=resume_step, log=pytest.fail)
+        for step in steps:
+            thread.log({"reward/mean": step / 4}, step=step)
+            thread.log({"eval/reward": 1.0}, step=step)
+        thread.finish("finished")
+    assert (tmp_path / "rewards.csv").read_text().splitlines() == [
+        "step,reward of sorting from step 1 on",
+        *("1,0.25", "2,0.5"),
+        "step,reward of sorting from step 2 on",
+        *("2,0.5", "3,0.75"),
+    ]
+
+
+def test_a_run_keeps_its_id_and_another_run_has_another(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    first, again = tracked_run(config, resume_step=0), tracked_run(config, resume_step=7)
+    assert first.run_id == again.run_id and re.fullmatch("[0-9a-f]{32}", first.run_id)
+    assert again.resume_step == 7 and first.name == tmp_path.name and first.config["train"]["steps"] == 100
+    (tmp_path / "run_id").unlink()
+    assert tracked_run(config, resume_step=0).run_id != first.run_id
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "told"),
+    [
+        ("tensorbord", ConfigError, "did you mean 'tensorboard'"),
+        ("bench", EngineError, "does not have the hook hwrl_tracker"),
+        ("nothing.py:there", DataError, "there is no file"),
+        ("builtins:dict", EngineError, "not a hwrl.interfaces.Tracker"),
+    ],
+)
+def test_a_tracker_that_cannot_be_made_is_an_error_before_the_run(
+    tmp_path: Path, name: str, error: type[Exception], told: str
+) -> None:
+    config = configured(tmp_path, f"report.trackers=['{name}']")
+    with pytest.raises(error, match=told):
+        make_tracker(config, config.report.trackers[0])
+
+
+def test_a_tracker_that_is_gone_after_a_resume_does_not_end_the_run(tmp_path: Path) -> None:
+    logged: list[str] = []
+    assert start_trackers(configured(tmp_path, "report.trackers=[gone]"), resume_step=3, log=logged.append) == []
+    assert len(logged) == 1 and "the tracker gone cannot start" in logged[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["report.trackers=[tensorboard,tensorboard]"], "has a name twice"),
+        (["report.tracker_options={wandb: {}}"], "not for wandb"),
+        (["report.tracker_options={tensorboard: {a: 1}}"], "not for tensorboard"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        configured(tmp_path, *words)
