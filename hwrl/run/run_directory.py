@@ -33,6 +33,9 @@ FIXED_KEYS = (
 The model and the training data may not change either. A checkpoint identifies them by content, so their paths may.
 """
 
+_ADVANTAGE = "algorithm.advantage"
+"""May change in a resumed run, but not to a critic or from one: checkpoints have it or not."""
+
 
 @contextmanager
 def claimed_directory(config: Config) -> Iterator[None]:
@@ -97,6 +100,8 @@ def _check_same_run(config: Config, saved: bytes | None) -> None:
         return
     now, before = config.model_dump(mode="json"), _parse_saved(config, saved)
     changed = [key for key in FIXED_KEYS if _value_at(now, key) != _value_at(before, key)]
+    if (_value_at(now, _ADVANTAGE) == "gae") != (_value_at(before, _ADVANTAGE) == "gae"):
+        changed.append(_ADVANTAGE)
     if changed:
         raise ConfigError(
             f"cannot resume {config.dir} with another {', '.join(changed)}",

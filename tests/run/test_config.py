@@ -149,27 +149,6 @@ def test_an_adapter_needs_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         check_inputs(config)
 
 
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["critic.lam=0.9"], "critic has settings, and algorithm.advantage=grpo uses no critic"),
-        (["algorithm.advantage=gae", "train.engine=megatron"], "algorithm.advantage=gae needs train.engine=fsdp"),
-        (["algorithm.kl_coeff=0.1", "train.engine=megatron"], "megatron has no reference model for its ranks"),
-    ],
-)
-def test_a_critic_and_a_reference_are_refused_where_nothing_uses_or_has_them(
-    tmp_path: Path, words: list[str], match: str
-) -> None:
-    with pytest.raises(ConfigError, match=match):
-        load_config(write(tmp_path, MINIMAL), words)
-
-
-def test_one_response_is_enough_for_a_critic(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, MINIMAL), ["rollout.n=1", "algorithm.advantage=gae", "critic.kl_coef=0.1"])
-    assert config.algorithm.has_critic and config.has_reference_copy
-    assert not load_config(write(tmp_path, MINIMAL)).has_reference_copy
-
-
 def test_a_single_response_is_refused_because_it_teaches_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.n=1 teaches nothing"):
         load_config(write(tmp_path, MINIMAL), ["rollout.n=1"])

@@ -70,6 +70,19 @@ def test_each_process_has_its_causes(config_file: Path) -> None:
     assert plan.fits and [one.count for one in plan.devices] == [1, 1]
 
 
+def test_a_critic_and_a_reference_are_counted(config_file: Path) -> None:
+    plain = make_plan(load_config(config_file), BIG)
+    words = ["algorithm.advantage=gae", "algorithm.kl_coeff=0.1", "checkpoint.async_save=true"]
+    plan = make_plan(load_config(config_file, words), BIG)
+    parameters = nbytes_of(plan, "trainer rank", "parameters")
+    critic = nbytes_of(plan, "trainer rank", "critic: parameters")
+    assert critic == parameters + 4 * 512, "tied embeddings, and an output layer"
+    assert nbytes_of(plan, "trainer rank", "critic: optimizer state") == 2 * critic
+    assert nbytes_of(plan, "trainer rank", "reference: parameters") == parameters
+    assert nbytes_of(plan, "trainer rank", "copy for a checkpoint") == 3 * (parameters + critic)
+    assert plan.devices[0].nbytes - plain.devices[0].nbytes == pytest.approx(3 * critic, rel=0.01)
+
+
 def test_processes_on_one_device_share_its_memory_and_take_turns_if_they_sleep(config_file: Path) -> None:
     apart = make_plan(load_config(config_file), BIG)
     hardware = replace(BIG, devices=1)

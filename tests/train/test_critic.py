@@ -102,10 +102,17 @@ def on_ranks(rank: int, model_directory: Path, address: str, ranks: int, changes
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"param_offload": True, "optimizer_offload": True, "lora": LORA}], ids=["whole", "adapter"]
+    "changes",
+    [
+        {},
+        {"param_offload": True, "optimizer_offload": True, "lora": LORA},
+        {"context_parallel": 2},
+        pytest.param({"host_step": True}, marks=pytest.mark.extended),
+    ],
+    ids=["whole", "adapter", "shared packs", "host"],
 )
 def test_two_ranks_train_the_critic_of_one(model_directory: Path, changes: dict[str, Any]) -> None:
-    (alone,) = run_processes(on_ranks, 1, model_directory, "", 1, changes)
+    (alone,) = run_processes(on_ranks, 1, model_directory, "", 1, changes | {"context_parallel": 1})
     store = serve_store()
     pair = run_processes(on_ranks, 2, model_directory, store_address(store), 2, changes)
     for one in pair:
