@@ -85,6 +85,8 @@ BACKGROUND = ("checkpoint.async_save=true",)
 UNSAVED = ("checkpoint.save_every_steps=0",)
 FILTER = ("algorithm.filter_groups=true", "rollout.on_failure=skip", "rollout.max_attempts=1")
 """Prompts are filtered, and skipped; the reward ``teaches_some`` gives reasons for both."""
+WORKFLOW = ("rollout.workflow=tests.faults.workflow:factory", "rollout.max_model_len=24")
+"""Samples of two turns, with a tool between them."""
 GOES_BACK = at("stepping", Send("KILL", "trainer"), nth=4)
 """The trainer then goes back to step 2."""
 JUDGED = 7
@@ -328,6 +330,19 @@ def _filters() -> list[Point]:
     ]
 
 
+def _workflows() -> list[Point]:
+    def of(name: str, ends: str, *injections: Injection) -> Point:
+        return point(name, ends, *injections, words=(*FILTER, *WORKFLOW), reward="teaches_some")
+
+    driver, trainer, replica = Send("KILL", "driver"), Send("KILL", "trainer"), Send("KILL", "replica")
+    return [
+        of("workflow-kill-driver-calling", "killed", at("calling", driver, nth=20)),
+        of("workflow-kill-replica-calling", "done", at("calling", replica, nth=8)),
+        of("workflow-freeze-replica-calling", "done", at("calling", Freeze("replica"), nth=8)),
+        of("workflow-kill-trainer-stepping", "done", at("stepping", trainer, nth=4)),
+    ]
+
+
 POINTS = [
     *_kills_of_driver(),
     *_kills_of_workers(),
@@ -338,6 +353,7 @@ POINTS = [
     *_edits(),
     *_rewards(),
     *_filters(),
+    *_workflows(),
 ]
 """Every point. The number in a report is the place in this list."""
 

@@ -34,7 +34,7 @@ def test_it_draws_every_curve_and_runs_nothing_of_a_sample(browser: Browser, run
     assert count(browser, "#learning figure path.curve") == 6
     assert count(browser, "figure[data-chart=bars-trainer] path.bar") == 3
     assert count(browser, "figure[data-chart=reward] line.event") == 3
-    assert ATTACK in browser.evaluate("document.querySelector('article[data-step=\"3\"]').innerText")
+    assert ATTACK in browser.evaluate("document.querySelector('article[data-step=\"3\"]').textContent")
     assert count(browser, "#other-metrics path.curve") == 0
     browser.evaluate("document.querySelector('#other-metrics details').open = true")
     browser.evaluate("new Promise(done => setTimeout(done, 50))")  # the page draws in an event
