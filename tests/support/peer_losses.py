@@ -72,6 +72,20 @@ def verl_algorithms() -> dict[str, Any]:
     return _functions(_source("verl", "trainer", "ppo", "core_algos.py"), names)
 
 
+def _trl_inputs(columns: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    prompt = torch.zeros(len(mask), 1, dtype=torch.int64)
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": prompt,
+        "completion_ids": mask.long(),
+        "completion_mask": mask,
+        "advantages": columns["advantages"],
+        "old_per_token_logps": columns["behaviour"],
+        "ref_per_token_logps": columns["reference"],
+        "num_items_in_batch": mask.sum(),
+    }
+
+
 def trl_loss(columns: dict[str, torch.Tensor], mask: torch.Tensor, **settings: Any) -> torch.Tensor:
     """Return the loss of TRL's GRPO trainer for padded ``columns`` (rows × length), with its ``settings``."""
     names = _functions(
@@ -89,6 +103,7 @@ def trl_loss(columns: dict[str, torch.Tensor], mask: torch.Tensor, **settings: A
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(name)
 
+    inputs = _trl_inputs(columns, mask)
     alone = SimpleNamespace(gather=lambda value: value, num_processes=1, reduce=lambda value, **_: value)
     trainer = Trainer(
         **{
@@ -111,16 +126,5 @@ def trl_loss(columns: dict[str, torch.Tensor], mask: torch.Tensor, **settings: A
         _entropy_bonus_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
     )
-    prompt = torch.zeros(len(mask), 1, dtype=torch.int64)
-    inputs = {
-        "prompt_ids": prompt,
-        "prompt_mask": prompt,
-        "completion_ids": mask.long(),
-        "completion_mask": mask,
-        "advantages": columns["advantages"],
-        "old_per_token_logps": columns["behaviour"],
-        "ref_per_token_logps": columns["reference"],
-        "num_items_in_batch": mask.sum(),
-    }
     loss: torch.Tensor = names["_compute_loss"](trainer, None, inputs)
     return loss

@@ -140,15 +140,14 @@ def test_wrong_advantages_of_a_user_are_refused(
 def test_the_weighted_mean_over_tokens_is_the_mode(mode: AggregationMode, wanted: float) -> None:
     """Rows of 3, 0 and 1 tokens, with sums of losses 6 and 2; another mini-batch of one row."""
     weights = row_weights([3, 0, 1, 5], [[0, 1, 2], [3]], mode=mode, constant=8)
-    assert weights is not None
     losses = {0: [1.0, 2.0, 3.0], 2: [2.0]}
     tokens = [weights[row] * loss for row, values in losses.items() for loss in values]
     assert sum(tokens) / len(tokens) == pytest.approx(wanted)
     assert weights[3] == pytest.approx({"seq-mean-token-sum": 5, "seq-mean-token-mean": 1}.get(mode, 5 / 8))
 
 
-def test_the_mean_over_tokens_needs_no_weights() -> None:
-    assert row_weights([3, 1], [[0, 1]], mode="token-mean", constant=1.0) is None
+def test_the_mean_over_tokens_weighs_all_alike() -> None:
+    assert row_weights([3, 1], [[0, 1]], mode="token-mean", constant=1.0).tolist() == [1.0, 1.0]
 
 
 # -- long responses ---------------------------------------------------------------------------------------------------

@@ -37,8 +37,7 @@ def own_loss(loss: TokenLoss, rows: Rows, mode: AggregationMode) -> tuple[torch.
     padded = rows.padded("logprobs").requires_grad_()
     per_token, _ = loss(rows.inputs(padded[rows.mask.bool()]))
     weights = row_weights(rows.lengths, [range(len(rows.lengths))], mode=mode, constant=max(rows.lengths))
-    total = per_token if weights is None else per_token * torch.from_numpy(weights)[torch.from_numpy(rows.rows)]
-    mean = total.mean()
+    mean = (per_token * torch.from_numpy(weights)[torch.from_numpy(rows.rows)]).mean()
     return mean.detach(), torch.autograd.grad(mean, padded)[0]
 
 
