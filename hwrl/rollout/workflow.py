@@ -35,7 +35,7 @@ from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward import short_repr
+from hwrl.rollout.reward import metrics_of, short_repr
 from hwrl.rollout.tool_calls import parse_tool_calls
 from hwrl.user_code import load_function
 
@@ -405,10 +405,12 @@ class WorkflowGenerator(SampleGenerator):
 
 
 def _checked(result: Trajectory | Sequence[Trajectory], *, max_length: int) -> Sequence[Trajectory]:
-    """Return a run's trajectories. Raises ValueError if there are none, or one that is too long to train."""
+    """Return a run's trajectories. Raises ValueError or DataError if they cannot be trained."""
     sample = (result,) if isinstance(result, Trajectory) else tuple(result)
     if not sample or not all(isinstance(row, Trajectory) for row in sample):
         raise ValueError(f"a workflow returns a Trajectory, or a sequence of them, not {short_repr(result)}")
+    for row in sample:
+        metrics_of({**row.metrics, "reward": 0.0 if row.reward is None else row.reward})
     longest = max(sum(len(segment.token_ids) for segment in row.trained_segments) for row in sample)
     if longest > max_length:
         raise ValueError(f"a trajectory has {longest} tokens, and rollout.max_model_len allows {max_length}")

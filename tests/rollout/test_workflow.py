@@ -148,6 +148,21 @@ def test_a_run_without_trajectories_has_failed(make: Make, result: Any) -> None:
     assert "Trajectory" in failure or "iterable" in failure
 
 
+@pytest.mark.parametrize(
+    ("reward", "metrics"), [(float("nan"), {}), (1.0, {"turns": float("inf")}), (None, {"mean": 1.0})]
+)
+def test_a_reward_or_metric_that_cannot_be_trained_is_a_failed_run(make: Make, reward: Any, metrics: Any) -> None:
+    async def rewards(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        trajectory = client.begin(prompt.token_ids)
+        await trajectory.generate()
+        return trajectory.finish(reward, metrics)
+
+    generator = make(rewards, attempts=1)
+    group = start(generator, size=1)
+    step_to_the_end(generator)
+    assert "metric" in str(group.result().failure)
+
+
 def test_a_run_that_takes_too_long_has_failed_and_blocks_nobody(make: Make) -> None:
     async def waits(client: PolicyClient, prompt: Prompt) -> Trajectory:
         if prompt.answer == 3:
