@@ -34,6 +34,8 @@ def load(directory: Path, *words: str) -> Config:
             "algorithm.filter_groups=true would filter every prompt",
         ),
         (["algorithm.advantage=reinforce_plus_plus_baseline", "rollout.n=1"], "rollout.n=1 teaches nothing"),
+        (["algorithm.rollout_rs_threshold=1.5"], "rejects nothing without rollout_rs"),
+        (["algorithm.rollout_rs_threshold_lower=0.1"], "rejects nothing without rollout_rs"),
     ],
 )
 def test_a_critic_and_a_reference_are_refused_where_nothing_uses_or_has_them(

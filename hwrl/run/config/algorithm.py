@@ -79,6 +79,8 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"loss_scale_factor is for loss_agg_mode=seq-mean-token-sum-norm, not {self.loss_agg_mode}"
             )
+        if self.rollout_rs is None and (self.rollout_rs_threshold != 2 or self.rollout_rs_threshold_lower is not None):
+            raise ValueError("rollout_rs_threshold rejects nothing without rollout_rs; set rollout_rs=token_k1, too")
         if self.rejection_band[0] >= self.rollout_rs_threshold:
             raise ValueError(
                 f"rollout_rs_threshold_lower={self.rejection_band[0]:g} must be less than "
