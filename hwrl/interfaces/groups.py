@@ -167,6 +167,16 @@ class PromptGroup:
         lengths: Ints = (counts[ends] - counts[ends - self.lengths]).astype(np.int32)
         return lengths
 
+    @property
+    def rewards_differ(self) -> bool:
+        """Whether two rows have different rewards of their own, or different sums of their tokens' rewards."""
+        if self.rewards.min() < self.rewards.max():
+            return True
+        if self.token_rewards is None:
+            return False
+        sums = [float(self.token_rewards[row].sum()) for row in self.responses()]
+        return min(sums) < max(sums)
+
     def responses(self) -> list[slice]:
         """Return, for each row, the slice of its own tokens."""
         lengths = [int(length) for length in self.lengths]

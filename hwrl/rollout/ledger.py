@@ -53,12 +53,7 @@ def has_variance(group: PromptGroup) -> bool:
 
     With rewards of tokens, it is enough that the sums of two trajectories differ.
     """
-    if group.rewards.min() < group.rewards.max():
-        return True
-    if group.token_rewards is None:
-        return False
-    sums = [float(group.token_rewards[row].sum()) for row in group.responses()]
-    return min(sums) < max(sums)
+    return group.rewards_differ
 
 
 @dataclass(frozen=True)

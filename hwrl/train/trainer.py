@@ -263,7 +263,7 @@ class AsyncTrainer:
                 f"reward/{name}": _mean([group.metrics[name] for group in groups if name in group.metrics])
                 for name in sorted(extra)
             },
-            "groups/zero_variance_ratio": _mean([float(group.rewards.std() == 0) for group in groups]),
+            "groups/zero_variance_ratio": _mean([float(not group.rewards_differ) for group in groups]),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
             "response/truncated_ratio": float(np.concatenate([group.truncated for group in groups]).mean()),

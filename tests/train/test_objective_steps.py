@@ -162,3 +162,10 @@ def test_a_token_local_loss_reads_the_same_entropy_as_one_of_whole_rows(model_di
         engine.train_batch(batch_of(groups_at(0)), loss=UserLoss(weighted_by_entropy, token_local=token_local))
         trained.append(dict(engine.named_weights()))
     torch.testing.assert_close(trained[1], trained[0], atol=1e-6, rtol=1e-5)
+
+
+def test_groups_whose_turns_have_different_rewards_count_as_such(model_directory: Path) -> None:
+    trainer = AsyncTrainer(engine_on(model_directory, None), algorithm=Algorithm(PolicyLoss()), max_staleness=0)
+    equal = [replace(group, rewards=np.full(group.size, 0.1, np.float32)) for group in groups_of(2, seed=0)]
+    of_turns = replace(equal[1], token_rewards=np.arange(len(equal[1].token_ids), dtype=np.float32))
+    assert trainer.step([equal[0], of_turns]).metrics["groups/zero_variance_ratio"] == 0.5
