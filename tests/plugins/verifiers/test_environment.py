@@ -62,7 +62,7 @@ async def client_of(policy: ScriptedPolicy) -> AsyncIterator[PolicyClient]:
     server = EndpointServer(host="127.0.0.1")
     server.start()
     common = {"sampling": policy.sampling, "max_length": policy.max_length, "vocabulary": 1000}
-    yield PolicyClient(policy.generate, chat=policy.chat, serve=lambda: server, **common)  # type: ignore[arg-type]
+    yield PolicyClient(policy.generate, chat=policy.chat, serve=lambda: server, **common)  # type: ignore[arg-type] # a test
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()  # as WorkflowGenerator ends its loop
@@ -99,7 +99,7 @@ def test_an_episode_has_the_engines_tokens_and_verifiers_rewards(
     sums = workflow()
 
     async def both(client: PolicyClient) -> list[Sequence[Trajectory]]:
-        return [await sums(client, prompt) for prompt in rows]  # type: ignore[misc]
+        return [await sums(client, prompt) for prompt in rows]  # type: ignore[misc] # a test
 
     (wrong,), (right,) = play(policy, both)
     assert (wrong.reward, right.reward) == (0.0, 2.0)
@@ -108,7 +108,7 @@ def test_an_episode_has_the_engines_tokens_and_verifiers_rewards(
         assert [part.by_policy for part in row.segments] == [False, True, False, True]
         for part, said in zip(row.segments[1::2], policy.said[first:], strict=False):
             assert part.token_ids is said.token_ids and part.versions is said.versions
-    assert "2 + 2?" in policy.chat.decode(right.segments[0].token_ids)
+    assert "2 + 2?" in policy.chat.decode(right.segments[0].token_ids, special=True)
     assert len(set(keys)) == 2 and not any(key in caplog.text for key in keys)
 
 
