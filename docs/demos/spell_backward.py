@@ -17,7 +17,7 @@ from hwrl.run.demo import write_config, write_lines, write_model
 
 TASK = "spell_backward"
 PROMPT = "Spell this word backward (example: sun -> nus): "
-LETTERS = "aeilnorst"
+LETTERS = "adeilmnoprst"
 """Only words of these letters are taken, so that a tiny model with random weights learns the task in minutes."""
 _score_answer = reasoning_gym.get_score_answer_fn(TASK)
 
@@ -35,7 +35,7 @@ def write_demo(directory: Path, *, seed: int, tasks: int = 40_000) -> Path:
     """
     directory.mkdir(parents=True, exist_ok=True)
     rows: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "eval": {}}
-    for entry in reasoning_gym.create_dataset(TASK, size=tasks, seed=seed, min_word_len=3, max_word_len=4):
+    for entry in reasoning_gym.create_dataset(TASK, size=tasks, seed=seed, min_word_len=3, max_word_len=3):
         word = entry["metadata"]["word"]
         if set(word) <= set(LETTERS):
             side = "eval" if zlib.crc32(word.encode()) % 10 == 0 else "train"
@@ -57,10 +57,10 @@ def _config(directory: Path, *, seed: int) -> dict[str, object]:
         "data": {
             "train": str(directory / "train.jsonl"),
             "eval": str(directory / "eval.jsonl"),
-            "max_prompt_tokens": 8,
+            "max_prompt_tokens": 6,
         },
         "reward": {"function": f"{Path(__file__).absolute()}:score"},
-        "rollout": {"n": 16, "max_new_tokens": 5, "max_running": 512},
+        "rollout": {"n": 16, "max_new_tokens": 4, "max_running": 512},
         "train": {"steps": 600, "batch_groups": 32},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10, "min_learning_rate_ratio": 0.05},
         "async_training": {"staleness_threshold": 1},

@@ -162,7 +162,10 @@ class PromptGroup:
         """The number of the policy's tokens in each row (int32)."""
         import numpy as np
 
-        return np.array([self.loss_mask[span].sum() for span in self.responses()], dtype=np.int32)
+        counts = np.concatenate([[0], self.loss_mask.cumsum()])
+        ends = self.lengths.cumsum()
+        lengths: Ints = (counts[ends] - counts[ends - self.lengths]).astype(np.int32)
+        return lengths
 
     def responses(self) -> list[slice]:
         """Return, for each row, the slice of its own tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hwrl.errors import DataError
@@ -17,8 +17,8 @@ from hwrl.user_code import load_function
 class TextEnvironment(Protocol):
     """An environment whose observations and actions are texts, with the methods of ``gymnasium.Env``.
 
-    Both methods may be coroutines; else each call has a thread of the process. See
-    https://gymnasium.farama.org/api/env/.
+    Each method may be a coroutine function; else each call has a thread of the process. If there is a method ``close``,
+    it is called after the episode, however that ends. See https://gymnasium.farama.org/api/env/.
     """
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -38,7 +38,7 @@ def environment(
 ) -> Workflow:
     """Return a workflow that plays an episode of at most ``max_turns`` turns; a factory for ``rollout.workflow``.
 
-    ``make`` is the import path of a function or class: called with ``make_options``, it returns a new
+    ``make`` is the import path of a function or class: called with ``make_options``, in a thread, it returns a new
     :class:`TextEnvironment` for each episode. The reward is the sum of the steps' rewards. Numbers in the last step's
     information are metrics, beside ``turns``. An observation is tokenised as text, without special tokens.
     """
@@ -46,7 +46,14 @@ def environment(
     options = dict(make_options or {})
 
     async def play(client: PolicyClient, prompt: Prompt) -> Trajectory:
-        env: TextEnvironment = constructor(**options)
+        env: TextEnvironment = await call_maybe_async(constructor, **options)
+        try:
+            return await play_episode(env, client, prompt)
+        finally:
+            if callable(close := getattr(env, "close", None)):
+                await call_maybe_async(close)
+
+    async def play_episode(env: TextEnvironment, client: PolicyClient, prompt: Prompt) -> Trajectory:
         row = {**prompt.row, "prompt": prompt.text, "answer": prompt.answer}
         observation, info = await call_maybe_async(env.reset, options=row)
         trajectory = client.begin(prompt.token_ids)
@@ -73,10 +80,21 @@ def environment(
 
 
 async def call_maybe_async(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``: await a coroutine function, and give any other a thread, since it may block."""
+    """Call ``function``: await a coroutine function, and give any other a thread, since it may block.
+
+    A StopIteration or SystemExit from the thread is raised as a RuntimeError: asyncio would never deliver the first,
+    and end its loop at the second.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
+    return await asyncio.to_thread(_call, function, args, kwargs)
+
+
+def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except (StopIteration, SystemExit) as exc:
+        raise RuntimeError(f"{getattr(function, '__name__', function)} raised {exc!r}") from exc
 
 
 def _checked(result: Any, make: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

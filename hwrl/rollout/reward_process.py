@@ -120,7 +120,9 @@ def _serve(connection: socket.socket, calls: int) -> None:
 
 def answer_of(number: int, result: Any) -> bytes:
     """Return the answer to job ``number``: :class:`Scores`, or what a first answer says."""
-    return json.dumps([number, astuple(result) if isinstance(result, Scores) else result]).encode()
+    if isinstance(result, Scores):
+        result = [result.metrics, result.errors, result.failure, result.stuck]
+    return json.dumps([number, result]).encode()
 
 
 def _score(job: bytes, reward: RewardFunction, attempts: int, begin: partial[None]) -> Scores:

@@ -8,18 +8,21 @@ from hwrl.interfaces import ParsedAnswer, ToolCall, Tools
 
 HERMES = "hermes"
 """The built-in form's name: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, as many models write calls."""
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+_BEGIN, _END, _THOUGHT = "<tool_call>", "</tool_call>", "</think>"
 
 
 def parse_tool_calls(text: str, tools: Tools = ()) -> ParsedAnswer:
-    """Read the calls in ``text``. The content is the text before the first one, or all of it if a call is damaged.
+    """Read the calls in ``text``, after its reasoning (``</think>``) if it has any.
+
+    The content is the text before the first call, or all of it if a call is damaged.
 
     >>> parse_tool_calls('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ParsedAnswer(content='Let me see. ', tool_calls=(ToolCall(name='add', arguments='{"a": 1}'),))
     >>> parse_tool_calls('<tool_call>{"name": "add"')
     ParsedAnswer(content='<tool_call>{"name": "add"', tool_calls=())
     """
-    content, found, rest = text.partition(_BEGIN)
+    reasoning, thought, said = text.partition(_THOUGHT)
+    content, found, rest = (said if thought else text).partition(_BEGIN)
     calls = []
     while found:
         call, rest = _first_call(rest)
@@ -27,7 +30,7 @@ def parse_tool_calls(text: str, tools: Tools = ()) -> ParsedAnswer:
             return ParsedAnswer(text)
         calls.append(call)
         _, found, rest = rest.partition(_BEGIN)
-    return ParsedAnswer(content, tuple(calls))
+    return ParsedAnswer(reasoning + thought + content if thought else content, tuple(calls))
 
 
 def _first_call(text: str) -> tuple[ToolCall | None, str]:

@@ -99,8 +99,8 @@ async def _run(functions: dict[str, Tool], call: ToolCall, timeout_s: float) -> 
         arguments = json.loads(call.arguments)
         async with asyncio.timeout(timeout_s):
             result = await call_maybe_async(function, **arguments)
+        return result if isinstance(result, str) else json.dumps(result, default=str), False
     except TimeoutError:
         return f"error: the tool did not answer within {timeout_s:g} s", True
-    except Exception as exc:  # noqa: BLE001 - a tool may raise anything; the policy reads it
+    except (Exception, SystemExit) as exc:  # noqa: BLE001 - a tool may raise anything; the policy reads it
         return f"error: {short_repr(exc)}", True
-    return result if isinstance(result, str) else json.dumps(result, default=str), False

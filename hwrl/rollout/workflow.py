@@ -35,7 +35,7 @@ from hwrl.rollout.chat import ChatTokens
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
-from hwrl.rollout.reward import short_repr
+from hwrl.rollout.reward import metrics_of, short_repr
 from hwrl.rollout.tool_calls import parse_tool_calls
 from hwrl.user_code import load_function
 
@@ -261,6 +261,7 @@ class WorkflowGenerator(SampleGenerator):
         self._life = 0
         self.failed_runs = 0
         """Runs of the workflow that failed so far, repeated or not."""
+        self._slots = asyncio.Semaphore(settings.max_samples)
         self._loop_turned = True  # since the last call of has_progress
         self._loop = asyncio.new_event_loop()
         threads = ThreadPoolExecutor(settings.max_samples, "workflow-tools")  # asyncio's own has a few: see to_thread
@@ -384,19 +385,28 @@ class WorkflowGenerator(SampleGenerator):
         run.tasks += [self._loop.create_task(self._make_sample(run, index)) for index in range(run.group.size)]
 
     async def _make_sample(self, run: _GroupRun, index: int) -> None:
+        async with self._slots:  # an evaluation begins all of its prompts at once
+            result = await self._run_workflow(run)
+        self._results.append((run, index, result))
+
+    async def _run_workflow(self, run: _GroupRun) -> Sequence[Trajectory] | str:
+        """Return the trajectories of a sample, or the reason why the last attempt has failed."""
+        task = asyncio.current_task()
+        assert task is not None
         reason = ""
         for _ in range(self._settings.attempts):
+            limit = asyncio.timeout(self._settings.timeout_s)
             try:
-                async with asyncio.timeout(self._settings.timeout_s):
+                async with limit:
                     result = await self._workflow(run.client, run.group.prompt)
-                self._results.append((run, index, _checked(result, max_length=self._settings.max_length)))
-                return
-            except TimeoutError as exc:
-                reason = f"the workflow did not return within {self._settings.timeout_s:g} s: {short_repr(exc)}"
-            except Exception as exc:  # noqa: BLE001 - users' code may raise anything; it is reported
-                reason = f"the workflow raised {short_repr(exc)}"
+                return _checked(result, self._settings)
+            except (Exception, SystemExit, asyncio.CancelledError) as exc:  # noqa: BLE001 - users' code; it is reported
+                how = f"did not return within {self._settings.timeout_s:g} s:" if limit.expired() else "raised"
+                reason = f"the workflow {how} {short_repr(exc)}"
+            if task.cancelling():  # the run was dropped: nobody reads the reason, and it must not begin again
+                return reason
             self.failed_runs += 1
-        self._results.append((run, index, reason))
+        return reason
 
     async def _generate(self, token_ids: Ints, sampling: Sampling, *, life: int) -> Response:
         request = _Request(token_ids, sampling, self._loop.create_future(), life)
@@ -404,15 +414,26 @@ class WorkflowGenerator(SampleGenerator):
         return await request.answer
 
 
-def _checked(result: Trajectory | Sequence[Trajectory], *, max_length: int) -> Sequence[Trajectory]:
-    """Return a run's trajectories. Raises ValueError if there are none, or one that is too long to train."""
-    sample = (result,) if isinstance(result, Trajectory) else tuple(result)
-    if not sample or not all(isinstance(row, Trajectory) for row in sample):
+def _checked(result: Trajectory | Sequence[Trajectory], settings: WorkflowSettings) -> Sequence[Trajectory]:
+    """Return a run's trajectories. Raises ValueError or DataError if they cannot be trained."""
+    sample = (result,) if isinstance(result, Trajectory) else result
+    is_sample = isinstance(sample, Sequence) and all(isinstance(row, Trajectory) for row in sample)
+    if not is_sample or not sample:
         raise ValueError(f"a workflow returns a Trajectory, or a sequence of them, not {short_repr(result)}")
-    longest = max(sum(len(segment.token_ids) for segment in row.trained_segments) for row in sample)
-    if longest > max_length:
-        raise ValueError(f"a trajectory has {longest} tokens, and rollout.max_model_len allows {max_length}")
+    for row in sample:
+        metrics_of({**row.metrics, "reward": 0.0 if row.reward is None else row.reward})
+        _check_segments(row, settings)
     return sample
+
+
+def _check_segments(row: Trajectory, settings: WorkflowSettings) -> None:
+    ids = np.concatenate([segment.token_ids for segment in row.trained_segments])
+    if len(ids) > settings.max_length:
+        raise ValueError(f"a trajectory has {len(ids)} tokens, and rollout.max_model_len allows {settings.max_length}")
+    if ids.min() < 0 or ids.max() >= settings.vocabulary:
+        raise ValueError(f"a trajectory has token {ids.min() if ids.min() < 0 else ids.max()}, unknown to the model")
+    if not all(np.isfinite(part.rewards).all() for part in row.segments if part.rewards is not None):
+        raise ValueError("the reward of a turn or a token is not a finite number")
 
 
 def _answer(answers: Sequence[tuple[asyncio.Future[Response], Response]]) -> None:

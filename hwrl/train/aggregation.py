@@ -11,18 +11,18 @@ from hwrl.train.choices import AggregationMode
 
 
 def row_weights(
-    lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], *, mode: AggregationMode, constant: float
-) -> npt.NDArray[np.float32] | None:
-    """Return the factor of each row's tokens (float32, rows); None if all are 1.
+    lengths: npt.ArrayLike, mini_batches: Sequence[Sequence[int]], *, mode: AggregationMode, constant: float
+) -> npt.NDArray[np.float32]:
+    """Return the factor of each row's tokens (float32, rows).
 
     With it, the mean over the tokens of a mini-batch is: the mean over all tokens (``token-mean``); the mean over rows
     of a row's sum (``seq-mean-token-sum``) or mean (``seq-mean-token-mean``); or the mean over rows of a row's sum,
     divided by ``constant`` (``seq-mean-token-sum-norm``: Dr. GRPO, arXiv:2503.20783 §3.1). ``lengths`` are the trained
     tokens of each row, ``mini_batches`` the rows of each. Rows without a trained token do not count.
     """
+    trained = np.asarray(lengths, dtype=np.float64)
     if mode == "token-mean":
-        return None
-    trained = np.array(lengths, dtype=np.float64)
+        return np.ones(len(trained), dtype=np.float32)
     weights = np.zeros(len(trained))
     for rows in map(list, mini_batches):
         tokens, count = trained[rows].sum(), max(1, np.count_nonzero(trained[rows]))

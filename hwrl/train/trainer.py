@@ -223,8 +223,10 @@ class AsyncTrainer:
     ) -> npt.NDArray[np.float32] | None:
         """Return the weight of each row in the loss; None: all have the same."""
         algorithm = self._algorithm
+        if algorithm.aggregation == "token-mean":
+            return None
         return row_weights(
-            [int(length) for group in groups for length in group.policy_lengths],
+            np.concatenate([group.policy_lengths for group in groups]),
             [[row for rows in part for row in rows] for part in division],
             mode=algorithm.aggregation,
             constant=algorithm.loss_constant,

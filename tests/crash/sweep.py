@@ -103,7 +103,7 @@ def points_of(matrix: Matrix, *, seed: int) -> Iterator[Point]:
 def _diagonally(keys: Iterable[tuple[str, Kind, bool]]) -> list[tuple[str, Kind, bool]]:
     """Return ``keys``, each of a subject and a fault, such that neighbours differ in both."""
     found = set(keys)
-    subjects = sorted({subject for subject, _, _ in found})
+    subjects = sorted({subject for subject, _, _ in found}, reverse=True)  # several ranks first: all faults befall them
     faults = sorted({(kind, whole) for _, kind, whole in found})
     turns = itertools.product(range(len(faults)), enumerate(subjects))
     keys = [(subject, *faults[(row + number) % len(faults)]) for row, (number, subject) in turns]

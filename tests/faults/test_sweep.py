@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.points import POINTS, Point, choose
+from tests.faults.acts import Freeze, Send
+from tests.faults.points import JUDGED, POINTS, Point, at, choose
 from tests.faults.sweep import describe
 from tests.faults.trial import run_point
 
@@ -25,6 +26,8 @@ MET_ELSEWHERE = {
     "term-driver-evaluating-finally": "test_train_run.py: a signal ends the run cleanly",
     "int-ledger-judging": "test_train_run.py: without the ledger the run ends",
     "freeze-reward-workers-judging": "test_reward_workers.py: a call above its limit is killed",
+    "pause-gcs-judging": "below, in one run with the next",
+    "kill-env-agent-judging": "below",
     "reward-ends-its-process-once": "test_reward_workers.py: a process that ends is replaced",
     "edit-weights-kill-trainer": "test_run_changes.py: an input that changed ends the run",
     **{
@@ -34,6 +37,12 @@ MET_ELSEWHERE = {
     },
 }
 """Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""
+AT_ONCE = Point(
+    "pause-gcs-kill-env-agent",
+    frozenset({"done", "error"}),
+    (at("judging", Freeze("gcs", 3.0), nth=JUDGED), at("stepping", Send("KILL", "env-agent"), nth=4)),
+)
+"""Faults of two points in one run, for ``make test``."""
 
 
 def _case(point: Point) -> Any:
@@ -52,8 +61,8 @@ def test_there_are_sixty_points_and_more_and_no_two_are_alike() -> None:
 
 
 def test_ten_points_meet_every_kind_and_every_victim() -> None:
-    assert labels([*TEN, *FILTERING]) >= labels(POINTS) - {"everything"}
-    assert MET_ELSEWHERE.keys() <= {point.name for point in [*TEN, *FILTERING]}
+    assert labels([*TEN, AT_ONCE, *FILTERING]) >= labels(POINTS) - {"everything"}
+    assert MET_ELSEWHERE.keys() <= {point.name for point in [*TEN, AT_ONCE, *FILTERING]}
 
 
 def test_the_page_has_a_row_for_each_point() -> None:
@@ -63,7 +72,7 @@ def test_the_page_has_a_row_for_each_point() -> None:
 
 @pytest.mark.long(50)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, *FILTERING]])
+@pytest.mark.parametrize("point", [_case(point) for point in [*TEN, AT_ONCE, *FILTERING]])
 def test_a_run_keeps_its_promises(point: Point) -> None:
     verdict = run_point(point)
     assert verdict.held, describe(point, verdict)

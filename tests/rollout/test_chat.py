@@ -123,6 +123,13 @@ def test_calls_are_read_if_there_are_tools() -> None:
     assert without.content == text.removesuffix("<|im_end|>") and not without.tool_calls
 
 
+def test_a_call_in_reasoning_is_none() -> None:
+    chat = STYLES["chatml"].chat()
+    thought = '<think>A <tool_call>{"name": "no"}</tool_call>?</think>'
+    parsed = chat.read(response(chat, thought + 'Hm.<tool_call>{"name": "add"}</tool_call><|im_end|>'), tools=TOOLS)
+    assert parsed.content == thought + "Hm." and [call.name for call in parsed.tool_calls] == ["add"]
+
+
 @pytest.mark.parametrize(
     "damage", ["{", '{"name": 3}', '["add"]', '{"name": "add"} x', '{"name": "add", "arguments": 1}']
 )

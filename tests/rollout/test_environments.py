@@ -47,6 +47,27 @@ def broken(**_: Any) -> Any:
     return Broken()
 
 
+class Ending:
+    """Ends its process, or a generator, in the first step."""
+
+    closed = 0
+
+    def __init__(self, *, how: str = "") -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        self._how = how
+
+    def reset(self, **_: Any) -> tuple[str, dict[str, Any]]:
+        return "", {}
+
+    def step(self, action: str) -> Any:
+        if self._how == "exit":
+            raise SystemExit(3)
+        return next(iter([]))
+
+    def close(self) -> None:
+        Ending.closed += 1
+
+
 def add(a: int, b: int) -> int:
     """Add two numbers.
 
@@ -55,6 +76,16 @@ def add(a: int, b: int) -> int:
         b: The second.
     """
     return a + b
+
+
+def pairs() -> dict[tuple[int, int], int]:
+    """Return what JSON has no form for."""
+    return {(1, 2): 3}
+
+
+def leaves() -> None:
+    """End the process."""
+    raise SystemExit(3)
 
 
 async def slow(text: str) -> str:
@@ -139,6 +170,15 @@ def test_a_step_that_returns_something_else_is_told() -> None:
         run(environment(tokenizer=policy.chat.tokenizer, make=path_of(broken)), policy, prompt_of(policy))
 
 
+@pytest.mark.parametrize("how", ["exit", "generator"])
+def test_whatever_a_step_raises_is_told_at_once_and_the_environment_is_closed(how: str) -> None:
+    policy, closed = chatml_policy("1"), Ending.closed
+    workflow = environment(tokenizer=policy.chat.tokenizer, make=path_of(Ending), make_options={"how": how})
+    with pytest.raises(RuntimeError, match=r"step raised (SystemExit|StopIteration)"):
+        run(workflow, policy, prompt_of(policy))
+    assert Ending.closed == closed + 1
+
+
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 3}}</tool_call>'
 QUESTION = [{"role": "user", "content": "20 + 3?"}]
 
@@ -156,14 +196,17 @@ def test_tools_are_called_until_the_policy_answers() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ({"name": "multiply", "arguments": {}}, "there is no tool multiply; the tools are add, slow"),
+        ({"name": "multiply", "arguments": {}}, "there is no tool multiply; the tools are add, slow, pairs, leaves"),
         ({"name": "add", "arguments": {"a": 1}}, "missing 1 required positional argument"),
         ({"name": "slow", "arguments": {"text": "x"}}, "did not answer within 0.1 s"),
+        ({"name": "pairs", "arguments": {}}, "keys must be str"),
+        ({"name": "leaves", "arguments": {}}, "SystemExit(3)"),
     ],
 )
 def test_the_policy_reads_what_was_wrong_with_its_call(call: dict[str, Any], told: str) -> None:
     policy = chatml_policy(f"<tool_call>{json.dumps(call)}</tool_call>", "I see.")
-    workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=[path_of(add), path_of(slow)], timeout_s=0.1)
+    tools = [path_of(each) for each in (add, slow, pairs, leaves)]
+    workflow = tool_use(tokenizer=policy.chat.tokenizer, tools=tools, timeout_s=0.1)
     row = run(workflow, policy, prompt_of(policy, messages=QUESTION))
     assert told in text_of(policy, row) and row.metrics["tool_errors"] == 1
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hwrl.errors import EngineError
-from hwrl.interfaces import GenerationRequest, RolloutEngine, Sampling, Trajectory
+from hwrl.interfaces import GenerationRequest, RolloutEngine, Sampling, Segment, Trajectory
 from hwrl.rollout import (
     ChatTokens,
     LoopSettings,
@@ -144,8 +144,101 @@ def test_a_run_without_trajectories_has_failed(make: Make, result: Any) -> None:
     generator = make(nothing, attempts=1)
     group = start(generator, size=1)
     step_to_the_end(generator)
-    failure = str(group.result().failure)
-    assert "Trajectory" in failure or "iterable" in failure
+    assert "a workflow returns a Trajectory" in str(group.result().failure)
+
+
+async def cancels_itself(client: PolicyClient, prompt: Prompt) -> Any:
+    task = asyncio.ensure_future(asyncio.sleep(1e6))
+    task.cancel()
+    await task
+
+
+async def ends_the_process(client: PolicyClient, prompt: Prompt) -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("workflow", [cancels_itself, ends_the_process])
+def test_a_run_that_raises_no_exception_has_failed_too(make: Make, workflow: Workflow) -> None:
+    generator = make(workflow)
+    group = start(generator)
+    assert step_to_the_end(generator) == [group] and "raised" in str(group.result().failure)
+    start(generator)
+    step_to_the_end(generator)
+
+
+def test_a_dropped_run_does_not_begin_again(make: Make) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    async def fails_at_its_end(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        begun.append(1)
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            ended.append(1)
+            raise ValueError("the tool cannot be closed")
+
+    generator = make(fails_at_its_end)
+    start(generator)
+    deadline_s = time.monotonic() + 20.0
+    while len(begun) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    generator.drop()
+    while len(ended) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), generator._loop).result()
+    assert len(begun) == 2 and generator.failed_runs == 0
+
+
+def test_more_prompts_than_there_is_room_for_wait(make: Make) -> None:
+    """An evaluation starts all of its prompts, and the limit of time is that of a run, without the wait."""
+    running: list[int] = []
+    most: list[int] = []
+
+    async def counted(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        running.append(1)
+        most.append(len(running))
+        await asyncio.sleep(0.05)
+        running.pop()
+        return await two_turns(client, prompt)
+
+    generator = make(counted, max_samples=4, timeout_s=0.4, attempts=1)
+    groups = [start(generator) for _ in range(30)]
+    step_to_the_end(generator)
+    assert all(group.is_generated for group in groups) and max(most) <= 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reward", "told"), [([100], 1.0, "token 100"), ([-1], 1.0, "token -1"), ([7], float("nan"), "finite")]
+)
+def test_a_trajectory_that_cannot_be_trained_has_failed(
+    make: Make, tokens: list[int], reward: float, told: str
+) -> None:
+    async def builds_its_own(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        said = Segment.of_response(await client.generate(prompt.token_ids), reward=reward)
+        return Trajectory((Segment(np.array(tokens, dtype=np.int32)), said))
+
+    generator = make(builds_its_own, attempts=1)
+    group = start(generator)
+    step_to_the_end(generator)
+    assert told in str(group.result().failure)
+
+
+@pytest.mark.parametrize(
+    ("reward", "metrics"), [(float("nan"), {}), (1.0, {"turns": float("inf")}), (None, {"mean": 1.0})]
+)
+def test_a_reward_or_metric_that_cannot_be_trained_is_a_failed_run(make: Make, reward: Any, metrics: Any) -> None:
+    async def rewards(client: PolicyClient, prompt: Prompt) -> Trajectory:
+        trajectory = client.begin(prompt.token_ids)
+        await trajectory.generate()
+        return trajectory.finish(reward, metrics)
+
+    generator = make(rewards, attempts=1)
+    group = start(generator, size=1)
+    step_to_the_end(generator)
+    assert "metric" in str(group.result().failure)
 
 
 def test_a_run_that_takes_too_long_has_failed_and_blocks_nobody(make: Make) -> None:

@@ -437,40 +437,6 @@ def test_every_key_is_documented_with_its_default() -> None:
             assert row_of(name, field) in sections["Top level"]
 
 
-def test_data_sets_are_a_path_a_list_or_names_with_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [
-        "data.train=[a.jsonl, {path: 'hf:x/y?split=train', weight: 2, prompt_key: question}]",
-        "data.eval={sums: b.jsonl, words: {path: c.parquet}}",
-    ]
-    config = load_config(write(tmp_path, MINIMAL), words)
-    assert [(str(one.path), one.name, one.weight) for one in config.data.train_sets] == [
-        (str(tmp_path / "a.jsonl"), "a", 1.0),
-        ("hf:x/y?split=train", "y", 2.0),
-    ]
-    assert [config.data.keys_of(one) for one in config.data.train_sets] == [
-        ("prompt", "answer"),
-        ("question", "answer"),
-    ]
-    assert [(one.path, one.name) for one in config.data.eval_sets] == [
-        (tmp_path / "b.jsonl", "sums"),
-        (tmp_path / "c.parquet", "words"),
-    ]
-    (tmp_path / "again.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "again.yaml") == config
-    with pytest.raises(ConfigError, match=r"data\.train: .*different names.* a, a"):
-        load_config(write(tmp_path, MINIMAL), ["data.train=[a.jsonl, sub/a.jsonl]"])
-    with pytest.raises(ConfigError, match=r"data\.eval: .*weights are for data\.train"):
-        load_config(write(tmp_path, MINIMAL), ["data.eval=[{path: a.jsonl, weight: 2}]"])
-    with pytest.raises(ConfigError, match=r"data\.train\.0\.wieght: there is no such key"):
-        load_config(write(tmp_path, MINIMAL), ["data.train=[{path: a.jsonl, wieght: 2}]"])
-
-
-def test_several_greedy_responses_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="n=4 greedy responses"):
-        load_config(write(tmp_path, MINIMAL), ["eval.n=4"])
-
-
 @pytest.mark.parametrize(
     ("words", "warning"),
     [

@@ -18,7 +18,7 @@ def opened(browser: Browser, run: Path) -> Browser:
     page = run / "report.html"
     page.write_bytes(build_page(run))
     browser.open(page)
-    browser.call("Emulation.setDeviceMetricsOverride", width=1300, height=900, deviceScaleFactor=1, mobile=False)
+    browser.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")  # sizes settle
     return browser
 
 
@@ -34,10 +34,10 @@ def test_it_draws_every_curve_and_runs_nothing_of_a_sample(browser: Browser, run
     assert count(browser, "#learning figure path.curve") == 6
     assert count(browser, "figure[data-chart=bars-trainer] path.bar") == 3
     assert count(browser, "figure[data-chart=reward] line.event") == 3
-    assert ATTACK in browser.evaluate("document.querySelector('article[data-step=\"3\"]').innerText")
+    assert ATTACK in browser.evaluate("document.querySelector('article[data-step=\"3\"]').textContent")
     assert count(browser, "#other-metrics path.curve") == 0
-    browser.evaluate("document.querySelector('#other-metrics details').open = true")
-    browser.evaluate("new Promise(done => setTimeout(done, 50))")  # the page draws in an event
+    details = "document.querySelector('#other-metrics details')"
+    browser.evaluate(f"new Promise(done => {{ e = {details}; e.addEventListener('toggle', done); e.open = true }})")
     assert count(browser, "#other-metrics path.curve") > 0
     assert browser.problems == []
     assert [url for url in browser.requests if not url.startswith("file:")] == []

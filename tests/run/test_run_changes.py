@@ -17,6 +17,25 @@ def saved_steps(run: Run) -> list[int]:
     return [int(path.name.rpartition("_")[2]) for path in (run.directory / "checkpoints").glob("global_step_*")]
 
 
+def change_an_input(run: Run, demo: Path) -> None:
+    """Change the prompts while the run replaces a process, and check that it ends."""
+    rows = (demo / "train.jsonl").read_text().splitlines()
+    (demo / "train.jsonl").write_text("\n".join(reversed(rows)))
+    assert run.kill("ray::RolloutActor") == 1
+    assert run.wait() == 1, run.output()
+    told = run.output().partition("InputChangedError: ")[2]
+    assert told.startswith(f"{demo / 'train.jsonl'} changed during the run"), run.output()
+    assert run.output().count("a new replica starts") == 1, "another one would be refused as well"
+    assert [line["step"] for line in run.metrics()] == list(range(1, max(saved_steps(run)) + 1))
+
+
+def test_an_input_that_changes_ends_the_run_with_a_checkpoint(start: Callable[..., Run], demo: Path) -> None:
+    run = start("train.steps=2000", "checkpoint.save_every_steps=0", "eval.every_steps=0")
+    run.wait_for_step(2)
+    change_an_input(run, demo)
+
+
+@pytest.mark.extended  # test_report.py, test_identity.py and test_resume.py check each refusal and message
 def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_it(
     start: Callable[..., Run], demo: Path
 ) -> None:
@@ -47,12 +66,5 @@ def test_a_run_whose_files_are_changed_ends_with_a_checkpoint_and_goes_on_from_i
         f"{run.directory / 'trained_prompts.jsonl'} is incomplete: it lacks steps 1-{last} of {last}" in again.output()
     )
     assert "reward.function has changed since the checkpoint was saved" in again.output()
-    rows = (demo / "train.jsonl").read_text().splitlines()
-    (demo / "train.jsonl").write_text("\n".join(reversed(rows)))  # and none while it runs
-    assert again.kill("ray::RolloutActor") == 1
-    assert again.wait() == 1, again.output()
-    told = again.output().partition("InputChangedError: ")[2]
-    assert told.startswith(f"{demo / 'train.jsonl'} changed during the run"), again.output()
-    assert again.output().count("a new replica starts") == 1, "another one would be refused as well"
-    assert [line["step"] for line in again.metrics()] == list(range(1, max(saved_steps(run)) + 1))
+    change_an_input(again, demo)  # and none while it runs
     assert sorted(trained_prompts(again)) == list(range(4 * last, 4 * max(saved_steps(run))))

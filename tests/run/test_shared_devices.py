@@ -61,6 +61,7 @@ def test_each_process_takes_the_device_that_it_is_told_by_number_without_collect
     )
 
 
+@pytest.mark.extended  # test_placement.py checks both refusals
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -68,11 +69,7 @@ def test_each_process_takes_the_device_that_it_is_told_by_number_without_collect
             {"NUMBERED_MAP": "index", "NUMBERED_STUCK": "1"},
             r"(trainer rank 0|replica-0) and (trainer rank 0|replica-0) are on the same device",
         ),
-        pytest.param(
-            {"NUMBERED_MAP": "deaf"},
-            r"NUMBERED_VISIBLE does not hide the other devices",
-            marks=pytest.mark.extended,  # test_placement.py checks each process's own refusal
-        ),
+        ({"NUMBERED_MAP": "deaf"}, r"NUMBERED_VISIBLE does not hide the other devices"),
     ],
     ids=["set_device has no effect", "nothing reads the variable"],
 )

@@ -158,6 +158,7 @@ def test_a_dead_replica_is_replaced_and_a_dead_trainer_goes_back_to_its_checkpoi
     assert_whole(run)
 
 
+@pytest.mark.extended  # test_rollouter.py: a slow reward holds up neither generation nor weights
 def test_rewards_slower_than_a_transfer_may_take_throw_nothing_away(start: Callable[..., Run], demo: Path) -> None:
     (demo / "slow.py").write_text(
         "import os, time\n"
@@ -239,12 +240,15 @@ def test_a_reward_that_always_raises_fails_the_run_and_says_why(start: Callable[
     assert "Traceback" not in run.output()
 
 
-def test_a_model_that_lacks_a_tensor_ends_the_run_on_all_ranks_at_once(start: Callable[..., Run], demo: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_a_model_that_lacks_a_tensor_ends_the_run_on_all_ranks_at_once(
+    start: Callable[..., Run], demo: Path, ranks: int
+) -> None:
     path = demo / "model" / "model.safetensors"
     save_file(
         {name: one for name, one in load_file(path).items() if name != "model.norm.weight"}, path, {"format": "pt"}
     )
-    run = start("train.ranks=2")
+    run = start(f"train.ranks={ranks}")
     assert run.wait() == 1
     assert "it lacks model.norm.weight" in run.output()
     assert "Traceback" not in run.output() and "start again" not in run.output()

@@ -10,36 +10,16 @@ import pytest
 import torch
 
 from hwrl.errors import DataError
-from hwrl.interfaces import PromptGroup, Response, Segment, Trajectory
+from hwrl.interfaces import PromptGroup, Segment, Trajectory
 from hwrl.train import Overlong, collate, group_advantages
 from hwrl.train.aggregation import row_weights
 from hwrl.train.choices import AggregationMode
-
-
-def ints(*numbers: int) -> np.ndarray:
-    return np.array(numbers, dtype=np.int32)
-
-
-def response(length: int, *, truncated: bool = False) -> Response:
-    return Response(np.full(length, 7, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32), truncated)
-
-
-def group_of(rewards: Sequence[float], *, lengths: Sequence[int] = (), truncated: Sequence[bool] = ()) -> PromptGroup:
-    lengths, truncated = lengths or [1] * len(rewards), truncated or [False] * len(rewards)
-    return PromptGroup.join(
-        [response(length, truncated=cut) for length, cut in zip(lengths, truncated, strict=True)],
-        sequence_number=0,
-        lease_id=0,
-        incarnation=0,
-        prompt_ids=ints(1, 2),
-        rewards=rewards,
-        metrics={},
-    )
+from tests.support.rewarded_groups import group_of, ints, response
 
 
 def of_samples(samples: list[list[Trajectory]], rewards: Sequence[float]) -> PromptGroup:
     ids = {"sequence_number": 0, "lease_id": 0, "incarnation": 0}
-    return PromptGroup.of_samples(samples, **ids, rewards=rewards, metrics={})  # type: ignore[arg-type]
+    return PromptGroup.of_samples(samples, **ids, rewards=rewards, metrics={})
 
 
 def turns(*rewards: float) -> Trajectory:
@@ -160,15 +140,14 @@ def test_wrong_advantages_of_a_user_are_refused(
 def test_the_weighted_mean_over_tokens_is_the_mode(mode: AggregationMode, wanted: float) -> None:
     """Rows of 3, 0 and 1 tokens, with sums of losses 6 and 2; another mini-batch of one row."""
     weights = row_weights([3, 0, 1, 5], [[0, 1, 2], [3]], mode=mode, constant=8)
-    assert weights is not None
     losses = {0: [1.0, 2.0, 3.0], 2: [2.0]}
     tokens = [weights[row] * loss for row, values in losses.items() for loss in values]
     assert sum(tokens) / len(tokens) == pytest.approx(wanted)
     assert weights[3] == pytest.approx({"seq-mean-token-sum": 5, "seq-mean-token-mean": 1}.get(mode, 5 / 8))
 
 
-def test_the_mean_over_tokens_needs_no_weights() -> None:
-    assert row_weights([3, 1], [[0, 1]], mode="token-mean", constant=1.0) is None
+def test_the_mean_over_tokens_weighs_all_alike() -> None:
+    assert row_weights([3, 1], [[0, 1]], mode="token-mean", constant=1.0).tolist() == [1.0, 1.0]
 
 
 # -- long responses ---------------------------------------------------------------------------------------------------

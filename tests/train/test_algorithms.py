@@ -176,7 +176,10 @@ def test_tokens_and_rows_out_of_the_band_are_rejected(mode: RejectionMode, name:
     rows = random_rows(seed=3, spread=0.8)
     newer = rows.columns["proximal"]
     ratios = np.exp(newer - rows.columns["behaviour"])
-    of_rows = {"seq_sum_k1": np.prod, "seq_mean_k1": lambda row: row.prod() ** (1 / len(row))}
+    of_rows: dict[str, Callable[[Doubles], float]] = {
+        "seq_sum_k1": lambda row: float(row.prod()),
+        "seq_mean_k1": lambda row: float(row.prod() ** (1 / len(row))),
+    }
     if mode != "token_k1":
         ratios = np.concatenate([np.full(len(row), of_rows[mode](row)) for row in rows.of_rows(ratios)])
     kept = (ratios >= 0.7) & (ratios <= 1.4)
@@ -207,7 +210,7 @@ def test_a_users_function_says_what_it_needs_and_is_checked() -> None:
     rows = random_rows(seed=0)
     loss = UserLoss.of(good)
     assert not (loss.token_local or loss.needs_proximal or loss.needs_reference or loss.needs_entropy_gradient)
-    per_token, gradient, metrics = loss_and_gradient(loss, rows)
+    _, gradient, metrics = loss_and_gradient(loss, rows)
     np.testing.assert_allclose(gradient, -rows.columns["advantages"])
     assert not metrics["ratio"].requires_grad
     good.needs_proximal = good.token_local = True  # type: ignore[attr-defined] # as docs/algorithms.md shows

@@ -42,7 +42,7 @@ def _train_and_serve(rank: int, address: str, transport: str, directory: Path) -
     return opened
 
 
-@pytest.mark.parametrize("transport", ["device", "ipc", pytest.param("host", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("transport", ["device", "ipc", "host"])
 def test_a_base_and_its_adapters_come_by_two_links_at_once(transport: str, tmp_path: Path) -> None:
     store = serve_store()
     (plans, left), opened = run_processes(_train_and_serve, 2, store_address(store), transport, tmp_path)

@@ -51,6 +51,8 @@ class DataSetConfig(Section):
 
 def _name_data_sets(value: Any) -> Any:
     """Return the entries of a list or a mapping with names; anything else as it is."""
+    if isinstance(value, dict) and "path" in value:
+        value = [value]
     if isinstance(value, dict):
         value = [{"name": name, **(one if isinstance(one, dict) else {"path": one})} for name, one in value.items()]
     if not isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ TENSORBOARD = "tensorboard"
 class ReportConfig(Section):
     """What a run records about itself, and where its metrics go."""
 
-    samples_per_step: NotNegative = 4
+    samples_per_step: NotNegative = 2
     """Trajectories of each step, chosen at random, that ``samples.jsonl`` gets as text; 0: none."""
     trackers: tuple[Function, ...] = (TENSORBOARD,)
     """Where metrics go, too: ``tensorboard``, plugins, ``file.py:function``; see [trackers](report.md#trackers)."""

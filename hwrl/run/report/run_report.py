@@ -63,9 +63,10 @@ class RunReport:
         self._metrics, self._prompts = (self._open(name) for name in (METRICS, PROMPTS))
         self._trackers = trackers
         self._samples: AppendedFile | None = None
+        self._takes_samples = False
         with self._optional(f"{directory / SAMPLES}"):
             drop_samples_after(directory / SAMPLES, last_step=resume_step)
-            self._samples = AppendedFile(directory / SAMPLES)
+            self._takes_samples = True
         self._events: EventFile | None = None
         if tensorboard:
             with self._optional("TensorBoard's events"):
@@ -138,14 +139,14 @@ class RunReport:
                 draw_curve(self.history, self._directory / CURVE)
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
-        if self._samples is None or not samples:
+        if not samples or not self._takes_samples:
             return
-        file, self._samples = self._samples, None
-        with self._optional(f"{self._directory / SAMPLES}"), ExitStack() as after_an_error:
-            after_an_error.callback(file.close)
-            file.write(encode_records(list(samples)))
-            after_an_error.pop_all()
-            self._samples = file
+        self._takes_samples = False
+        with self._optional(f"{self._directory / SAMPLES}"):
+            if self._samples is None:
+                self._samples = AppendedFile(self._directory / SAMPLES)
+            self._samples.write(encode_records(list(samples)))
+            self._takes_samples = True
 
     def _track(self, metrics: Mapping[str, float], *, step: int) -> None:
         for tracker in self._trackers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,20 @@ def pick_samples(
     They are of different prompts, unless there are fewer prompts than that. ``version`` is the trainer's before the
     step, and ages count back from it. ``decode`` turns token ids into text.
     """
-    chance = random.Random(step)
-    order = chance.sample(range(len(groups)), len(groups))
-    orders = {index: chance.sample(range(groups[index].size), groups[index].size) for index in order}
-    rounds = range(max((group.size for group in groups), default=0))
-    places = ((index, orders[index][turn]) for turn in rounds for index in order if turn < len(orders[index]))
-    chosen = [place for place, _ in zip(places, range(count), strict=False)]
+    chosen = islice(_places([group.size for group in groups], random.Random(step)), count)
     return [_sample(groups[index], row, step=step, version=version, decode=decode) for index, row in chosen]
+
+
+def _places(sizes: Sequence[int], chance: random.Random) -> Iterator[tuple[int, int]]:
+    """Yield all rows as group and row, in random order: first one of each group, then a second one, and so on."""
+    order = chance.sample(range(len(sizes)), len(sizes))
+    rows: dict[int, list[int]] = {}
+    for turn in range(max(sizes, default=0)):
+        for index in order:
+            if index not in rows:
+                rows[index] = chance.sample(range(sizes[index]), sizes[index])
+            if turn < sizes[index]:
+                yield index, rows[index][turn]
 
 
 def read_samples(path: Path) -> Iterator[tuple[int, Sample | None]]:

@@ -22,7 +22,7 @@ class PlainView:
     def show(self, line: Metrics) -> None:
         """Print the metrics ``line`` of a step: the last one, one with an evaluation, or any after ``interval_s``."""
         now_s = time.perf_counter()
-        if now_s - self._last_s < self._interval_s and "eval/reward" not in line and line["step"] != self._total:
+        if now_s - self._last_s < self._interval_s and not _is_evaluated(line) and line["step"] != self._total:
             return
         self._last_s = now_s
         self.log(" | ".join(f"{name} {value}" for name, value in _shown(line, self._total)))
@@ -87,6 +87,10 @@ def make_view(total_steps: int) -> View:
     return LiveView(total_steps) if sys.stdout.isatty() else PlainView(total_steps, stream=sys.stdout)
 
 
+def _is_evaluated(line: Metrics) -> bool:
+    return any(name.startswith("eval/") for name in line)
+
+
 def _shown(line: Metrics, total: int) -> list[tuple[str, str]]:
     rows = [
         ("step", f"{line['step']:.0f}/{total}"),
@@ -108,7 +112,8 @@ def _shown(line: Metrics, total: int) -> list[tuple[str, str]]:
             f"{line.get('rollout/tokens_per_s', 0.0):,.0f} tok/s, idle {line.get('rollout/idle_ratio', 0.0):.0%}",
         ),
     ]
-    if "eval/reward" in line:
-        exact = f", exact {line['eval/exact']:.3f}" if "eval/exact" in line else ""
-        rows.append(("eval", f"{line['eval/reward']:.3f}{exact}"))
+    for name in (name for name in line if name.startswith("eval/") and name.endswith("/reward")):
+        group = name.removesuffix("/reward")
+        exact = f", exact {line[f'{group}/exact']:.3f}" if f"{group}/exact" in line else ""
+        rows.append((group.replace("/", " "), f"{line[name]:.3f}{exact}"))
     return rows

@@ -103,6 +103,7 @@ def test_two_tensor_times_two_data_ranks_take_the_steps_of_one(tmp_path: Path, s
     assert_same_end(ended, straight)
 
 
+@pytest.mark.extended  # test_sharded.py and test_stages.py go on from checkpoints of other layouts
 @pytest.mark.timeout(400)
 def test_the_curve_goes_on_from_one_tensor_rank_to_two_and_back(tmp_path: Path, straight: dict[str, Any]) -> None:
     directory = demo_in(tmp_path / "changing")

@@ -96,8 +96,8 @@
     }
 
     draw() {
-      this.width = this.figure.clientWidth - 2;
-      if (this.width < 50) return; // in a closed part of the page
+      if (this.figure.closest("details:not([open])")) return;
+      this.width = Math.max(100, this.figure.clientWidth - 2);
       this.height = this.figure.classList.contains("wide") ? 200 : 170;
       this.svg.replaceChildren();
       this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
