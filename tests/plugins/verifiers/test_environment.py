@@ -62,7 +62,7 @@ async def client_of(policy: ScriptedPolicy) -> AsyncIterator[PolicyClient]:
     server = EndpointServer(host="127.0.0.1")
     server.start()
     common = {"sampling": policy.sampling, "max_length": policy.max_length, "vocabulary": 1000}
-    yield PolicyClient(policy.generate, chat=policy.chat, serve=lambda: server, **common)  # type: ignore[arg-type] # a test
+    yield PolicyClient(policy.generate, chat=policy.chat, serve=lambda: server, **common)  # type: ignore[arg-type]  # a fake
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()  # as WorkflowGenerator ends its loop
@@ -99,7 +99,7 @@ def test_an_episode_has_the_engines_tokens_and_verifiers_rewards(
     sums = workflow()
 
     async def both(client: PolicyClient) -> list[Sequence[Trajectory]]:
-        return [await sums(client, prompt) for prompt in rows]  # type: ignore[misc] # a test
+        return [await sums(client, prompt) for prompt in rows]  # type: ignore[misc]  # a fake
 
     (wrong,), (right,) = play(policy, both)
     assert (wrong.reward, right.reward) == (0.0, 2.0)
