@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import importlib.util
 import json
 import logging
@@ -134,12 +135,11 @@ def test_a_row_of_another_taskset_is_refused(rows: Sequence[Prompt], row: dict[s
 
 @needs_verifiers
 def test_an_infinite_taskset_needs_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sums_taskset
-
-    monkeypatch.setattr(sums_taskset.Sums, "INFINITE", True)
+    taskset = importlib.import_module("sums_taskset").Sums
+    monkeypatch.setattr(taskset, "INFINITE", True)
     with pytest.raises(DataError, match="is infinite"):
         workflow()
-    assert workflow(limit=1)
+    assert callable(workflow(limit=1))
 
 
 @needs_verifiers
