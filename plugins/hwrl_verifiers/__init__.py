@@ -27,10 +27,11 @@ def environment(
     of several agents. The prompts are the rows of ``hwrl verifiers-rows``. Blocks while the tasks load. Raises
     UnsupportedError without verifiers, and verifiers' own errors.
     """
-    from hwrl_verifiers.episodes import Episodes
     from hwrl_verifiers.tasks import load_env, load_tasks
 
     env = load_env(taskset, **settings)
+    from hwrl_verifiers.episodes import Episodes  # needs verifiers
+
     return Episodes(env, load_tasks(env, limit=limit)).play
 
 

@@ -25,14 +25,14 @@ hwrl, and neither verifiers' records nor its logs see a key."""
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Episode:
     """A run of the workflow, with the endpoint of each of its agents by the id of the agent's trace."""
 
     client: PolicyClient
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
 
 
-_run: ContextVar[_Run] = ContextVar("_run")
+_run: ContextVar[_Episode] = ContextVar("_run")
 
 
 class Episodes:
@@ -50,7 +50,7 @@ class Episodes:
         """
         task = self._task(prompt)
         await self._serve()
-        run = _Run(client)
+        run = _Episode(client)
         _run.set(run)
         episode = await self._env.run_episode(task, _POLICY)
         if not episode.ok:

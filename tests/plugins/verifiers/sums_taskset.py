@@ -13,32 +13,32 @@ import verifiers.v1 as vf
 __all__ = ["Sums", "TwoTurns"]
 
 
-class SumData(vf.TaskData):  # type: ignore[misc] # no types here
+class SumData(vf.TaskData):  # type: ignore[misc]  # untyped
     answer: int
 
 
-class Sum(vf.Task[SumData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    @vf.reward(weight=2.0)  # type: ignore[untyped-decorator]
+class Sum(vf.Task[SumData, vf.State, vf.TaskConfig]):  # type: ignore[misc]  # untyped
+    @vf.reward(weight=2.0)  # type: ignore[untyped-decorator]  # untyped
     async def right(self, trace: vf.Trace) -> float:
         return float(str(self.data.answer) in trace.last_reply)
 
-    @vf.metric  # type: ignore[untyped-decorator]
+    @vf.metric  # type: ignore[untyped-decorator]  # untyped
     async def length(self, trace: vf.Trace) -> float:
         return float(len(trace.last_reply))
 
 
-class SumsConfig(vf.TasksetConfig):  # type: ignore[misc]
+class SumsConfig(vf.TasksetConfig):  # type: ignore[misc]  # untyped
     broken: bool = False
 
 
-class Sums(vf.Taskset[Sum, SumsConfig]):  # type: ignore[misc]
+class Sums(vf.Taskset[Sum, SumsConfig]):  # type: ignore[misc]  # untyped
     def load(self) -> Iterator[Sum]:
         for number in (1, 2):
             prompt = "" if self.config.broken else f"{number} + {number}?"
             yield Sum(SumData(prompt=prompt, name=f"sum{number}", answer=2 * number), self.config.task)
 
 
-class TwoTurns(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
+class TwoTurns(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]  # untyped
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
