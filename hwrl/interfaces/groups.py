@@ -91,8 +91,8 @@ class Trajectory:
     def __post_init__(self) -> None:
         if not any(segment.by_policy and len(segment.token_ids) for segment in self.segments):
             raise ValueError("a trajectory needs a token of the policy")
-        if self.segments[0].by_policy:
-            raise ValueError("a trajectory begins with a prompt")
+        if self.segments[0].by_policy or not len(self.segments[0].token_ids):
+            raise ValueError("a trajectory begins with a prompt of at least one token")
 
     @classmethod
     def single_turn(cls, prompt_ids: Ints, response: Response) -> Trajectory:
@@ -101,8 +101,8 @@ class Trajectory:
 
     @property
     def trained_segments(self) -> Sequence[Segment]:
-        """The segments up to the policy's last one."""
-        last = max(index for index, segment in enumerate(self.segments) if segment.by_policy)
+        """The segments up to the policy's last one that has tokens."""
+        last = max(index for index, part in enumerate(self.segments) if part.by_policy and len(part.token_ids))
         return self.segments[: last + 1]
 
     @property

@@ -63,6 +63,14 @@ def test_only_the_policys_tokens_are_trained() -> None:
     assert batch.behaviour_logprobs.tolist() == [[0, 0, -10, -11, 0, 0, -14]]
 
 
+def test_an_empty_last_turn_is_left_out_with_what_came_before_it() -> None:
+    row = Trajectory(
+        (Segment(ints(1)), Segment.of_response(response(2)), Segment(ints(3)), Segment.of_response(response()))
+    )
+    group = group_of([row])
+    assert group.token_ids.tolist() == [2] and group.loss_mask.tolist() == [True]
+
+
 def test_several_rows_of_a_sample_and_different_prompts() -> None:
     group = group_of([two_turns(ints(1, 2)), two_turns(ints(9))], [two_turns(ints(1, 2))])
     assert group.samples.tolist() == [0, 0, 1] and group.rewards.tolist() == [0, 1, 0]
@@ -79,8 +87,9 @@ def test_a_turns_reward_is_at_its_last_token() -> None:
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ValueError, match="a token of the policy"):
         Trajectory((Segment(ints(1)), Segment(ints(2))))
-    with pytest.raises(ValueError, match="begins with a prompt"):
-        Trajectory((Segment.of_response(response(1)),))
+    for first in (Segment.of_response(response(1)), Segment(ints())):
+        with pytest.raises(ValueError, match="begins with a prompt"):
+            Trajectory((first, Segment.of_response(response(1))))
     with pytest.raises(ValueError, match="one element for each token"):
         Segment(ints(1, 2), logprobs=np.zeros(1, np.float32), versions=ints(0, 0))
     with pytest.raises(ValueError, match="only the policy"):
