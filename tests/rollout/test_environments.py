@@ -33,7 +33,20 @@ class Guess:
         self._turns += 1
         found = int(action) == self._wanted
         text = "more" if int(action) < self._wanted else "less"
-        return text, 1.0 if found else -0.25, found, self._turns >= self._limit, {"last": int(action), "text": "x"}
+        return (
+            text,
+            1.0 if found else -0.25,
+            found,
+            self._turns >= self._limit,
+            {
+                "last": np.int64(action),
+                "text": "x",
+                "mean": 1.0,
+                "loss": float("nan"),
+                "reward": 9.0,
+                "two words": 2,
+            },
+        )
 
 
 def broken(**_: Any) -> Any:
