@@ -22,7 +22,8 @@ class LossInputs:
     ``proximal`` (of the policy at the start of the step) and ``reference`` (of a frozen policy), each None if the loss
     does not need it, ``advantages``, and ``entropy`` of the policy's distribution at each token. ``entropy`` carries a
     gradient, too, if the loss needs that. ``rows`` (int64) tells the row of each token, 0 … ``row_count`` - 1; a row is
-    a trajectory. Rows are whole, unless the loss is token-local.
+    a trajectory. Rows are whole, unless the loss is token-local. There may be no tokens and no rows: a rank with fewer
+    micro-batches than the others runs empty ones.
     """
 
     logprobs: torch.Tensor

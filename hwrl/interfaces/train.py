@@ -122,7 +122,7 @@ class TrainEngine(ABC):
         raise ConfigError(
             f"{type(self).__name__} has no reference model",
             why="it implements no reference_logprobs, or was built without a reference",
-            fix="set algorithm.kl_coeff=0, or train.engine=fsdp",
+            fix="set algorithm.kl_coeff=0 and a loss without needs_reference, or train.engine=fsdp",
         )
 
     @abstractmethod

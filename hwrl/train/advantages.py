@@ -24,7 +24,7 @@ def group_advantages(groups: Sequence[PromptGroup], *, estimator: str | Advantag
     ``grpo``: (r - mean) / (std + 1e-6), DeepSeekMath, arXiv:2402.03300 §4.1. ``dr_grpo``: r - mean, arXiv:2503.20783
     §3. ``rloo``: r - mean of the other samples, arXiv:2402.14740 §2. ``reinforce_plus_plus``: r, whitened over the
     tokens of all groups; ``reinforce_plus_plus_baseline``: r - mean, whitened, too (arXiv:2501.03262). A group whose
-    rewards are all equal gives zeros, except with ``reinforce_plus_plus``.
+    rewards are all equal gives zeros; whitening may move them.
 
     ``mean`` and ``std`` are of the samples of a prompt. A sample with several rows counts once, by the mean of its
     rows' rewards. The reward of a row is its own and those of its tokens; for one of its tokens, r is the row's own and

@@ -247,8 +247,9 @@ def _loss_gradient(
     count = min(targets.stop, part.trained_tokens) - targets.start
     if count > 0:
         known = [each[:count].requires_grad_() for each in wanted]
+        of_entropy = known[1] if loss.needs_entropy_gradient else entropy[:count]
         with torch.enable_grad():
-            inputs = part.loss_inputs(known[0], known[-1], slice(targets.start, targets.start + count))
+            inputs = part.loss_inputs(known[0], of_entropy, slice(targets.start, targets.start + count))
             per_token, _ = _weighted_loss(part, loss, inputs)
             found = torch.autograd.grad(per_token.sum() * scale, known)
         for gradient, values in zip(gradients, found, strict=True):

@@ -50,6 +50,7 @@ def test_importing_hwrl_is_fast() -> None:
         "hwrl_trackers.mlflow",
         "hwrl_trackers.trackio",
         "hwrl_trackers.wandb",
+        "hwrl_verifiers",
         "hwrl_vllm",
     ],
 )

@@ -29,6 +29,13 @@ def load(directory: Path, *words: str) -> Config:
         (["critic.lam=0.9"], "critic has settings, and algorithm.advantage=grpo uses no critic"),
         (["algorithm.advantage=gae", "train.engine=megatron"], "algorithm.advantage=gae needs train.engine=fsdp"),
         (["algorithm.kl_coeff=0.1", "train.engine=megatron"], "megatron has no reference model for its ranks"),
+        (
+            ["algorithm.advantage=gae", "rollout.n=1", "algorithm.filter_groups=true"],
+            "algorithm.filter_groups=true would filter every prompt",
+        ),
+        (["algorithm.advantage=reinforce_plus_plus_baseline", "rollout.n=1"], "rollout.n=1 teaches nothing"),
+        (["algorithm.rollout_rs_threshold=1.5"], "rejects nothing without rollout_rs"),
+        (["algorithm.rollout_rs_threshold_lower=0.1"], "rejects nothing without rollout_rs"),
     ],
 )
 def test_a_critic_and_a_reference_are_refused_where_nothing_uses_or_has_them(
@@ -42,6 +49,12 @@ def test_one_response_is_enough_for_a_critic(tmp_path: Path) -> None:
     config = load(tmp_path, "rollout.n=1", "algorithm.advantage=gae", "critic.kl_coef=0.1")
     assert config.algorithm.has_critic and config.has_reference_copy
     assert not load(tmp_path).has_reference_copy
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_plus_plus", "advantages.py:of_batch"])
+def test_one_response_is_enough_without_a_baseline_of_the_group(tmp_path: Path, advantage: str) -> None:
+    (tmp_path / "advantages.py").write_text("def of_batch(groups): ...\n")
+    assert load(tmp_path, "rollout.n=1", f"algorithm.advantage={advantage}").rollout.n == 1
 
 
 def test_a_resume_may_change_its_advantages_but_not_to_a_critic(tmp_path: Path) -> None:

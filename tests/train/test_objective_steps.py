@@ -148,3 +148,17 @@ def test_a_step_of_truncated_rows_only_changes_nothing(model_directory: Path) ->
     metrics = trainer.step(groups).metrics
     assert metrics["actor/grad_norm"] == 0 and metrics["actor/loss"] == 0
     torch.testing.assert_close(dict(engine.named_weights()), before)
+
+
+def weighted_by_entropy(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A user's loss that reads the entropy as a constant."""
+    return -inputs.advantages * inputs.entropy * inputs.logprobs, {}
+
+
+def test_a_token_local_loss_reads_the_same_entropy_as_one_of_whole_rows(model_directory: Path) -> None:
+    trained = []
+    for token_local in (False, True):
+        engine = engine_on(model_directory, None)
+        engine.train_batch(batch_of(groups_at(0)), loss=UserLoss(weighted_by_entropy, token_local=token_local))
+        trained.append(dict(engine.named_weights()))
+    torch.testing.assert_close(trained[1], trained[0], atol=1e-6, rtol=1e-5)

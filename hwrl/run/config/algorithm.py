@@ -21,6 +21,8 @@ from hwrl.train import AdvantageName, AggregationMode, ImportanceLevel, KlEstima
 
 _WEIGHTED = ("tis", "decoupled")
 """The losses with importance weights of their own."""
+_WITHOUT_BASELINE = ("gae", "reinforce_plus_plus")
+"""The advantages that need no other response to the same prompt."""
 
 
 class AlgorithmConfig(Section):
@@ -77,6 +79,8 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"loss_scale_factor is for loss_agg_mode=seq-mean-token-sum-norm, not {self.loss_agg_mode}"
             )
+        if self.rollout_rs is None and (self.rollout_rs_threshold != 2 or self.rollout_rs_threshold_lower is not None):
+            raise ValueError("rollout_rs_threshold rejects nothing without rollout_rs; set rollout_rs=token_k1, too")
         if self.rejection_band[0] >= self.rollout_rs_threshold:
             raise ValueError(
                 f"rollout_rs_threshold_lower={self.rejection_band[0]:g} must be less than "
@@ -88,6 +92,11 @@ class AlgorithmConfig(Section):
     def rejection_band(self) -> tuple[float, float]:
         """The smallest and the largest ratio without rejection."""
         return self.rollout_rs_threshold_lower or 1 / self.rollout_rs_threshold, self.rollout_rs_threshold
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether advantages only come from differences between the responses to a prompt; a user's may not."""
+        return ":" not in self.advantage and self.advantage not in _WITHOUT_BASELINE
 
     @property
     def has_critic(self) -> bool:

@@ -204,10 +204,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _advantages_have_a_source(self) -> Config:
-        if self.rollout.n < 2 and not self.algorithm.has_critic:
+        if self.rollout.n < 2 and self.algorithm.compares_responses:
             raise ValueError(
                 f"rollout.n={self.rollout.n} teaches nothing: a response's advantage comes from the others; set "
-                "rollout.n=2 or more, or algorithm.advantage=gae"
+                "rollout.n=2 or more, or algorithm.advantage=gae or reinforce_plus_plus"
+            )
+        if self.rollout.n < 2 and self.algorithm.filter_groups:
+            raise ValueError(
+                f"algorithm.filter_groups=true would filter every prompt: with rollout.n={self.rollout.n} its rewards "
+                "cannot differ; set rollout.n=2 or more, or filter_groups=false"
             )
         if not self.algorithm.has_critic and self.critic != CriticConfig():
             raise ValueError(

@@ -1,0 +1,41 @@
+"""Environments of verifiers as workflows: ``rollout.workflow=hwrl_verifiers:environment``; see ``docs/workflows.md``.
+
+Importing this module imports neither torch nor verifiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import hwrl
+from hwrl.interfaces import Command
+
+if TYPE_CHECKING:
+    from hwrl.rollout import Workflow
+
+__all__ = ["environment", "hwrl_commands"]
+
+
+def environment(
+    *, tokenizer: Any, taskset: str | Mapping[str, Any], limit: int | None = None, **settings: Any
+) -> Workflow:
+    """Return a workflow that plays episodes of ``taskset``; a factory for ``rollout.workflow``.
+
+    ``taskset`` is the taskset's id, or its settings with ``id``. Only its first ``limit`` tasks are read; an infinite
+    one needs a limit. ``settings`` are all others of verifiers' ``EnvConfig``: ``agent``, or ``id`` for an environment
+    of several agents. The prompts are the rows of ``hwrl verifiers-rows``. Blocks while the tasks load. Raises
+    UnsupportedError without verifiers, and verifiers' own errors.
+    """
+    from hwrl_verifiers.episodes import Episodes
+    from hwrl_verifiers.tasks import load_env, load_tasks
+
+    env = load_env(taskset, **settings)
+    return Episodes(env, load_tasks(env, limit=limit)).play
+
+
+@hwrl.hookimpl
+def hwrl_commands() -> list[Command]:
+    from hwrl_verifiers import rows
+
+    return [Command("verifiers-rows", rows.HELP, rows.configure, rows.run)]
