@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from hwrl.errors import DataError
 from hwrl.interfaces import Trajectory
 from hwrl.rollout.data import Prompt
+from hwrl.rollout.reward import metrics_of
 from hwrl.rollout.workflow import PolicyClient, Workflow
 from hwrl.user_code import load_function
 
@@ -39,8 +41,9 @@ def environment(
     """Return a workflow that plays an episode of at most ``max_turns`` turns; a factory for ``rollout.workflow``.
 
     ``make`` is the import path of a function or class: called with ``make_options``, in a thread, it returns a new
-    :class:`TextEnvironment` for each episode. The reward is the sum of the steps' rewards. Numbers in the last step's
-    information are metrics, beside ``turns``. An observation is tokenised as text, without special tokens.
+    :class:`TextEnvironment` for each episode. The reward is the sum of the steps' rewards. Metrics are ``turns``, and
+    the entries of the last step's information that can be metrics: finite numbers with usable names. An observation is
+    tokenised as text, without special tokens.
     """
     constructor = load_function(make, key="rollout.workflow_options.make")
     options = dict(make_options or {})
@@ -73,8 +76,7 @@ def environment(
                 why="the first observation leaves the policy no room",
                 fix="raise rollout.max_model_len, or shorten the observation",
             )
-        numbers = {name: float(value) for name, value in info.items() if isinstance(value, int | float)}
-        return trajectory.finish(reward, {**numbers, "turns": float(turns)}, truncated=cut or not ended)
+        return trajectory.finish(reward, {**_numbers(info), "turns": float(turns)}, truncated=cut or not ended)
 
     return play
 
@@ -95,6 +97,15 @@ def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         return function(*args, **kwargs)
     except (StopIteration, SystemExit) as exc:
         raise RuntimeError(f"{getattr(function, '__name__', function)} raised {exc!r}") from exc
+
+
+def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries of ``info`` that can be metrics: an environment may keep anything there."""
+    found: dict[str, float] = {}
+    for name, value in info.items():
+        with contextlib.suppress(DataError):
+            found |= metrics_of({name: value, "reward": 0.0})
+    return {name: value for name, value in found.items() if name != "reward"}
 
 
 def _checked(result: Any, make: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

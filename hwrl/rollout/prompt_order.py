@@ -50,7 +50,7 @@ class PromptStream:
             self._check_pure(curriculum(sets, seed))
 
     def __getitem__(self, sequence_number: int) -> Prompt:
-        place = self._order(sequence_number)
+        place = _place(self._order, sequence_number)
         try:
             index, row = place
             if index < 0 or row < 0:
@@ -65,14 +65,25 @@ class PromptStream:
             ) from exc
 
     def _check_pure(self, again: PromptOrder) -> None:
-        first = [self._order(number) for number in range(_COMPARED)]
-        second = [again(number) for number in reversed(range(_COMPARED))]
+        first = [_place(self._order, number) for number in range(_COMPARED)]
+        second = [_place(again, number) for number in reversed(range(_COMPARED))]
         if first != second[::-1]:
             raise DataError(
                 "the curriculum is not a pure function",
                 why="two calls gave different orders: a prompt would be lost or trained twice after a restart",
                 fix="draw random numbers from the seed and the sequence number only, and keep no state between calls",
             )
+
+
+def _place(order: PromptOrder, sequence_number: int) -> tuple[int, int]:
+    try:
+        return order(sequence_number)
+    except Exception as exc:  # the user's code may raise anything
+        raise DataError(
+            f"the curriculum has no prompt for sequence number {sequence_number}",
+            why=f"it raised {exc!r}",
+            fix="return the index of a data set, and the index of a prompt in it, for each number",
+        ) from exc
 
 
 def mixture(sets: Sequence[PromptSet], seed: int) -> PromptOrder:

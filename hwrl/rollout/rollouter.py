@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hwrl.clock import ActivityClock
+from hwrl.errors import DataError
 from hwrl.interfaces import PromptGroup, RolloutEngine, Sampling
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
@@ -24,7 +25,7 @@ _RETRY_S = 1.0
 
 
 class PromptSource(Protocol):
-    """Prompts by sequence number."""
+    """Prompts by sequence number. Raises DataError if there is none; then the prompt has failed."""
 
     def __getitem__(self, sequence_number: int) -> Prompt: ...
 
@@ -201,7 +202,11 @@ class Rollouter:
     def _start_leased(self) -> None:
         settings = self._settings
         for lease in self._leases.pop_ready(version=self.engine.version, incarnation=self._incarnation):
-            prompt = self._prompts[lease.sequence_number]
+            try:
+                prompt = self._prompts[lease.sequence_number]
+            except DataError as exc:
+                self._ledger.fail(lease, f"{exc.what}: {exc.why}")
+                continue
             self._generator.start(prompt, settings.sampling, size=settings.group_size, lease=lease)
 
     def _generate(self) -> bool:

@@ -206,6 +206,11 @@ def test_a_curriculum_that_is_not_pure_is_refused() -> None:
         PromptStream([set_of("a", 5)], seed=1, curriculum=lambda sets, seed: lambda number: (0, next(calls) % 5))
 
 
+def test_a_curriculum_that_ends_too_early_is_refused_at_once() -> None:
+    with pytest.raises(DataError, match=r"no prompt for sequence number (10|255)"):
+        PromptStream([set_of("a", 10)], seed=1, curriculum=lambda sets, seed: lambda number: (0, range(10)[number]))
+
+
 @pytest.mark.parametrize("answer", [(1, 0), (0, 5), (0, -1), 3, None])
 def test_a_prompt_that_does_not_exist_is_refused(answer: object) -> None:
     stream = PromptStream([set_of("a", 5)], seed=1, curriculum=lambda sets, seed: lambda number: answer)  # type: ignore[arg-type, return-value] # the wrong type is the point

@@ -178,6 +178,21 @@ def test_a_reward_that_raises_is_retried_then_the_prompt_has_failed_with_the_rea
     assert rollouter.stats()["reward_errors"] == 4
 
 
+class Gap(Lengths):
+    """Has no prompt 1."""
+
+    def __getitem__(self, sequence_number: int) -> Prompt:
+        if sequence_number == 1:
+            raise DataError("the curriculum has no prompt for sequence number 1", why="it is empty", fix="fill it")
+        return super().__getitem__(sequence_number)
+
+
+def test_a_number_without_a_prompt_has_failed_and_costs_no_other() -> None:
+    desk = Desk([0, 1, 2])
+    step_until(rollouter_of(desk, prompts=Gap()), lambda: len(desk.groups) == 2)
+    assert desk.failed == [(1, "the curriculum has no prompt for sequence number 1: it is empty")]
+
+
 def test_a_reward_that_exits_has_failed_like_one_that_raises() -> None:
     desk = Desk([0])
     rollouter = rollouter_of(desk, reward=lambda prompt, response, answer: sys.exit(3))
