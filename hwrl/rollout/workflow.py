@@ -74,7 +74,8 @@ class PolicyClient:
         """Return the policy's continuation of ``token_ids``. New weights may arrive between two of its tokens.
 
         ``sampling`` replaces the run's. Its ``max_new_tokens`` is lowered to the room that ``max_length`` leaves.
-        Raises EngineError if there is no room, or for a token that the model does not have.
+        Raises EngineError if there is no room, for a token that the model does not have, and for greedy sampling in
+        training.
         """
         ids = np.asarray(token_ids, dtype=np.int32)
         room = self.max_length - len(ids)
@@ -91,6 +92,12 @@ class PolicyClient:
                 fix="encode text with client.tokenizer",
             )
         sampling = sampling or self.sampling
+        if sampling.temperature == 0 and self.sampling.temperature > 0:
+            raise EngineError(
+                "a greedy response cannot be trained",
+                why="its tokens are certain, and their log-probabilities are those of temperature 1",
+                fix="leave the temperature to the run; evaluations are greedy by themselves",
+            )
         return await self._generate(ids, replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens)))
 
     def begin(self, prompt_ids: Sequence[int] | Ints) -> TrajectoryBuilder:
