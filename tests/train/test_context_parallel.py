@@ -155,6 +155,7 @@ def steps(rank: int, directory: Path, address: str, ranks: int, context: int, ch
     found["logprobs"] = engine.logprobs(batches()[0])
     weights = engine.named_adapter() if engine.settings.lora else engine.named_weights()
     found["weights"] = {name: tensor.clone() for name, tensor in weights}
+    engine.close()  # with the step on the host, one rank has made a default group
     if group is not None:
         group.close()
     return found
