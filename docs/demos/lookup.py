@@ -18,7 +18,6 @@ from hwrl.run.demo import write_config, write_lines, write_model
 LETTERS, DIGITS = "abcd", "01234"
 ALPHABET = ["<pad>", "<eos>", "<bos>", *DIGITS, ">", *LETTERS, "<unused1>", "<unused2>", "<unused3>"]
 """16 tokens."""
-_LETTERS_ASKED = 2
 
 
 class Lookup:
@@ -52,23 +51,26 @@ class Lookup:
         return "", (1 - 0.15 * len(self._answer)) * share, True, False, {"exact": exact}
 
 
-def write_lookup(directory: Path, *, seed: int, prompts: int = 8192) -> Path:
-    """Write data, model and configuration to ``directory``; return the configuration's path."""
+def write_lookup(directory: Path, *, seed: int, letters: int = 1, prompts: int = 8192) -> Path:
+    """Write data, model and configuration to ``directory``; return the configuration's path.
+
+    A prompt has ``letters`` letters, so the policy needs ``letters`` + 1 turns.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
-    rows = [_row(draw) for _ in range(prompts + 256)]
+    rows = [_row(draw, letters) for _ in range(prompts + 256)]
     write_lines(directory / "eval.jsonl", rows[:256])
     write_lines(directory / "train.jsonl", rows[256:])
     write_model(directory / "model", alphabet=ALPHABET, seed=seed)
-    return write_config(directory, _config(directory, seed=seed))
+    return write_config(directory, _config(directory, seed=seed, asked=letters))
 
 
-def _row(draw: random.Random) -> dict[str, str]:
-    letters = "".join(draw.sample(LETTERS, _LETTERS_ASKED))
+def _row(draw: random.Random, count: int) -> dict[str, str]:
+    letters = "".join(draw.sample(LETTERS, count))
     return {"prompt": f"{letters}>", "letters": letters, "answer": "".join(draw.choices(DIGITS, k=len(letters)))}
 
 
-def _config(directory: Path, *, seed: int) -> dict[str, object]:
+def _config(directory: Path, *, seed: int, asked: int) -> dict[str, object]:
     return {
         "dir": str(directory / "run"),
         "seed": seed,
@@ -77,17 +79,17 @@ def _config(directory: Path, *, seed: int) -> dict[str, object]:
         "data": {
             "train": str(directory / "train.jsonl"),
             "eval": str(directory / "eval.jsonl"),
-            "max_prompt_tokens": _LETTERS_ASKED + 2,
+            "max_prompt_tokens": asked + 2,
         },
         "rollout": {
             "n": 16,
-            "max_new_tokens": _LETTERS_ASKED + 1,
-            "max_running": 512,
+            "max_new_tokens": asked + 1,
+            "max_running": 256,
             "workflow": "hwrl.rollout.environments:environment",
-            "workflow_options": {"make": f"{Path(__file__).absolute()}:Lookup", "max_turns": _LETTERS_ASKED + 2},
+            "workflow_options": {"make": f"{Path(__file__).absolute()}:Lookup", "max_turns": asked + 2},
             "max_model_len": 24,
         },
-        "train": {"steps": 600, "batch_groups": 32},
+        "train": {"steps": 500, "batch_groups": 16},
         "optimizer": {"learning_rate": 7e-4, "warmup_steps": 10, "min_learning_rate_ratio": 0.05},
         "async_training": {"staleness_threshold": 1},
         "checkpoint": {"save_every_steps": 100},
@@ -100,8 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=write_lookup.__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--letters", type=int, default=1, help="letters of a prompt; with more, learning takes longer")
     args = parser.parse_args()
-    print(write_lookup(args.directory, seed=args.seed))
+    print(write_lookup(args.directory, seed=args.seed, letters=args.letters))
 
 
 if __name__ == "__main__":
