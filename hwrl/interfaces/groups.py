@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -65,14 +65,17 @@ class Segment:
 
     @classmethod
     def of_response(cls, response: Response, *, reward: float | None = None) -> Segment:
-        """Return the policy's segment with ``response``. ``reward`` is the reward of this turn, at its last token."""
+        """Return the policy's segment with ``response``; see :meth:`rewarded` for ``reward``."""
+        segment = cls(response.token_ids, response.logprobs, response.versions)
+        return segment if reward is None else segment.rewarded(reward)
+
+    def rewarded(self, reward: float) -> Segment:
+        """Return this turn of the policy with ``reward``, at its last token."""
         import numpy as np
 
-        rewards = None
-        if reward is not None:
-            rewards = np.zeros(len(response.token_ids), dtype=np.float32)
-            rewards[-1] = reward
-        return cls(response.token_ids, response.logprobs, response.versions, rewards)
+        rewards = np.zeros(len(self.token_ids), dtype=np.float32)
+        rewards[-1] = reward
+        return replace(self, rewards=rewards)
 
 
 @dataclass(frozen=True)
@@ -195,22 +198,12 @@ class PromptGroup:
         metrics: dict[str, float],
     ) -> PromptGroup:
         """Return the group of single-turn ``responses`` to one prompt; ``rewards`` has one number per response."""
-        import numpy as np
-
-        token_ids = np.concatenate([response.token_ids for response in responses])
-        return cls(
+        return cls.of_samples(
+            [(Trajectory.single_turn(prompt_ids, response),) for response in responses],
             sequence_number=sequence_number,
             lease_id=lease_id,
             incarnation=incarnation,
-            prompt_ids=prompt_ids,
-            token_ids=token_ids,
-            logprobs=np.concatenate([response.logprobs for response in responses]),
-            versions=np.concatenate([response.versions for response in responses]),
-            loss_mask=np.ones(len(token_ids), dtype=np.bool_),
-            lengths=np.array([len(response.token_ids) for response in responses], dtype=np.int32),
-            samples=np.arange(len(responses), dtype=np.int32),
-            rewards=np.array(rewards, dtype=np.float32),
-            truncated=np.array([response.truncated for response in responses]),
+            rewards=rewards,
             metrics=metrics,
         )
 

@@ -148,9 +148,7 @@ class TrajectoryBuilder:
     def reward_turn(self, reward: float) -> None:
         """Give the policy's newest turn ``reward``, at its last token."""
         last = max(index for index, segment in enumerate(self._segments) if segment.by_policy)
-        rewards = np.zeros(len(self._segments[last].token_ids), dtype=np.float32)
-        rewards[-1] = reward
-        self._segments[last] = replace(self._segments[last], rewards=rewards)
+        self._segments[last] = self._segments[last].rewarded(reward)
 
     def finish(
         self, reward: float | None = None, metrics: Mapping[str, float] | None = None, *, truncated: bool = False

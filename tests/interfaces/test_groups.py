@@ -49,6 +49,10 @@ def test_a_group_of_single_turns_is_the_joined_responses() -> None:
     for name, value in vars(joined).items():
         other = getattr(made, name)
         assert np.array_equal(value, other) and getattr(value, "dtype", None) == getattr(other, "dtype", None), name
+    assert joined.token_ids.tolist() == [5, 6, 7] and joined.logprobs.tolist() == [-5, -6, -7]
+    assert joined.prompt_ids.tolist() == [1, 2] and joined.lengths.tolist() == [2, 1]
+    assert joined.versions.tolist() == [3, 3, 3] and joined.samples.tolist() == [0, 1]
+    assert joined.loss_mask.all() and joined.truncated.tolist() == [False, True] and joined.token_rewards is None
 
 
 def test_only_the_policys_tokens_are_trained() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,31 +13,11 @@ import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Ints
 from hwrl.rollout import Prompt, RewardFunction, RewardWorkers, Scores
 from tests.support.sources import REPO
+from tests.support.started_rewards import Start, responses_of
 
-FUNCTIONS = "tests.support.reward_functions"
-Start = Callable[..., RewardWorkers]
 ONES = Scores([{"reward": 1.0}] * 3)
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    started: list[RewardWorkers] = []
-
-    def begin(function: str, **settings: Any) -> RewardWorkers:
-        target = f"{FUNCTIONS}:{function}"
-        started.append(RewardWorkers(target, decode=lambda ids: " ".join(map(str, ids)), **settings))
-        return started[-1]
-
-    yield begin
-    for workers in started:
-        workers.close()
-
-
-def responses_of(lengths: Sequence[int]) -> list[Ints]:
-    return [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
 
 
 def score(

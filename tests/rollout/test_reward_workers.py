@@ -9,40 +9,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from hwrl.errors import DataError
-from hwrl.interfaces import Ints
 from hwrl.rollout import Prompt, RewardWorkers, Scores, reward_handle, reward_workers
 from hwrl.rollout.reward_process import send_frame
 from tests.support.scripted_rollout import Desk, Lengths, rollouter_of, step_until
-
-FUNCTIONS = "tests.support.reward_functions"
-Start = Callable[..., RewardWorkers]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    started: list[RewardWorkers] = []
-
-    def begin(function: str, **settings: Any) -> RewardWorkers:
-        target = function if ":" in function else f"{FUNCTIONS}:{function}"
-        started.append(RewardWorkers(target, decode=lambda ids: " ".join(map(str, ids)), **settings))
-        return started[-1]
-
-    yield begin
-    for workers in started:
-        workers.close()
-
-
-def responses_of(lengths: Sequence[int]) -> list[Ints]:
-    return [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
+from tests.support.started_rewards import FUNCTIONS, Start, responses_of
 
 
 def prompt_of(answer: object) -> Prompt:
@@ -151,9 +129,9 @@ def test_a_frame_of_another_form_fails_its_prompt_only(start: Start, tmp_path: P
     path.write_text(
         "import os, stat, struct\n\n"
         "def f(prompt, response, answer):\n"
-        "    for fd in range(3, 1000) if answer else ():\n"
+        "    for fd in map(int, os.listdir('/proc/self/fd')) if answer else ():\n"
         "        try:\n"
-        "            if stat.S_ISSOCK(os.fstat(fd).st_mode):\n"
+        "            if fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode):\n"
         "                os.write(fd, struct.pack('<Q', len(answer)) + answer)\n"
         "        except OSError:\n"
         "            pass\n"

@@ -170,14 +170,14 @@ class HangingBackend(FaultyBackend):
 
     def fail(self, received: torch.Tensor) -> None:
         if self.strikes == 0:
-            time.sleep(20.0)
+            time.sleep(60.0)
 
 
 def _send_with_a_broken_co_sender(rank: int, address: str, broken: str) -> Any:
     if rank >= 2:
         return _receive_until_given_up(address, f"r{rank}")
     backends = {"raises": RaisingBackend(at=15), "dies": DyingBackend(at=15)}
-    with TrainerSide(address, rank, 2, 2, backend=backends.get(broken) if rank else None) as side:
+    with TrainerSide(address, rank, 2, 2, backend=backends.get(broken) if rank else None, timeout_s=60.0) as side:
         side.wait_for_receivers(2)
         side.send(1)
         begin = time.monotonic()
@@ -208,9 +208,9 @@ def raising(group: Any) -> WeightSource:
 def _receive_until_given_up(address: str, replica: str) -> Any:
     store = connect_store(address)
     with WeightReceiver(store, replica=replica, backend=CpuBackend(INFO)) as receiver:
-        first = receiver.receive(timeout_s=30.0)
+        first = receiver.receive(timeout_s=80.0)
         try:
-            receiver.receive(timeout_s=30.0)
+            receiver.receive(timeout_s=80.0)
         except TransferFailedError as exc:
             failure = str(exc)
         store.set(f"told {replica}", "")
@@ -226,7 +226,7 @@ def test_an_error_of_a_co_sender_ends_the_version_for_all_and_the_next_one_is_se
     with Processes(_send_with_a_broken_co_sender, 4, store_address(store), "raises") as processes:
         (failure, took_s), (own, _), *received = [processes.wait(rank).value for rank in range(4)]
     assert "rank 1 of the senders could not send its share" in failure and "no room for a slab" in failure
-    assert own.startswith("MemoryError") and took_s < 15
+    assert own.startswith("MemoryError") and took_s < 45
     for told, kept, last in received:
         assert "rank 1 of the senders could not send its share" in told
         assert kept == (1, True) and last is True
@@ -238,7 +238,7 @@ def test_a_co_sender_that_is_lost_is_named_in_time_and_receivers_keep_their_vers
     with Processes(_send_with_a_broken_co_sender, 4, store_address(store), broken) as processes:
         failure, took_s = processes.wait(0).value
         assert "rank 1 of the senders" in failure and said in failure
-        assert took_s < 15
+        assert took_s < 45
         for rank in (2, 3):
             told, kept, _ = processes.wait(rank).value
             assert "rank 1 of the senders" in told and kept == (1, True)
@@ -248,7 +248,7 @@ def test_a_co_sender_that_is_lost_is_named_in_time_and_receivers_keep_their_vers
 
 def _send_past_a_lost_receiver(rank: int, address: str, lost: str) -> Any:
     if rank < 2:
-        with TrainerSide(address, rank, 2, 2, timeout_s=20.0 if lost == "dies" else 3.0) as side:
+        with TrainerSide(address, rank, 2, 2, timeout_s=60.0 if lost == "dies" else 3.0) as side:
             side.wait_for_receivers(2)
             begin = time.monotonic()
             reports = [side.send(version) for version in (1, 2)]
@@ -263,7 +263,7 @@ def test_a_lost_receiver_is_excluded_and_the_other_gets_the_version_of_all_sende
     store = serve_store()
     with Processes(_send_past_a_lost_receiver, 4, store_address(store), lost) as processes:
         reports, took_s = processes.wait(0).value
-        assert reports == [(1, ["r3"]), (1, [])] and took_s < 15
+        assert reports == [(1, ["r3"]), (1, [])] and took_s < 45
         assert processes.wait(2).value is True
 
 

@@ -1,0 +1,3 @@
+"""Fixtures for rollout: a function to start reward workers, which end with the test."""
+
+from tests.support.started_rewards import start as start
