@@ -16,7 +16,7 @@ from hwrl.comm import Store, clone_store, serve_store, store_address
 from hwrl.errors import EngineError, TransferFailedError
 from hwrl.interfaces import WeightOffer
 from hwrl.rollout import EngineModels
-from hwrl.weights import POLICY, NamedTensor, Taken, TransferReport, WeightSender, WeightSource
+from hwrl.weights import POLICY, NamedTensor, Taken, WeightSender, WeightSource
 
 WORKERS = "vllm/workers"
 """The store's key of the number of workers that have joined."""
@@ -117,11 +117,10 @@ class TransferTrainer:
         self._client.start_weight_update()
         try:
             self._link.join()
-            report = self._transfer(WeightSource(source.metadata, source.read))
-            if report.receivers < self._workers.receivers:
+            if not self._transfer(WeightSource(source.metadata, source.read)):
                 raise TransferFailedError(
                     f"version {self.version} is not in vLLM",
-                    why=f"{self._workers.failure or dict(report.excluded) or 'no worker received it'}",
+                    why=self._workers.failure or "the workers did not take it",
                     fix="send it again; vLLM's log has more",
                 )
             if self._init.keep_old_version:
@@ -129,23 +128,24 @@ class TransferTrainer:
         finally:
             self._client.finish_weight_update()
 
-    def _transfer(self, source: WeightSource) -> TransferReport:
-        """Send a version here while the workers receive it, in calls of another thread."""
+    def _transfer(self, source: WeightSource) -> bool:
+        """Send a version here while the workers receive it, in calls of another thread; return whether all did."""
         ended = threading.Event()
         with ThreadPoolExecutor(1) as thread:
             receiving = thread.submit(self._receive, ended)
             try:
-                report = self._sender.publish(self.version, source)
+                self._sender.publish(self.version, source)
             finally:
                 ended.set()
-            receiving.result()
-        return report
+            return receiving.result()
 
-    def _receive(self, ended: threading.Event) -> None:
-        while not self._link.look():
-            if ended.wait(0.005):
-                return
-        self._link.load(incarnation=0)
+    def _receive(self, ended: threading.Event) -> bool:
+        while True:
+            is_last = ended.wait(0.005)
+            if self._link.look():
+                return self._link.load(incarnation=0) is not None
+            if is_last:
+                return False
 
 
 class _Workers:
