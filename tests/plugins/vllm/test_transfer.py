@@ -17,7 +17,7 @@ from hwrl.errors import EngineError
 from hwrl.weights import WeightSource
 from hwrl_vllm import LocalClient, ServerClient, TransferTrainer, TransferTrainerInit
 from tests.plugins.vllm.serving import BLOCK, LONGEST, ON_HOST, Policy
-from tests.plugins.vllm.vllm_server import PLAIN, REPO, VllmServer, vllm_server
+from tests.plugins.vllm.vllm_server import PLAIN, REPO, VllmServer, of_page, vllm_server
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm"),
@@ -68,6 +68,13 @@ def test_tokens_and_log_probabilities_are_transformers_after_each_update_by_vllm
         update(server, trainer)
         server.check(policy)
     trainer.shutdown()
+
+
+def test_the_page_updates_it(server: VllmServer, policy: Policy) -> None:
+    block = of_page(r"```python\n(from hwrl.weights import WeightSource\nfrom hwrl_vllm .*?)```")
+    policy.change()
+    exec(compile(block.replace("http://127.0.0.1:8000", server.url), "vllm.md", "exec"), {"model": policy.model})
+    server.check(policy)
 
 
 @pytest.mark.parametrize("transport", ["device", "ipc", "host"] if ON_HOST else ["ipc", "host"])

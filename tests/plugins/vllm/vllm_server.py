@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,12 @@ from tests.plugins.vllm.serving import BLOCK, LONGEST, Policy, requests_of
 
 REPO = Path(__file__).parents[3]
 PLAIN = ["--worker-extension-cls", "tests.plugins.vllm.plain_layers.PlainLayers"]
+
+
+def of_page(pattern: str) -> str:
+    """Return the only part of the page on vLLM that ``pattern`` finds."""
+    (found,) = re.findall(pattern, (REPO / "docs/vllm.md").read_text(), re.DOTALL)
+    return str(found)
 
 
 class VllmServer:
@@ -60,7 +67,7 @@ def vllm_server(model_directory: Path, log: Path, *options: str) -> Iterator[Vll
         "kv-cache-memory-bytes": 64 << 20,
         "max-model-len": LONGEST,
         "block-size": BLOCK,
-        "weight-transfer-config": '{"backend": "hwrl"}',
+        "weight-transfer-config": of_page(r"--weight-transfer-config '(.*?)'"),
         "port": port,
     }
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
