@@ -98,9 +98,7 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
         if not link:
             return  # an actor that only helps to make the weights whole
         if self._served is not None:
-            self._end = WeightSender(
-                self._served, name=link, transport=self._transport, timeout_s=self._timeout_s
-            )
+            self._end = WeightSender(self._served, name=link, transport=self._transport, timeout_s=self._timeout_s)
         else:
             self._end = WeightReceiver(connect_store(store), name=link, replica=self._replica)
 

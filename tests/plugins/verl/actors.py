@@ -41,6 +41,8 @@ REPO = Path(__file__).parents[3]
 ENV = {
     "HWRL_BACKEND": "cpu",
     "VERL_PLATFORM": "hwrl",
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers its own engines for no CPU
+    "VERL_ENGINE_VENDOR": "hwrl",
     "VERL_USE_EXTERNAL_MODULES": "hwrl_verl.platform",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(REPO),
@@ -63,7 +65,8 @@ def cluster() -> Iterator[None]:
 class Actor(TrainingWorker):
     """A training worker with a checkpoint engine, as verl's ActorRolloutRefWorker has it."""
 
-    def __init__(self, config: TrainingWorkerConfig, sync: CheckpointEngineConfig) -> None:
+    def __init__(self, config: TrainingWorkerConfig, sync: CheckpointEngineConfig, vendor: str) -> None:
+        os.environ["VERL_ENGINE_VENDOR"] = vendor
         initialize_global_process_group_ray(backend="cpu:gloo")  # verl would name the CPU's library twice
         super().__init__(config)
         self.engine.initialize()
@@ -207,7 +210,13 @@ def hf_config(path: Path) -> HFModelConfig:
 
 
 def actors(
-    model: Path, ranks: int, *, sync: CheckpointEngineConfig, env: dict[str, str], name: str, offload: bool = False,
+    model: Path,
+    ranks: int,
+    *,
+    sync: CheckpointEngineConfig,
+    name: str = "actor",
+    vendor: str = "hwrl",
+    offload: bool = False,
     async_save: bool = False,
 ) -> RayWorkerGroup:
     """Start ``ranks`` actors that train ``model`` with verl's FSDP2 engine."""
@@ -229,20 +238,19 @@ def actors(
         optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100),
         checkpoint_config=CheckpointConfig(async_save=async_save),
     )
-    return _group(Actor, ranks, name, env, config=config, sync=sync)
+    return _group(Actor, ranks, name, config=config, sync=sync, vendor=vendor)
 
 
 def rollouts(model: Path, count: int, *, sync: CheckpointEngineConfig) -> tuple[RayWorkerGroup, list[Replica]]:
     """Start ``count`` rollout workers, each a replica of its own."""
     config = RolloutConfig(name="vllm", tensor_model_parallel_size=1, checkpoint_engine=sync)
-    group = _group(Rollout, count, "rollout", {}, rollout_config=config, model_config=hf_config(model))
+    group = _group(Rollout, count, "rollout", rollout_config=config, model_config=hf_config(model))
     return group, [Replica(worker, config, hf_config(model)) for worker in group.workers]
 
 
-def _group(cls: type, ranks: int, name: str, env: dict[str, str], **arguments: Any) -> RayWorkerGroup:
+def _group(cls: type, ranks: int, name: str, **arguments: Any) -> RayWorkerGroup:
     pool = RayResourcePool([ranks], use_gpu=True, name_prefix=name, max_colocate_count=1)
     made = RayClassWithInitArgs(ray.remote(cls), **arguments)
-    made.update_options({"runtime_env": {"env_vars": {**ENV, **env}}})
     return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")
 
 
