@@ -11,7 +11,7 @@ import hashlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 import torch
@@ -20,7 +20,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from hwrl import get_backend
 from hwrl.comm import connect_store, serve_store, store_address
 from hwrl.errors import TransferFailedError
-from hwrl.weights import WeightReceiver, WeightSender
+from hwrl.weights import Received, WeightReceiver, WeightSender
 
 _Result = TypeVar("_Result")
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -68,20 +68,27 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
             self._thread.submit(self._end.release).result()
 
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, float]:
-        if not isinstance(self._end, WeightSender):
-            await self._run(lambda: collections.deque(weights, maxlen=0))  # making them is collective
+        sender = self._end
+        if not isinstance(sender, WeightSender):
+            await self._do(lambda: collections.deque(weights, maxlen=0))  # making them is collective
             return {}
-        sender, self._version = self._end, self._version + 1
-        steps = -1 if global_steps is None else global_steps
-        report = await self._run(lambda: sender.publish(self._version, weights, {"global_steps": steps}))
+        self._version += 1
+        metadata = {} if global_steps is None else {"global_steps": global_steps}
+        report = await self._do(lambda: sender.publish(self._version, weights, metadata))
         return {f"hwrl/{stage}_s": seconds for stage, seconds in report.seconds.items()}
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Begin to receive at once, so that an engine that fails does not keep the other workers waiting."""
         receiver = self._end
         assert isinstance(receiver, WeightReceiver), "verl calls init_process_group first"
-        received = await self._run(lambda: receiver.receive(timeout_s=self._timeout_s))
-        steps = received.metadata["global_steps"]
-        if global_steps is not None and steps != global_steps:
+        return self._named(self._do(lambda: receiver.receive(timeout_s=self._timeout_s)), global_steps)
+
+    async def _named(
+        self, receiving: asyncio.Future[Received], global_steps: int | None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        received = await receiving
+        steps = received.metadata.get("global_steps")
+        if steps != global_steps:
             raise TransferFailedError(
                 f"the weights of step {steps} came, not those of step {global_steps}",
                 why="the two ends began different transfers",
@@ -107,10 +114,14 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
         if end is not None:
             end.close()
 
-    async def _run(self, work: Callable[[], _Result]) -> _Result:
-        """Do ``work`` in the thread of the link. After an error the link is made anew for the next transfer."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        except BaseException:
-            self._thread.submit(self._close)
-            raise
+    def _do(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Do ``work`` in the thread of the link. After an error the next transfer makes the link anew."""
+
+        def do() -> _Result:
+            try:
+                return work()
+            except BaseException:
+                self._close()
+                raise
+
+        return asyncio.wrap_future(self._thread.submit(do))

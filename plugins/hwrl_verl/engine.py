@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry

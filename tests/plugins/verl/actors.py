@@ -18,7 +18,8 @@ pytest.importorskip("verl", reason="needs verl: make test-stack-verl")
 with warnings.catch_warnings(action="ignore"):  # verl's own
     import ray
     from tensordict.tensorclass import NonTensorData
-    from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, CheckpointEngineWorker
+    from verl.checkpoint_engine import CheckpointEngineManager as CheckpointEngineManager
+    from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
     from verl.single_controller.base.decorator import Dispatch, register
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     from verl.trainer.config import CheckpointConfig
@@ -36,6 +37,8 @@ with warnings.catch_warnings(action="ignore"):  # verl's own
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.rollout import BaseRollout, RolloutReplica
     from verl.workers.utils.losses import sft_loss
+
+from tests.plugins.verl import nccl_on_gloo
 
 REPO = Path(__file__).parents[3]
 ENV = {
@@ -62,7 +65,30 @@ def cluster() -> Iterator[None]:
             ray.shutdown()
 
 
-class Actor(TrainingWorker):
+class SeveralEngines:
+    """A worker that changes its checkpoint engine, to compare them in one run."""
+
+    engines: dict[str, Any]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def use_engine(self, sync: CheckpointEngineConfig) -> None:
+        self.engines = getattr(self, "engines", {})
+        if sync.backend not in self.engines:
+            import_external_libs(sync.custom_backend_module)
+            options = {**sync.engine_kwargs.get(sync.backend, {}), **self.master()}
+            bucket_size = sync.update_weights_bucket_megabytes << 20
+            self.engines[sync.backend] = CheckpointEngineRegistry.new(sync.backend, bucket_size=bucket_size, **options)
+        self.checkpoint_engine = self.engines[sync.backend]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def install_nccl_on_gloo(self, store: str) -> None:
+        nccl_on_gloo.install(store)
+
+    def master(self) -> dict[str, bool]:
+        return {}
+
+
+class Actor(SeveralEngines, TrainingWorker):
     """A training worker with a checkpoint engine, as verl's ActorRolloutRefWorker has it."""
 
     def __init__(self, config: TrainingWorkerConfig, sync: CheckpointEngineConfig, vendor: str) -> None:
@@ -71,12 +97,7 @@ class Actor(TrainingWorker):
         super().__init__(config)
         self.engine.initialize()
         self.set_loss_fn(functools.partial(sft_loss, None))
-        options = dict(sync.engine_kwargs.get(sync.backend, {}))
-        if torch.distributed.get_rank() == 0:
-            options["is_master"] = True
-        import_external_libs(sync.custom_backend_module)
-        bucket_size = sync.update_weights_bucket_megabytes << 20
-        self.checkpoint_engine = CheckpointEngineRegistry.new(sync.backend, bucket_size=bucket_size, **options)
+        self.use_engine(sync)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
@@ -86,6 +107,9 @@ class Actor(TrainingWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.checkpoint_engine, method)(*args, **kwargs)
+
+    def master(self) -> dict[str, bool]:
+        return {"is_master": True} if self.rank == 0 else {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, seed: int) -> float:
@@ -133,22 +157,23 @@ class KeptWeights(BaseRollout):
         fault, self.fault = self.fault, ""
         if fault == "at once":
             raise RuntimeError("this worker fails at once")
+        if fault == "dies":
+            os._exit(1)
         kept = {}
         async for name, tensor in weights:
             kept[name] = tensor.clone()
             if fault == "after a tensor":
                 raise RuntimeError("this worker fails after a tensor")
-            if fault == "dies":
-                os._exit(1)
         self.weights = kept
         self.steps.append(global_steps)
 
 
-class Rollout(CheckpointEngineWorker):
+class Rollout(SeveralEngines, CheckpointEngineWorker):
     """A rollout worker whose engine is :class:`KeptWeights`."""
 
     def __init__(self, rollout_config: RolloutConfig, model_config: HFModelConfig) -> None:
         super().__init__(rollout_config, model_config, KeptWeights(rollout_config, model_config))
+        self.engines = {rollout_config.checkpoint_engine.backend: self.checkpoint_engine}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def kept(self) -> tuple[dict[str, torch.Tensor], list[int | None]]:
@@ -157,10 +182,6 @@ class Rollout(CheckpointEngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail(self, fault: str) -> None:
         self.server_adapter.fault = fault
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def pid(self) -> int:
-        return os.getpid()
 
 
 class Replica(RolloutReplica):
