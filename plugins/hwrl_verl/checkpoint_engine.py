@@ -7,121 +7,111 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import hashlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from hwrl import get_backend
 from hwrl.comm import connect_store, serve_store, store_address
 from hwrl.errors import TransferFailedError
-from hwrl.weights import Received, WeightReceiver, WeightSender
+from hwrl.weights import AsyncWeightSender, IncomingVersion, StreamReceiver
 
-_Result = TypeVar("_Result")
-Weights = Iterator[tuple[str, torch.Tensor]]
+_LINK = "verl"
+_PROPOSAL_S = 3600.0
+"""How long a worker waits until the weights begin to come. verl ends the wait earlier if an actor dies."""
 
 
 @CheckpointEngineRegistry.register("hwrl")
 class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's types are not followed
-    """Sends from actor rank 0 to every rollout worker; each has the version whole before its engine loads it.
+    """Sends from actor rank 0 to the rollout workers of one update; verl's step is the version.
 
     ``transport`` and ``timeout_s`` are those of :class:`~hwrl.weights.WeightSender`; slabs have hwrl's best size, not
-    ``bucket_size``. A worker that fails leaves the link: the others get the version, and it joins again at the next
-    transfer. Everything of hwrl runs in one thread, on the device of the thread that made the engine.
+    ``bucket_size``. A worker's engine gets each tensor as it comes, and the verdict last. With ``whole`` it gets
+    nothing before the verdict, and the worker holds a whole model for that time.
+
+    A worker that fails, dies or is removed leaves the link; the others get the version. It joins again in a later
+    update.
     """
 
     def __init__(
-        self, bucket_size: int, is_master: bool = False, transport: str = "device", timeout_s: float = 60.0
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        transport: str = "device",
+        timeout_s: float = 60.0,
+        whole: bool = False,
     ) -> None:
-        self._transport, self._timeout_s, self._replica = transport, timeout_s, uuid.uuid4().hex
-        backend = get_backend()
-        device = backend.current_index()
-        self._thread = ThreadPoolExecutor(1, "hwrl-weights", initializer=lambda: backend.set_device(device))
-        self._served = serve_store(ray.util.get_node_ip_address()) if is_master else None
-        self._place: tuple[str, str] | None = None
-        self._end: WeightSender | WeightReceiver | None = None
-        self._version = 0
+        self._whole, self._sender, self._publishing = whole, None, False
+        if is_master:
+            self._store = serve_store(ray.util.get_node_ip_address())
+            self._sender = AsyncWeightSender(self._store, name=_LINK, transport=transport, timeout_s=timeout_s)
+        self._replica, self._replicas = uuid.uuid4().hex, list[str]()
+        self._receiver: tuple[str, StreamReceiver] | None = None
+        self._incoming: IncomingVersion | None = None
 
     def prepare(self) -> dict[str, str]:
-        return {"store": store_address(self._served)} if self._served else {"replica": self._replica}
+        if self._incoming is not None:  # of an update that failed
+            self._incoming.close()
+        return {"replica": self._replica} if self._sender is None else {"store": store_address(self._store)}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, str]]
-    ) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         replicas = [found["replica"] for found in metadata[actor_wg_world_size:]]
-        link = hashlib.sha256("".join(replicas).encode()).hexdigest()[:16]  # other replicas, another link
-        store, others = metadata[0]["store"], actor_wg_world_size - 1
-        actors = {"store": [store] * actor_wg_world_size, "link": [link, *[""] * others]}
-        return actors, {"store": [store] * rollout_world_size, "link": [link] * rollout_world_size}
+        actors = {"replicas": [replicas] * actor_wg_world_size}
+        return actors, {"store": [metadata[0]["store"]] * rollout_world_size}
 
-    def init_process_group(self, store: str, link: str) -> None:
-        self._thread.submit(self._open, store, link).result()
+    def init_process_group(self, replicas: Sequence[str] = (), store: str = "") -> None:
+        if not store:
+            if self._publishing and self._sender is not None:  # an update that failed, perhaps for a lost worker
+                self._sender.sender.remove(*set(self._replicas).difference(replicas))
+            self._replicas = list(replicas)
+        elif self._receiver is None or self._receiver[0] != store:
+            self._receiver = store, StreamReceiver(connect_store(store), name=_LINK, replica=self._replica)
+        elif self._incoming is not None:
+            self._receiver[1].join()
+        self._incoming = None
 
     def finalize(self) -> None:
-        if self._end is not None:
-            self._thread.submit(self._end.release).result()
+        if self._receiver is not None:
+            self._receiver[1].release()
 
-    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, float]:
-        sender = self._end
-        if not isinstance(sender, WeightSender):
-            await self._do(lambda: collections.deque(weights, maxlen=0))  # making them is collective
+    async def send_weights(
+        self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        if self._sender is None:
+            collections.deque(weights, maxlen=0)  # making them is collective
             return {}
-        self._version += 1
-        metadata = {} if global_steps is None else {"global_steps": global_steps}
-        report = await self._do(lambda: sender.publish(self._version, weights, metadata))
+        to = None if self._sender.sender.keeps_versions else self._replicas
+        self._publishing = True
+        try:
+            report = await self._sender.publish(global_steps or 0, weights, to=to, again=True)
+        finally:
+            self._publishing = False
         return {f"hwrl/{stage}_s": seconds for stage, seconds in report.seconds.items()}
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Begin to receive at once, so that an engine that fails does not keep the other workers waiting."""
-        receiver = self._end
-        assert isinstance(receiver, WeightReceiver), "verl calls init_process_group first"
-        return self._named(self._do(lambda: receiver.receive(timeout_s=self._timeout_s)), global_steps)
+        """Begin at once: the others need not wait for an engine that fails before it takes a tensor."""
+        assert self._receiver is not None, "verl calls init_process_group first"
+        self._incoming = self._receiver[1].stream(timeout_s=_PROPOSAL_S)
+        return self._tensors(self._incoming, global_steps or 0)
 
-    async def _named(
-        self, receiving: asyncio.Future[Received], global_steps: int | None
-    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        received = await receiving
-        steps = received.metadata.get("global_steps")
-        if steps != global_steps:
+    async def _tensors(self, incoming: IncomingVersion, step: int) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        try:
+            for named in await asyncio.to_thread(list, incoming) if self._whole else ():
+                yield named
+            while (one := await asyncio.to_thread(next, incoming, None)) is not None:
+                yield one
+        finally:
+            incoming.close()
+        if incoming.received is None or incoming.received.version != step:
             raise TransferFailedError(
-                f"the weights of step {steps} came, not those of step {global_steps}",
-                why="the two ends began different transfers",
+                f"other weights came than those of step {step}",
+                why="the two ends began different updates",
                 fix="update the weights again",
             )
-        for named in received.items():
-            yield named
-
-    def _open(self, store: str, link: str) -> None:
-        if (store, link) == self._place and self._end is not None:
-            return
-        self._close()
-        self._place = (store, link)
-        if not link:
-            return  # an actor that only helps to make the weights whole
-        if self._served is not None:
-            self._end = WeightSender(self._served, name=link, transport=self._transport, timeout_s=self._timeout_s)
-        else:
-            self._end = WeightReceiver(connect_store(store), name=link, replica=self._replica)
-
-    def _close(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            end.close()
-
-    def _do(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-        """Do ``work`` in the thread of the link. After an error the next transfer makes the link anew."""
-
-        def do() -> _Result:
-            try:
-                return work()
-            except BaseException:
-                self._close()
-                raise
-
-        return asyncio.wrap_future(self._thread.submit(do))
+        self._incoming = None

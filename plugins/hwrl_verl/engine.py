@@ -22,14 +22,16 @@ from hwrl.checkpoint import (
     set_rng_state,
 )
 from hwrl.comm import Comm
+from hwrl.errors import CheckpointNotFoundError
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
 
 _DEVICES = sorted({"cuda", "npu", get_device_name()})
 
 
-class _OnHwrl:
-    """Moves parameters and optimizer state by an Offloader, and saves by a CheckpointManager.
+@EngineRegistry.register(model_type="language_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
+class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's types are not followed
+    """verl's FSDP2 engine; it moves its state by an Offloader, and saves by a CheckpointManager.
 
     verl saves a step at ``FOLDER/global_step_N/actor``; its checkpoint here is ``FOLDER/hwrl/actor/global_step_N``.
     With ``checkpoint.async_save`` verl's tracker in FOLDER is written when the checkpoint is complete. The save of the
@@ -38,9 +40,12 @@ class _OnHwrl:
 
     _offloader: Offloader | None = None
     _manager: CheckpointManager | None = None
+    _is_offload_param: bool
+    _is_offload_optimizer: bool
+    _keep: int | None = None
 
     def initialize(self) -> None:
-        super().initialize()  # type: ignore[misc] # of verl's engine
+        super().initialize()
         self._offloads = {"model": self._is_offload_param, "optimizer": self._is_offload_optimizer}
         self._is_offload_param = self._is_offload_optimizer = False  # from here on verl's own code moves nothing
         self._offloader, self._on_host = Offloader(self.module, self.optimizer), False
@@ -66,13 +71,13 @@ class _OnHwrl:
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[Any], dict[str, Any] | None]:
         if self._offloader is None or not self._offloads["model"]:
-            return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc,no-any-return]
+            return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[no-any-return]
         with self._offloader.lending():
-            weights, adapter = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+            weights, adapter = super().get_per_tensor_param(*args, **kwargs)
         return self._loaded_while_read(weights), adapter
 
     def _loaded_while_read(self, weights: Iterator[Any]) -> Iterator[Any]:
-        with self._offloader.loaded(optimizer=False):
+        with self._moves().loaded(optimizer=False):
             yield from weights
 
     def save_checkpoint(
@@ -92,7 +97,8 @@ class _OnHwrl:
             DurableFS().replace_file(folder / TRACKER_NAME, str(info.step).encode())
 
         manager = self._open_manager(Path(local_path), keep=max_ckpt_to_keep)
-        with self._offloader.lending() if self._has_optimizer_state() else self._offloader.loaded():
+        offloader = self._moves()
+        with offloader.lending() if self._has_optimizer_state() else offloader.loaded():
             manager.save(
                 global_step,
                 self._state(contents),
@@ -100,7 +106,7 @@ class _OnHwrl:
                 rank_extra={"rng": rng_state()} if "extra" in contents else None,
                 export=self._export if "hf_model" in contents else None,
                 after_commit=follow if self.checkpoint_config.async_save else None,
-                offloader=self._offloader,
+                offloader=offloader,
             )
         if 0 < self.optimizer_config.total_training_steps <= global_step:
             manager.wait()
@@ -112,9 +118,15 @@ class _OnHwrl:
             return
         contents = self.checkpoint_config.load_contents
         manager = self._open_manager(Path(local_path))
-        with self._offloader.loaded():
+        with self._moves().loaded():
             state = self._state(contents)
             resumed = manager.resume(state, step=int(Path(local_path).parent.name.rpartition("_")[2]))
+            if resumed is None:
+                raise CheckpointNotFoundError(
+                    f"{local_path} cannot be loaded",
+                    why=f"{manager.directory} has no checkpoint",
+                    fix="resume from a step that was saved with VERL_ENGINE_VENDOR=hwrl",
+                )
             set_state_dict(
                 self.module,
                 self.optimizer if "optimizer" in state else [],
@@ -140,6 +152,10 @@ class _OnHwrl:
             )
         return self._manager
 
+    def _moves(self) -> Offloader:
+        assert self._offloader is not None, "verl calls initialize first"
+        return self._offloader
+
     def _has_optimizer_state(self) -> bool:
         return self.optimizer is None or bool(self.optimizer.state)
 
@@ -158,11 +174,6 @@ class _OnHwrl:
         write_model(directory, self.module, described, tensors, dtype=saved.on_meta(names[0]).dtype)
 
 
-@EngineRegistry.register(model_type="language_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
-class HwrlEngineWithLMHead(_OnHwrl, FSDPEngineWithLMHead):  # type: ignore[misc] # verl's types are not followed
-    """verl's FSDP2 engine of a language model, on hwrl."""
-
-
 @EngineRegistry.register(model_type="value_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
-class HwrlEngineWithValueHead(_OnHwrl, FSDPEngineWithValueHead):  # type: ignore[misc] # likewise
-    """verl's FSDP2 engine of a critic, on hwrl."""
+class HwrlEngineWithValueHead(HwrlEngineWithLMHead, FSDPEngineWithValueHead):  # type: ignore[misc] # likewise
+    """The same for the engine of a critic."""

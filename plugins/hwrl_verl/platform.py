@@ -20,7 +20,7 @@ from hwrl.interfaces import Backend, Capability
 
 
 @PlatformRegistry.register(platform="hwrl")
-class HwrlPlatform(PlatformBase):
+class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not followed
     """Any backend of hwrl, as a device of verl. Selected by ``VERL_PLATFORM=hwrl`` only."""
 
     @functools.cached_property

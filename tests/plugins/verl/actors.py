@@ -1,5 +1,8 @@
 """verl's own workers on the CPU, with what a test needs to look into them, and a group of them on Ray."""
 
+# mypy: disable-error-code="misc, untyped-decorator"
+# verl's types are not followed.
+
 from __future__ import annotations
 
 import functools
@@ -16,7 +19,7 @@ import torch
 pytest.importorskip("verl", reason="needs verl: make test-stack-verl")
 
 with warnings.catch_warnings(action="ignore"):  # verl's own
-    import ray
+    import ray as ray  # a name of this module for the tests
     from tensordict.tensorclass import NonTensorData
     from verl.checkpoint_engine import CheckpointEngineManager as CheckpointEngineManager
     from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker

@@ -1,4 +1,4 @@
-"""verl's NCCL checkpoint engine, unedited, where there is no NCCL: its broadcasts go over Gloo, its buffers to the host.
+"""verl's NCCL checkpoint engine, unedited, without NCCL: it broadcasts over Gloo, from the host.
 
 Only for a comparison of times: :mod:`tests.plugins.verl.compare`.
 """
