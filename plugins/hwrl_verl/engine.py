@@ -71,7 +71,7 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[Any], dict[str, Any] | None]:
         if self._offloader is None or not self._offloads["model"]:
-            return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[no-any-return]
+            return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[no-any-return] # verl's types
         with self._offloader.lending():
             weights, adapter = super().get_per_tensor_param(*args, **kwargs)
         return self._loaded_while_read(weights), adapter

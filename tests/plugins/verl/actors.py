@@ -95,7 +95,7 @@ class Actor(SeveralEngines, TrainingWorker):
     """A training worker with a checkpoint engine, as verl's ActorRolloutRefWorker has it."""
 
     def __init__(self, config: TrainingWorkerConfig, sync: CheckpointEngineConfig, vendor: str) -> None:
-        os.environ["VERL_ENGINE_VENDOR"] = vendor
+        os.environ["VERL_ENGINE_VENDOR"], self.fault = vendor, ""
         initialize_global_process_group_ray(backend="cpu:gloo")  # verl would name the CPU's library twice
         super().__init__(config)
         self.engine.initialize()
@@ -105,6 +105,9 @@ class Actor(SeveralEngines, TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
         weights, _ = self.engine.get_per_tensor_param()
+        if self.fault:
+            weights = _failing(self.fault)
+        self.fault = ""
         return await self.checkpoint_engine.send_weights(weights, global_steps=global_steps) or {}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -113,6 +116,10 @@ class Actor(SeveralEngines, TrainingWorker):
 
     def master(self) -> dict[str, bool]:
         return {"is_master": True} if self.rank == 0 else {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self, fault: str) -> None:
+        self.fault = fault
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def train(self, seed: int) -> float:
@@ -136,6 +143,11 @@ class Actor(SeveralEngines, TrainingWorker):
     def look(self, expression: str) -> Any:
         """Return the value of ``expression`` about ``worker``."""
         return eval(expression, {"worker": self, "torch": torch, "os": os})
+
+
+def _failing(fault: str) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "first", torch.ones(1)
+    raise RuntimeError(fault)
 
 
 class KeptWeights(BaseRollout):

@@ -80,6 +80,16 @@ def test_a_failing_worker_does_not_wedge_the_next_update(run: Run, fault: str) -
     assert all(replica.serving for replica in run.replicas)
 
 
+def test_actors_that_fail_to_make_tensors_end_the_update_at_once(run: Run) -> None:
+    run.actors.fail("no such tensor")
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="no such tensor"):
+        run.update()
+    run.update()
+    run.check(0, 1, 2)
+    assert time.monotonic() - begin < TIMEOUT_S
+
+
 def test_a_removed_worker_is_not_waited_for_and_can_come_back(run: Run) -> None:
     removed = run.replicas[2]
     run.manager.remove_replicas([removed])
