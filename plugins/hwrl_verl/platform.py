@@ -59,22 +59,13 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
         self._backend.set_device(device_index)
 
     def synchronize(self, device_index: int | None = None) -> None:
-        here = self._backend.current_index()
-        self._backend.set_device(here if device_index is None else device_index)
-        try:
-            self._backend.synchronize()
-        finally:
-            self._backend.set_device(here)
+        self.device_module.synchronize(device_index)
 
     def manual_seed(self, seed: int) -> None:
         self._backend.seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        here = self._backend.current_index()
-        for index in range(self._backend.device_count()):
-            self._backend.set_device(index)
-            self._backend.seed(seed)
-        self._backend.set_device(here)
+        torch.manual_seed(seed)  # of all devices
 
     def set_allocator_settings(self, settings: str) -> None:
         """Apply ``settings`` if the device's allocator takes any at run time."""
@@ -148,6 +139,7 @@ _FROM_BACKEND: dict[str, Callable[..., Any]] = {
     "mem_get_info": lambda backend, *_: (backend.memory_info().free_nbytes, backend.memory_info().total_nbytes),
     "memory_allocated": lambda backend, *_: backend.memory_info().allocated_nbytes,
     "memory_reserved": lambda backend, *_: backend.memory_info().reserved_nbytes,
+    "synchronize": lambda backend, *_: backend.synchronize(),
     "set_rng_state": lambda backend, state, *_: backend.set_rng_state(state),
 }
 
