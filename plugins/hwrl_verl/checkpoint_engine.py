@@ -17,7 +17,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from hwrl.comm import connect_store, serve_store, store_address
 from hwrl.errors import TransferFailedError
-from hwrl.weights import AsyncWeightSender, IncomingVersion, StreamReceiver
+from hwrl.weights import IncomingVersion, NamedTensor, StreamReceiver, WeightSender
 
 _LINK = "verl"
 _PROPOSAL_S = 3600.0
@@ -44,16 +44,16 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
         timeout_s: float = 60.0,
         whole: bool = False,
     ) -> None:
-        self._whole, self._sender, self._publishing = whole, None, False
+        self._whole, self._sender = whole, None
         if is_master:
             self._store = serve_store(ray.util.get_node_ip_address())
-            self._sender = AsyncWeightSender(self._store, name=_LINK, transport=transport, timeout_s=timeout_s)
+            self._sender = WeightSender(self._store, name=_LINK, transport=transport, timeout_s=timeout_s)
         self._replica, self._replicas = uuid.uuid4().hex, list[str]()
         self._receiver: tuple[str, StreamReceiver] | None = None
         self._incoming: IncomingVersion | None = None
 
     def prepare(self) -> dict[str, str]:
-        if self._incoming is not None:  # of an update that failed
+        if self._incoming is not None and self._incoming.received is None:  # of an update that failed
             self._incoming.close()
         return {"replica": self._replica} if self._sender is None else {"store": store_address(self._store)}
 
@@ -66,13 +66,10 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
         return actors, {"store": [metadata[0]["store"]] * rollout_world_size}
 
     def init_process_group(self, replicas: Sequence[str] = (), store: str = "") -> None:
-        if not store:
-            if self._publishing and self._sender is not None:  # an update that failed, perhaps for a lost worker
-                self._sender.sender.remove(*set(self._replicas).difference(replicas))
-            self._replicas = list(replicas)
-        elif self._receiver is None or self._receiver[0] != store:
+        self._replicas = list(replicas)
+        if store and (self._receiver is None or self._receiver[0] != store):
             self._receiver = store, StreamReceiver(connect_store(store), name=_LINK, replica=self._replica)
-        elif self._incoming is not None:
+        elif self._receiver is not None and self._incoming is not None and self._incoming.received is None:
             self._receiver[1].join()
         self._incoming = None
 
@@ -83,35 +80,50 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
     async def send_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
+        """Send, in this thread: making the tensors is collective, and no other call may come between."""
         if self._sender is None:
-            collections.deque(weights, maxlen=0)  # making them is collective
+            collections.deque(weights, maxlen=0)
             return {}
-        to = None if self._sender.sender.keeps_versions else self._replicas
-        self._publishing = True
-        try:
-            report = await self._sender.publish(global_steps or 0, weights, to=to, again=True)
-        finally:
-            self._publishing = False
+        to = None if self._sender.keeps_versions else self._replicas
+        report = self._sender.publish(global_steps or 0, weights, to=to, again=True)
         return {f"hwrl/{stage}_s": seconds for stage, seconds in report.seconds.items()}
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Begin at once: the others need not wait for an engine that fails before it takes a tensor."""
         assert self._receiver is not None, "verl calls init_process_group first"
         self._incoming = self._receiver[1].stream(timeout_s=_PROPOSAL_S)
-        return self._tensors(self._incoming, global_steps or 0)
+        return _Tensors(self, self._incoming, global_steps or 0, whole=self._whole)
 
-    async def _tensors(self, incoming: IncomingVersion, step: int) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        try:
-            for named in await asyncio.to_thread(list, incoming) if self._whole else ():
-                yield named
-            while (one := await asyncio.to_thread(next, incoming, None)) is not None:
-                yield one
-        finally:
-            incoming.close()
-        if incoming.received is None or incoming.received.version != step:
+    def give_up(self, incoming: IncomingVersion) -> None:
+        """End the receive of ``incoming`` soon, if it is this worker's newest and not whole."""
+        if self._incoming is incoming and incoming.received is None:
+            incoming.cancel()
+
+
+class _Tensors:
+    """The tensors of a version. An engine that drops it before the end gives the version up."""
+
+    def __init__(self, engine: HwrlCheckpointEngine, incoming: IncomingVersion, step: int, *, whole: bool) -> None:
+        self._engine, self._incoming, self._step = engine, incoming, step
+        self._all: Iterator[NamedTensor] | None = None if whole else incoming
+
+    def __aiter__(self) -> _Tensors:
+        return self
+
+    async def __anext__(self) -> NamedTensor:
+        if self._all is None:
+            self._all = iter(await asyncio.to_thread(list, self._incoming))
+        named = await asyncio.to_thread(next, self._all, None)
+        if named is not None:
+            return named
+        received = self._incoming.received
+        if received is None or received.version != self._step:
             raise TransferFailedError(
-                f"other weights came than those of step {step}",
+                f"other weights came than those of step {self._step}",
                 why="the two ends began different updates",
                 fix="update the weights again",
             )
-        self._incoming = None
+        raise StopAsyncIteration
+
+    def __del__(self) -> None:
+        self._engine.give_up(self._incoming)
