@@ -53,8 +53,10 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
         self._incoming: IncomingVersion | None = None
 
     def prepare(self) -> dict[str, str]:
-        if self._incoming is not None and self._incoming.received is None:  # of an update that failed
-            self._incoming.close()
+        if self._receiver is not None and self._incoming is not None and self._incoming.received is None:
+            self._incoming.close()  # of an update that failed: join anew
+            self._receiver[1].close()
+            self._receiver = self._incoming = None
         return {"replica": self._replica} if self._sender is None else {"store": store_address(self._store)}
 
     @classmethod
@@ -68,10 +70,8 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
     def init_process_group(self, replicas: Sequence[str] = (), store: str = "") -> None:
         self._replicas = list(replicas)
         if store and (self._receiver is None or self._receiver[0] != store):
-            self._receiver = store, StreamReceiver(connect_store(store), name=_LINK, replica=self._replica)
-        elif self._receiver is not None and self._incoming is not None and self._incoming.received is None:
-            self._receiver[1].join()
-        self._incoming = None
+            receiver = StreamReceiver(connect_store(store), name=_LINK, replica=self._replica, newest=False)
+            self._receiver = store, receiver
 
     def finalize(self) -> None:
         if self._receiver is not None:

@@ -109,6 +109,14 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
         """Return whether other processes can open this device's memory by its index, as verl does."""
         return self._backend.supports(Capability.DEVICE_IPC).usable and isinstance(self.current_device(), int)
 
+    def rollout_env_vars(self) -> dict[str, str]:
+        """Return what verl's own platform of the same device, if there is one, sets for rollout engines."""
+        for name in PlatformRegistry.registered_names():
+            own = PlatformRegistry.get(name)()
+            if name != "hwrl" and own.device_name == self.device_name:
+                return dict(own.rollout_env_vars())
+        return {}
+
     def cudart(self) -> Any:
         return getattr(self._backend.device_module, "cudart", _nothing)()
 
