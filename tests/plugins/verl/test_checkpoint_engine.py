@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_each_update_brings_the_exact_weights_and_the_step(run: Run) -> None:
 
 
 @pytest.mark.parametrize("options", [{"whole": True}, {"transport": "ipc"}, {"transport": "host"}], ids=str)
-def test_each_option_brings_the_exact_weights(run: Run, options: dict[str, object]) -> None:
+def test_each_option_brings_the_exact_weights(run: Run, options: dict[str, Any]) -> None:
     before = run.manager
     sync = actors.sync_config(timeout_s=TIMEOUT_S, **options)
     for group in (run.actors, run.rollouts):

@@ -30,7 +30,7 @@ def test_the_cpu_has_all_that_verl_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     device = platform.device_module
     assert device.max_memory_allocated() >= 0 and device.mem_get_info()[1] > 0
     assert device.is_available() and device.stream is torch.cpu.stream  # torch's own
-    with pytest.raises(AttributeError, match=r"torch\.cpu has no memory_snapshot"):
+    with pytest.raises(AttributeError, match="memory_snapshot"):
         _ = device.memory_snapshot
     platform.synchronize(0)
     platform.empty_cache()
