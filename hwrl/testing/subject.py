@@ -68,7 +68,7 @@ def find_subject(name: str, *, kind: Kind | None = None, options: Mapping[str, A
     Loads every plugin and no backend. Raises ConfigError for an unknown name, for the name of
     several kinds, and for ``options`` of anything but an engine.
     """
-    kinds = [each for each in Kind if kind in (None, each) and name in _names(each)]
+    kinds = [each for each in Kind if kind in (None, each) and name in installed_names(each)]
     if not kinds:
         raise _unknown(name, kind)
     if len(kinds) > 1:
@@ -82,7 +82,8 @@ def find_subject(name: str, *, kind: Kind | None = None, options: Mapping[str, A
     return Subject(kinds[0], name, options or {})
 
 
-def _names(kind: Kind) -> list[str]:
+def installed_names(kind: Kind) -> list[str]:
+    """Return the names of the built-in and installed subjects of ``kind``. For engines, loads every plugin."""
     if kind is Kind.TRANSPORT:
         from hwrl.weights import installed_transports
 
@@ -93,7 +94,7 @@ def _names(kind: Kind) -> list[str]:
 
 
 def _unknown(name: str, kind: Kind | None) -> ConfigError:
-    known = sorted({name for each in Kind if kind in (None, each) for name in _names(each)})
+    known = sorted({name for each in Kind if kind in (None, each) for name in installed_names(each)})
     close = difflib.get_close_matches(name.lower(), known, n=1)
     return ConfigError(
         f"there is no {kind or 'backend, engine or transport'} {name!r}",
