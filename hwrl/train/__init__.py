@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hwrl.train.choices import KlEstimator as KlEstimator
     from hwrl.train.choices import LossName as LossName
     from hwrl.train.choices import RejectionMode as RejectionMode
+    from hwrl.train.compiling import wants_compilation as wants_compilation
     from hwrl.train.critic import CriticEngine as CriticEngine
     from hwrl.train.critic import ValueLoss as ValueLoss
     from hwrl.train.engines import Engines as Engines
@@ -98,6 +99,7 @@ _MODULE_OF = {
     "reference_memory": "memory",
     "rng_state": "rng",
     "set_rng_state": "rng",
+    "wants_compilation": "compiling",
 }
 
 __all__ = [
@@ -144,6 +146,7 @@ __all__ = [
     "reference_memory",
     "rng_state",
     "set_rng_state",
+    "wants_compilation",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
