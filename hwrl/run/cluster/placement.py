@@ -140,8 +140,10 @@ def choose_transport(
         why = "processes share a device, and cannot form a group on it"
     if bypass_cpu and not collectives.usable:
         why = f"the device has no collectives ({collectives.reason})"
+        if not one_machine:
+            return "device", f"{why}, so groups are staged through the host"
     if not one_machine:
-        raise _not_across_machines(why, one_machine_only=not collectives.usable)
+        raise _not_across_machines(why)
     if not bypass_cpu:
         return "host", why
     if not ipc.usable:
@@ -199,25 +201,13 @@ def choose_senders(
     return most, f"{ranks} ranks on {len(set(machines.ranks))} machines have devices, a receiving machine {widest}"
 
 
-def _not_across_machines(why: str, *, one_machine_only: bool) -> ConfigError:
-    own_devices = (
-        "use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one machine"
-    )
+def _not_across_machines(why: str) -> ConfigError:
     return ConfigError(
         "weights cannot reach the other machines of this cluster",
         why=f"{why}; IPC and host memory work on one machine only",
-        fix="use one machine: unset RAY_ADDRESS" if one_machine_only else own_devices,
+        fix="use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one "
+        "machine",
     )
-
-
-def check_ranks(ranks: int, *, collectives: Support) -> None:
-    """Raise ConfigError for several trainer ``ranks`` on a device without collectives."""
-    if ranks > 1 and not collectives.usable:
-        raise ConfigError(
-            f"train.ranks={ranks} is not possible on this device",
-            why=f"ranks share their work by collectives, and the device has none: {collectives.reason}",
-            fix="set train.ranks=1",
-        )
 
 
 def has_devices(backend: Backend) -> bool:
@@ -236,7 +226,6 @@ class PlacementPlan:
 
 def plan_placement(config: Config, backend: Backend, *, devices: int, one_machine: bool) -> PlacementPlan:
     """Place the run's processes on ``devices`` devices. Raises ConfigError if that is impossible."""
-    check_ranks(config.train.ranks, collectives=backend.supports(Capability.COLLECTIVES))
     width, divided = config.rollout.tensor_parallel, has_devices(backend)
     if width > 1 and divided and backend.devices.visible_variable is None:
         raise ConfigError(

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.levels import Level
@@ -120,7 +119,6 @@ class CapabilityContract:
         [
             Capability.PINNED_MEMORY,
             Capability.REGISTERED_MEMORY,
-            Capability.COLLECTIVES,
             Capability.COMM_ABORT,
             Capability.DEVICE_IPC,
         ],
@@ -130,7 +128,6 @@ class CapabilityContract:
         calls: dict[Capability, Callable[[], Any]] = {
             Capability.PINNED_MEMORY: lambda: backend.pinned_empty(16),
             Capability.REGISTERED_MEMORY: lambda: backend.register_host_memory(torch.empty(16, dtype=torch.uint8)),
-            Capability.COLLECTIVES: lambda: Comm(backend).standalone_group(HashStore(), rank=0, size=1, name="refused"),
             Capability.COMM_ABORT: lambda: backend.abort_process_group(_NoGroup()),  # type: ignore[arg-type] # refused unseen
             Capability.DEVICE_IPC: lambda: backend.export_memory(torch.ones(1, device=backend.device())),
         }

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from hwrl.interfaces import Backend, Capability
+from hwrl.interfaces import Backend
 from hwrl.run import read_metrics
 from hwrl.run.demo import write_demo
 from hwrl.testing.levels import Kind, Level
@@ -46,7 +46,7 @@ class RunContract:
         if missing:
             pytest.skip(f"a run needs {', '.join(missing)}: pip install 'hwrl[train]'")
         config = write_demo(tmp_path, seed=1, prompts=64)
-        words = [*_SHORT, *_engine_words(subject), *_device_words(backend)]
+        words = [*_SHORT, *_engine_words(subject)]
         ended = _run([sys.executable, "-P", "-c", _COMMAND, "train", str(config), *words], backend, tmp_path)
         assert ended.returncode == 0, "\n".join([ended.stdout[-4000:], ended.stderr[-4000:]])
         assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, _STEPS + 1))
@@ -59,11 +59,6 @@ def _engine_words(subject: Subject) -> Sequence[str]:
         return ()
     options = [f"{part}.engine_options={json.dumps(dict(subject.options))}"] if subject.options else []
     return (f"{part}.engine={subject.name}", *options)
-
-
-def _device_words(backend: Backend) -> Sequence[str]:
-    """Return settings for a device without groups: its weights travel through the host."""
-    return () if backend.supports(Capability.COLLECTIVES).usable else ("weights.bypass_cpu=false",)
 
 
 def _run(command: Sequence[str], backend: Backend, folder: Path) -> subprocess.CompletedProcess[str]:
