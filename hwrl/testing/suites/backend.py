@@ -68,25 +68,25 @@ class _OnBuiltInTrainEngine:
         return Subject(Kind.TRAIN_ENGINE, "fsdp")
 
 
-class TestTrainNumbers(_OnBuiltInTrainEngine, conformance.TrainNumbersContract):
+class TestBuiltInTrainNumbers(_OnBuiltInTrainEngine, conformance.TrainNumbersContract):
     """The numbers of the built-in train engine."""
 
     level = conformance.Level.TRAIN
 
 
-class TestTrainOffload(_OnBuiltInTrainEngine, conformance.TrainOffloadContract):
+class TestBuiltInTrainOffload(_OnBuiltInTrainEngine, conformance.TrainOffloadContract):
     """Its parameters on the host."""
 
     level = conformance.Level.TRAIN
 
 
-class TestTrainRanks(_OnBuiltInTrainEngine, conformance.TrainRanksContract):
+class TestBuiltInTrainRanks(_OnBuiltInTrainEngine, conformance.TrainRanksContract):
     """Two ranks of it."""
 
     level = conformance.Level.TRAIN
 
 
-class TestTrainState(_OnBuiltInTrainEngine, conformance.TrainStateContract):
+class TestBuiltInTrainState(_OnBuiltInTrainEngine, conformance.TrainStateContract):
     """Its weights and its state."""
 
 
@@ -97,27 +97,27 @@ class _OnBuiltInRolloutEngine:
         return Subject(Kind.ROLLOUT_ENGINE, "embedded")
 
 
-class TestRolloutNumbers(_OnBuiltInRolloutEngine, conformance.RolloutNumbersContract):
+class TestBuiltInRolloutNumbers(_OnBuiltInRolloutEngine, conformance.RolloutNumbersContract):
     """The numbers of the built-in rollout engine."""
 
     level = conformance.Level.ROLLOUT
 
 
-class TestRolloutSleep(_OnBuiltInRolloutEngine, conformance.RolloutSleepContract):
+class TestBuiltInRolloutSleep(_OnBuiltInRolloutEngine, conformance.RolloutSleepContract):
     """Its memory."""
 
     level = conformance.Level.ROLLOUT
 
 
-class TestRolloutReceivers(_OnBuiltInRolloutEngine, conformance.RolloutReceiversContract):
+class TestBuiltInRolloutReceivers(_OnBuiltInRolloutEngine, conformance.RolloutReceiversContract):
     """Its weights, from a link."""
 
     level = conformance.Level.ROLLOUT
 
 
-class TestRollout(_OnBuiltInRolloutEngine, conformance.RolloutContract):
+class TestBuiltInRollout(_OnBuiltInRolloutEngine, conformance.RolloutContract):
     """Its requests."""
 
 
-class TestRun(conformance.RunContract):
+class TestBackendRun(conformance.RunContract):
     """``hwrl train`` on the backend."""

@@ -21,5 +21,5 @@ class TestRollout(conformance.RolloutContract):
     """Requests, and new weights between tokens."""
 
 
-class TestRun(conformance.RunContract):
+class TestRolloutRun(conformance.RunContract):
     """``hwrl train`` with the engine."""

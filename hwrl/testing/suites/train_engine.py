@@ -21,5 +21,5 @@ class TestTrainState(conformance.TrainStateContract):
     """Weights, state, learning."""
 
 
-class TestRun(conformance.RunContract):
+class TestTrainRun(conformance.RunContract):
     """``hwrl train`` with the engine."""
