@@ -1,0 +1,29 @@
+"""hwrl's parts inside transformers' Trainer, TRL and accelerate; ``docs/trl.md`` shows them.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import hwrl
+from hwrl.interfaces import Command
+from hwrl.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from hwrl_trl.checkpoints import CheckpointCallback
+    from hwrl_trl.offload import OffloadCallback
+
+__all__ = ["CheckpointCallback", "OffloadCallback", "hwrl_commands"]
+
+# Its own dir() stays: the hook must be found there.
+__getattr__, _ = lazy_names(__name__, {"CheckpointCallback": "checkpoints", "OffloadCallback": "offload"})
+
+
+@hwrl.hookimpl
+def hwrl_commands() -> list[Command]:
+    """Return ``hwrl trl-demo``."""
+    from hwrl_trl import demo
+
+    return [Command("trl-demo", demo.HELP, demo.configure, demo.run)]
