@@ -1,0 +1,123 @@
+"""The worker's end of vLLM's weight transfer: backend "hwrl" of ``--weight-transfer-config``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from hwrl.comm import connect_store
+from hwrl.discovery import get_backend
+from hwrl.interfaces import WeightOffer
+from hwrl.models import build_meta_model
+from hwrl.rollout import require_same_model
+from hwrl.saved_names import saved_weights
+from hwrl.weights import EngineReceiver, Taken
+from hwrl_vllm.loading import ModelLoading
+from hwrl_vllm.trainer import WORKERS, answer_key
+
+_log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
+
+
+@dataclass
+class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
+    """The trainer's store (``host:port``), and whether the old version must serve until the new one is whole."""
+
+    store: str
+    keep_old_version: bool = True
+
+
+@dataclass
+class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # nor here
+    """One call of the trainer: check the names of its weights, take an offer, or install what was taken."""
+
+    call: int
+    forms: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    offer: dict[str, Any] | None = None
+
+
+class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # type: ignore[misc]  # nor here
+    """Receives versions for one worker of vLLM; vLLM makes it and calls it, at any ``tensor_parallel_size``.
+
+    No method raises an Exception: with several workers vLLM would leave the second worker's error unread, and end at
+    the next call. The trainer reads the answers in its store.
+    """
+
+    init_info_cls = TransferInit
+    update_info_cls = TransferUpdate
+    supports_draft_weight_update = False
+    _receiver: EngineReceiver | None = None
+    _is_updating = False
+
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        config = self.vllm_config.parallel_config
+        try:
+            self.shutdown()
+            self._store = connect_store(init_info.store)
+            self._number = int(self._store.add(WORKERS, 1)) - 1
+            place = self._loading.stage if init_info.keep_old_version else self._loading.place
+            self._receiver = EngineReceiver(self._number, backend=get_backend(), place=place)
+        except Exception:  # noqa: BLE001 - the trainer misses its answer
+            _log.exception("this worker cannot join the trainer at %s", init_info.store)
+            return
+        self._answer(0, {"rank": config.rank, "of": config.world_size, "updating": self._is_updating})
+
+    def start_weight_update(self) -> None:
+        self._is_updating = True
+
+    def receive_weights(self, update_info: TransferUpdate) -> None:
+        try:
+            taken = self._take(update_info)
+        except Exception as exc:  # noqa: BLE001 - the answer says it
+            taken = Taken(why=f"{type(exc).__name__}: {exc}", fault=True)
+        self._answer(update_info.call, taken._asdict())
+
+    def finish_weight_update(self) -> None:
+        self._is_updating = False
+        self._loading.drop()
+        if self._receiver is not None:
+            self._receiver.release()
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Raise NotImplementedError: vLLM before 0.28 wants the method; the trainer's end is TransferTrainer."""
+        raise NotImplementedError("send weights by hwrl_vllm.TransferTrainer")
+
+    def _take(self, update: TransferUpdate) -> Taken:
+        if update.forms:
+            self._check(update.forms)
+        elif update.offer is None:
+            self._loading.install()
+        elif self._receiver is not None:
+            return self._receiver.take(WeightOffer(**update.offer))
+        return Taken()
+
+    def _check(self, forms: dict[str, tuple[str, list[int]]]) -> None:
+        """Raise EngineError if the names or shapes are another model's; nothing is overwritten then."""
+        model = build_meta_model(Path(self.model_config.model), dtype=self.model_config.dtype)
+        own, _ = saved_weights(model)
+        require_same_model(own, {name: torch.empty(shape, device="meta") for name, (_, shape) in forms.items()})
+
+    def _answer(self, call: int, answer: dict[str, Any]) -> None:
+        with suppress(Exception):  # the trainer is dead
+            self._store.set(answer_key(call, self._number), json.dumps(answer))
+
+    @functools.cached_property
+    def _loading(self) -> ModelLoading:
+        return ModelLoading(self.model, model_config=self.model_config, vllm_config=self.vllm_config)
