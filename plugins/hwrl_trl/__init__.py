@@ -14,11 +14,20 @@ from hwrl.lazy import lazy_names
 if TYPE_CHECKING:
     from hwrl_trl.checkpoints import CheckpointCallback
     from hwrl_trl.offload import OffloadCallback
+    from hwrl_trl.weights import AsyncWeights, weights_by_hwrl
 
-__all__ = ["CheckpointCallback", "OffloadCallback", "hwrl_commands"]
+__all__ = ["AsyncWeights", "CheckpointCallback", "OffloadCallback", "hwrl_commands", "weights_by_hwrl"]
+
+_MODULE_OF = {
+    "AsyncWeights": "weights",
+    "CheckpointCallback": "checkpoints",
+    "OffloadCallback": "offload",
+    "weights_by_hwrl": "weights",
+}
+
 
 # Its own dir() stays: the hook must be found there.
-__getattr__, _ = lazy_names(__name__, {"CheckpointCallback": "checkpoints", "OffloadCallback": "offload"})
+__getattr__, _ = lazy_names(__name__, _MODULE_OF)
 
 
 @hwrl.hookimpl

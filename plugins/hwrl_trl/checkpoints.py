@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,18 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from hwrl import get_backend
-from hwrl.checkpoint import CheckpointInfo, CheckpointManager, Resumed, verify_files
+from hwrl.checkpoint import (
+    CheckpointInfo,
+    CheckpointManager,
+    Resumed,
+    SavedTensors,
+    rng_state,
+    set_rng_state,
+    verify_files,
+)
 from hwrl.comm import Comm
 from hwrl.errors import CheckpointCorruptError, CheckpointError, ConfigError
 from hwrl.memory import Offloader
-from hwrl.train import rng_state, set_rng_state
 from hwrl_trl.offload import OffloadCallback
 
 _HF = "hf"
@@ -152,17 +159,20 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
                 offloader=offloader,
             )
 
-    def _export(self, state: Any, control: Any) -> Callable[[Path], None]:
-        """Return the writer of ``hf``. It owns its data: training goes on while it runs."""
+    def _export(self, state: Any, control: Any) -> Callable[[Path, SavedTensors], None]:
+        """Return the writer of ``hf``. Training may go on while it runs: it reads the saved tensors."""
         stateful = [one for one in [*self._callbacks, control] if isinstance(one, ExportableState)]
         position = copy.deepcopy(state)
         position.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
-        weights = _host_copies(self._trainer.model.state_dict()) if self._trainer.args.process_index == 0 else {}
+        model, tokenizer = self._trainer.model, self._trainer.processing_class
 
-        def export(directory: Path) -> None:
-            self._trainer.model.save_pretrained(directory, state_dict=weights)
-            if self._trainer.processing_class is not None:
-                self._trainer.processing_class.save_pretrained(directory)
+        def export(directory: Path, saved: SavedTensors) -> None:
+            trained = {
+                name.removeprefix("model."): tensor for name, tensor in saved.items() if name.startswith("model.")
+            }
+            model.save_pretrained(directory, state_dict={**model.state_dict(), **trained})
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
             position.save_to_json(directory / "trainer_state.json")
 
         return export
@@ -231,13 +241,3 @@ def _generator_of(loader: Any) -> torch.Generator | None:
 
 def _state_of(generator: torch.Generator | None) -> list[int] | None:
     return None if generator is None else generator.get_state().tolist()
-
-
-def _host_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return copies on the host; tied tensors stay tied."""
-    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    for tensor in tensors.values():
-        place = (tensor.data_ptr(), tensor.shape)
-        if place not in copies:
-            copies[place] = tensor.detach().to("cpu", copy=True)
-    return {name: copies[tensor.data_ptr(), tensor.shape] for name, tensor in tensors.items()}

@@ -82,12 +82,12 @@ def tiny_policy() -> tuple[Any, Any]:
     set_seed(1)
     config = Qwen3Config(
         vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,  # the least that vLLM computes on CPUs
         max_position_embeddings=64,
         tie_word_embeddings=False,
         eos_token_id=words["<end>"],
