@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,14 @@ def test_transformers_own_saves_go_on_with_an_offloaded_optimizer(tmp_path: Path
     trainer.train()
     state = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt", weights_only=True)
     assert state["state"][0]["exp_avg"].abs().sum() > 0
+
+
+def test_the_example_of_the_page_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "trl.md").read_text()
+    block = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    exec(compile(block, "trl.md", "exec"), {})
+    more: dict[str, Any] = {}
+    exec(compile(block.replace("max_steps=4", "max_steps=6"), "trl.md", "exec"), more)
+    assert more["trainer"].state.global_step == 6
+    assert (tmp_path / "out/checkpoints/latest_checkpointed_iteration.txt").read_text() == "6"
