@@ -5,21 +5,24 @@ from __future__ import annotations
 import collections
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from hwrl.comm import Store, clone_store, serve_store, store_address
+from hwrl.comm import Store, await_keys, clone_store, serve_store, store_address
 from hwrl.errors import EngineError, TransferFailedError
 from hwrl.interfaces import WeightOffer
 from hwrl.rollout import EngineModels
-from hwrl.weights import POLICY, NamedTensor, Taken, TransferReport, WeightSender, WeightSource
+from hwrl.weights import POLICY, NamedTensor, Taken, WeightSender, WeightSource
 
 WORKERS = "vllm/workers"
 """The store's key of the number of workers that have joined."""
+
+_ANSWER_S = 10.0
+"""How long after a call its answers may come, on a busy machine."""
 
 
 def answer_key(call: int, number: int) -> str:
@@ -80,12 +83,10 @@ class TransferTrainer:
         if not init_info.is_sender:
             return
         self._store = serve_store(init_info.host)
-        address, beside = store_address(self._store), clone_store(self._store)  # a client blocks its other threads
-        self._workers = _Workers(client, beside, address=address, keep_old_version=init_info.keep_old_version)
-        engine: Any = self._workers  # the part of an engine that takes offers
-        self._link = EngineModels(
-            engine, beside, address=address, name=POLICY, replica="vllm", timeout_s=init_info.timeout_s
-        )
+        self._beside = clone_store(self._store)  # for the thread of calls: a client blocks its other threads
+        address = store_address(self._store)
+        self._workers = _Workers(client, self._beside, address=address, keeps_old=init_info.keep_old_version)
+        self._link = self._join()
         self._sender = WeightSender(self._store, transport=init_info.transport, timeout_s=init_info.timeout_s)
 
     @classmethod
@@ -116,36 +117,43 @@ class TransferTrainer:
     def _update(self, source: _OnePass) -> None:
         self._client.start_weight_update()
         try:
-            self._link.join()
-            report = self._transfer(WeightSource(source.metadata, source.read))
-            if report.receivers < self._workers.receivers:
+            if not self._transfer(WeightSource(source.metadata, source.read)):
                 raise TransferFailedError(
-                    f"version {self.version} is not in vLLM",
-                    why=f"{self._workers.failure or dict(report.excluded) or 'no worker received it'}",
+                    f"version {self.version} is not in vLLM; {self._workers.consequence}",
+                    why=self._workers.failure or "the workers did not take it",
                     fix="send it again; vLLM's log has more",
                 )
-            if self._init.keep_old_version:
-                self._workers.install()
+            self._workers.install()
+        except BaseException:
+            self._link.close()
+            self._link = self._join()  # also the workers that were excluded
+            raise
         finally:
             self._client.finish_weight_update()
 
-    def _transfer(self, source: WeightSource) -> TransferReport:
-        """Send a version here while the workers receive it, in calls of another thread."""
+    def _join(self) -> EngineModels:
+        engine: Any = self._workers  # the part of an engine that takes offers
+        names: Any = {"address": store_address(self._store), "name": POLICY, "replica": "vllm"}
+        return EngineModels(engine, self._beside, **names, timeout_s=self._init.timeout_s, newest=False)
+
+    def _transfer(self, source: WeightSource) -> bool:
+        """Send a version here while the workers receive it, in calls of another thread; return whether all did."""
         ended = threading.Event()
         with ThreadPoolExecutor(1) as thread:
             receiving = thread.submit(self._receive, ended)
             try:
-                report = self._sender.publish(self.version, source)
+                self._sender.publish(self.version, source)
             finally:
                 ended.set()
-            receiving.result()
-        return report
+            return receiving.result()
 
-    def _receive(self, ended: threading.Event) -> None:
-        while not self._link.look():
-            if ended.wait(0.005):
-                return
-        self._link.load(incarnation=0)
+    def _receive(self, ended: threading.Event) -> bool:
+        while True:
+            is_last = ended.wait(0.005)
+            if self._link.look():
+                return self._link.load(incarnation=0) is not None
+            if is_last:
+                return False
 
 
 class _Workers:
@@ -155,40 +163,54 @@ class _Workers:
     failure = ""
     """Why the workers have not received the newest version."""
 
-    def __init__(self, client: TransferClient, store: Store, *, address: str, keep_old_version: bool) -> None:
-        self._client, self._store, self._calls = client, store, 0
-        client.init_weight_transfer_engine({"store": address, "keep_old_version": keep_old_version})
+    def __init__(self, client: TransferClient, store: Store, *, address: str, keeps_old: bool) -> None:
+        self._client, self._store, self._keeps_old = client, store, keeps_old
+        self._calls = self._proposal = 0
+        self.consequence = "the old version serves" if keeps_old else "its weights are of two versions"
+        client.init_weight_transfer_engine({"store": address, "keep_old_version": keeps_old})
         self.receivers = int(store.add(WORKERS, 0))
         joined = self._answers()
-        _require_all([(one["rank"], one["of"]) for one in joined])
+        self._ranks = [one["rank"] for one in joined]
+        _require_all(self._ranks, of=max((one["of"] for one in joined), default=1))
         if any(one["updating"] for one in joined):  # the trainer before has died in an update
             client.finish_weight_update()
 
     def check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise EngineError if the weights belong to another model; nothing is overwritten."""
-        self._call("the old version serves", forms={name: (str(t.dtype), list(t.shape)) for name, t in tensors.items()})
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        self._call("the old version serves", shapes=shapes)
 
     def receive_weights(self, offer: WeightOffer) -> int | None:
-        """Let the workers take ``offer``; return its proposal if all of them have."""
-        taken = self._call("the old version is lost unless it is kept", offer=asdict(offer))
-        self.failure = "; ".join(f"worker {number}: {one.why}" for number, one in enumerate(taken) if not one.proposal)
-        return None if self.failure else min(taken).proposal
+        """Let the workers take ``offer``; return the proposal that all of them have, None if they have none."""
+        taken = self._call(self.consequence, offer=asdict(offer))
+        self.failure = self._told(one.proposal == 0 and one.why for one in taken)
+        found = {one.proposal for one in taken}
+        self._proposal = found.pop() if len(found) == 1 else 0
+        return self._proposal or None
 
     def install(self) -> None:
-        """Load the received version into the model of every worker."""
-        self._call("its weights are of two versions, until a whole version is sent")
+        """Load the received version into the model of every worker, if it is not there yet."""
+        if self._keeps_old:
+            self._call("its weights are of two versions, until a whole version is sent", install=self._proposal)
 
     def _call(self, consequence: str, **what: Any) -> list[Taken]:
         self._calls += 1
         self._client.update_weights({"call": self._calls, **what})
         taken = [Taken(**answer) for answer in self._answers()]
-        faults = [f"worker {number}: {one.why}" for number, one in enumerate(taken) if one.fault]
-        if faults:
-            raise EngineError(f"vLLM failed in an update; {consequence}", why="; ".join(faults), fix="see vLLM's log")
+        why = self._told(one.fault and one.why for one in taken)
+        if why:
+            raise EngineError(f"vLLM failed in an update; {consequence}", why=why, fix="see vLLM's log")
         return taken
+
+    def _told(self, reasons: Iterable[str | bool]) -> str:
+        """Return the workers' reasons; False is none."""
+        return "; ".join(f"rank {rank}: {why}" for rank, why in zip(self._ranks, reasons, strict=True) if why)
 
     def _answers(self) -> list[dict[str, Any]]:
         keys = [answer_key(self._calls, number) for number in range(self.receivers)]
+        missing = await_keys(self._store, keys, timeout_s=_ANSWER_S)
+        if missing:
+            raise EngineError("workers of vLLM did not answer", why=f"no {', '.join(missing)}", fix="see vLLM's log")
         answers = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
@@ -223,13 +245,12 @@ class _OnePass:
             collections.deque(self.read(), maxlen=0)
 
 
-def _require_all(joined: list[tuple[int, int]]) -> None:
-    """Raise EngineError unless every worker of each engine has joined; ``joined`` are their (rank, of how many)."""
-    counts = collections.Counter(rank for rank, _ in joined)
-    wanted = range(max((of for _, of in joined), default=1))
-    if {counts[rank] for rank in wanted} != {max(counts.values(), default=1)}:
+def _require_all(ranks: Sequence[int], *, of: int) -> None:
+    """Raise EngineError unless ``ranks`` has each rank of one engine or more, which have ``of`` workers each."""
+    counts = collections.Counter(ranks)
+    if {counts[rank] for rank in range(of)} != {max(counts.values(), default=1)}:
         raise EngineError(
             "not all of vLLM's workers have joined",
-            why=f"of each {len(wanted)} workers these ranks have: {dict(counts)}",
+            why=f"of {of} ranks only these have: {sorted(ranks)}",
             fix="can they reach TransferTrainerInit.host? vLLM's log has the reason",
         )
