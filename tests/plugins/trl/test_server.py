@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -28,51 +22,19 @@ pytestmark = [
 ]
 
 PAGE = Path(__file__).parents[3] / "docs" / "trl.md"
-SERVE = [
-    *("--weight-transfer-config", '{"backend": "hwrl"}', "--logprobs-mode", "processed_logprobs"),
-    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "64", "--kv-cache-memory-bytes", str(64 << 20)),
-]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of the demo's tiny model."""
     from hwrl_trl.demo import tiny_policy
+    from tests.plugins.vllm.vllm_server import vllm_server
 
     home = tmp_path_factory.mktemp("server")
     for part in tiny_policy():
-        part.save_pretrained(home)
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(home),
-        "--port",
-        str(port),
-        *SERVE,
-    ]
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with (home / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
-        try:
-            wait_for(f"http://localhost:{port}/health", process, home / "log")
-            yield f"http://localhost:{port}"
-        finally:
-            process.terminate()
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(f"the server did not start:\n{log.read_text()[-5000:]}")
+        part.save_pretrained(home / "model")
+    with vllm_server(home / "model", home / "log", "--logprobs-mode", "processed_logprobs") as serving:
+        yield serving.url
 
 
 def test_the_example_of_the_page_learns_with_responses_of_the_server(
@@ -93,7 +55,7 @@ def test_asynchronous_grpo_learns_with_weight_transfer(
 ) -> None:
     """Its packed attention needs a kernel for a device; here a plain one stands in for it."""
     from datasets import Dataset
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
     from hwrl_trl import AsyncWeights
     from hwrl_trl.demo import share_of_sevens, tiny_policy
