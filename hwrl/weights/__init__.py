@@ -1,5 +1,6 @@
 """Weights from a trainer to rollout replicas: planned layouts, transports, two-phase commit of versions."""
 
+from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl.weights.co_sender import CoSender
 from hwrl.weights.control import DecisionKind, Limits, Proposal
 from hwrl.weights.destination import (
@@ -23,6 +24,7 @@ from hwrl.weights.sender import WeightSender, slab_sizes
 from hwrl.weights.shared_reads import SharedReads, SharedWeights
 from hwrl.weights.slabs import SlabRing
 from hwrl.weights.source import WeightShard, WeightSource, gather_weights
+from hwrl.weights.streaming import IncomingVersion, StreamReceiver
 from hwrl.weights.transport import ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS, TransportName
 
@@ -31,11 +33,15 @@ __all__ = [
     "POLICY_BASE",
     "RING_NBYTES",
     "TRANSPORTS",
+    "AsyncStreamReceiver",
+    "AsyncWeightReceiver",
+    "AsyncWeightSender",
     "CoSender",
     "CopyRule",
     "DecisionKind",
     "Destination",
     "EngineReceiver",
+    "IncomingVersion",
     "Limits",
     "LinkMembers",
     "NamedTensor",
@@ -47,6 +53,7 @@ __all__ = [
     "SharedReads",
     "SharedWeights",
     "SlabRing",
+    "StreamReceiver",
     "SyncPlan",
     "SyncReport",
     "Taken",
