@@ -10,8 +10,9 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommAbortedError, CommTimeoutError, ConfigError, LayoutMismatchError
+from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError
 from hwrl.interfaces import Backend
+from hwrl.weights.chapters import ChapteredPlace
 from hwrl.weights.control import Proposal
 from hwrl.weights.destination import (
     RING_NBYTES,
@@ -169,13 +170,16 @@ class WeightReceiver:
             layout, destination = self._prepare(proposal)
             try:
                 taken = self._take(proposal, deadline, clock)
-            except CommAbortedError:
-                self._members.leave()  # the sender need not wait for a receiver that went away
-                self._left = True
+            except Exception:
+                if self._cancellation.is_wanted:
+                    self._members.leave()  # the sender need not wait for a receiver that went away
+                    self._left = True
+                    self._cancellation.check()
                 raise
             if taken is not None:
                 self.version = taken.version
-                return Received(taken, destination.tensors, layout.payload_nbytes, clock)
+                nbytes = destination.nbytes if isinstance(destination, ChapteredPlace) else layout.payload_nbytes
+                return Received(taken, destination.tensors, nbytes, clock)
             if not self._members.keeps_versions(proposal):
                 aborted, deadline = proposal, self._members.next_deadline(proposal, deadline)
 
