@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hwrl.train.choices import KlEstimator as KlEstimator
     from hwrl.train.choices import LossName as LossName
     from hwrl.train.choices import RejectionMode as RejectionMode
+    from hwrl.train.compiling import wants_compilation as wants_compilation
     from hwrl.train.critic import CriticEngine as CriticEngine
     from hwrl.train.critic import ValueLoss as ValueLoss
     from hwrl.train.engines import Engines as Engines
@@ -94,6 +95,7 @@ _MODULE_OF = {
     "read_on_all_ranks": "loading",
     "read_weights": "loading",
     "reference_memory": "memory",
+    "wants_compilation": "compiling",
 }
 
 __all__ = [
@@ -138,6 +140,7 @@ __all__ = [
     "read_on_all_ranks",
     "read_weights",
     "reference_memory",
+    "wants_compilation",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
