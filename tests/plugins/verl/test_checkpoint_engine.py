@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,10 @@ import torch
 from tests.plugins.verl import actors
 from tests.support.tiny_model import tiny_model
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: make test-stack-verl"),
+    pytest.mark.filterwarnings("default"),  # verl's own
+]
 
 TIMEOUT_S = 15.0
 OPTIONS: dict[str, Any] = {"timeout_s": TIMEOUT_S, "slab_nbytes": 4096, "slabs": 2}  # a version is many slabs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -11,7 +13,10 @@ import hwrl_npu
 from hwrl.interfaces import Backend
 from tests.plugins.verl import actors
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: make test-stack-verl"),
+    pytest.mark.filterwarnings("default"),  # verl's own
+]
 
 
 def platform_of(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> actors.HwrlPlatform:
