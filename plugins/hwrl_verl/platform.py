@@ -115,6 +115,7 @@ class _DeviceModule:
 
 _FROM_BACKEND: dict[str, Callable[..., Any]] = {
     "empty_cache": lambda backend: backend.empty_cache(),
+    "get_device_name": lambda backend, *_: backend.info.description,
     "get_rng_state": lambda backend, *_: backend.rng_state(),
     "ipc_collect": lambda backend: None,
     "max_memory_allocated": lambda backend, *_: backend.memory_info().peak_nbytes,

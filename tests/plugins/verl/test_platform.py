@@ -33,6 +33,7 @@ def test_the_cpu_has_all_that_verl_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not platform.is_ipc_supported() and not platform.is_platform_available(use_smi_check=True)
     assert platform.get_device_capability() == (None, None)
     device = platform.device_module
+    assert device.get_device_name() == hwrl_cpu.INFO.description
     assert device.max_memory_allocated() >= 0 and device.mem_get_info()[1] > 0
     assert device.is_available() and device.stream is torch.cpu.stream  # torch's own
     with pytest.raises(AttributeError, match="memory_snapshot"):
