@@ -34,7 +34,8 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
     worker's engine gets each tensor as it comes, and the verdict last. With ``whole`` it gets
     nothing before the verdict, and the worker holds a whole model for that time.
 
-    Whatever happens to a worker, the others get the version; it joins again in the next update with it.
+    If a worker's engine fails, the others get the version. If a worker dies, the update fails for all, because verl's
+    tensors can be read only once. Each worker of the next update joins again.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, *, whole: bool = False, **sending: Any) -> None:
