@@ -1,8 +1,8 @@
 """Find backends and plugins: hooks, entry points, and the registry that chooses this process's backend."""
 
 from hwrl.discovery.hookspecs import hookimpl, hookspec
-from hwrl.discovery.loading import MANDATORY_HOOKS, LoadFailure, Plugin, PluginFault
-from hwrl.discovery.plugins import PLUGIN_ENTRY_POINTS, load_hook
+from hwrl.discovery.loading import MANDATORY_HOOKS, LoadFailure, Plugin, PluginFault, run_plugin_code
+from hwrl.discovery.plugins import PLUGIN_ENTRY_POINTS, load_hook, plugins_with_hook
 from hwrl.discovery.registry import (
     BACKEND_ENTRY_POINTS,
     BACKEND_VARIABLE,
@@ -41,6 +41,8 @@ __all__ = [
     "host_backend",
     "kernels",
     "load_hook",
+    "plugins_with_hook",
     "process_env",
+    "run_plugin_code",
     "set_backend",
 ]

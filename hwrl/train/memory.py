@@ -26,6 +26,7 @@ def fsdp_memory(
 
     A pass has ``settings.micro_batch_tokens`` tokens, all of them targets; a rank has its share of them. Others need
     ``context_nbytes`` of the device. The engine is the policy's or a ``critic``. Reads the model's configuration only.
+    Layers that ``settings.compile`` leaves to the device count as not compiled: they need more memory.
 
     Raises ConfigError if the ranks that share a pack cannot share the model's heads.
     """
@@ -42,6 +43,7 @@ def fsdp_memory(
         targets=tokens,
         lora=settings.lora,
         context_parallel=settings.context_parallel,
+        compiled=settings.compile is True,
     )
     if critic:
         measured = replace(measured, scoring=0)

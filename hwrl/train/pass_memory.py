@@ -26,6 +26,7 @@ from hwrl.train.scoring import OutputScorer
 from hwrl.train.sharding import layers_of, outermost
 
 _ATTENTION = "hwrl_measured"
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ALIKE = 2
 """Layers of one kind in a measured pass. The memory of the others follows from theirs."""
 _WIDTHS = 17
@@ -77,6 +78,7 @@ def measure_pass(
     targets: int,
     lora: LoraSettings | None = None,
     context_parallel: int = 1,
+    compiled: bool = False,
 ) -> PassMemory:
     """Return the memory of a pass over one pack of ``tokens`` tokens with ``targets`` response tokens.
 
@@ -85,6 +87,9 @@ def measure_pass(
     Runs the model of ``directory`` in ``dtype`` on the meta device, with a fused attention, and follows every
     allocation: it needs no weights, and no memory. Two layers of each kind run, and the others count as these. Routed
     experts count as if each met the same share of the tokens.
+
+    A ``compiled`` layer keeps the inputs and results of its matrix products and of its attention. Everything between
+    them is fused into kernels, and the backward pass computes it again from these values.
     """
     with torch.device("meta"):
         model = build_model(directory, dtype=dtype).eval()
@@ -98,7 +103,7 @@ def measure_pass(
         )
     except (RuntimeError, TypeError, ValueError, AttributeError):  # a model that needs a mask, or values
         return _rule_of_thumb(model, kinds, dtype=dtype, tokens=tokens, targets=targets)
-    each = dict(zip(left, plain.layers, strict=True))
+    each = dict(zip(left, plain.compiled_layers if compiled else plain.layers, strict=True))
     inputs = dict(zip(left, recomputed.layers, strict=True))
     return PassMemory(
         kept=tuple(each[kind] for kind in kinds),
@@ -112,29 +117,49 @@ def measure_pass(
 
 @dataclass(frozen=True)
 class _Run:
-    """``layers`` kept so many bytes, and all together ``kept``; the rest is as in :class:`PassMemory`."""
+    """``layers`` kept so many bytes, and all together ``kept``; the rest is as in :class:`PassMemory`.
+
+    ``compiled_layers`` is what they would keep if they were compiled.
+    """
 
     layers: tuple[int, ...]
+    compiled_layers: tuple[int, ...]
     kept: int
     scoring: int
     working: int
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts the bytes of all storages that are made inside, and are alive: ``now`` and ``peak``."""
+    """Counts the bytes of all storages that are made inside, and are alive: ``now`` and ``peak``.
+
+    ``of_products`` are the bytes of all storages, alive or not, from which or into which matrix products and attention
+    have read or written.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._in_products: dict[int, weakref.ref[Any]] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.now = self.peak = 0
+        self.now = self.peak = self.of_products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf.untyped_storage())
+        if func.overloadpacket in _PRODUCTS:
+            self.note_product(leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
         return result
+
+    def note_product(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count the storages of ``tensors`` as those of a product, each once."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            key = storage._cdata
+            known = self._in_products.get(key)
+            if key not in self._known and (known is None or known() is not storage):
+                self._in_products[key] = weakref.ref(storage)
+                self.of_products += storage.nbytes()
 
     def _see(self, storage: Any) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
@@ -155,10 +180,10 @@ def _run(model: Any, *, tokens: int, targets: int, recompute: bool, context_para
     layers = outermost(layers_of(model))
     memory = _Allocations([*model.parameters(), *model.buffers()])
     hooks = [one.register_post_accumulate_grad_hook(_drop) for one in model.parameters() if one.requires_grad]
-    kept: list[int] = []
+    kept: list[tuple[int, int]] = []
     scorer, part = OutputScorer(), _meta_part(tokens, targets)
     model.config._attn_implementation = _ATTENTION
-    AttentionInterface.register(_ATTENTION, _attention(context_parallel))
+    AttentionInterface.register(_ATTENTION, _attention(context_parallel, memory))
     with contextlib.ExitStack() as changes:
         for hook in hooks:
             changes.callback(hook.remove)
@@ -171,15 +196,21 @@ def _run(model: Any, *, tokens: int, targets: int, recompute: bool, context_para
             held, scoring = memory.now, memory.peak - memory.now
             memory.peak = held
             scores[:, 0].sum().backward()
-    return _Run(tuple(kept), held, scoring, memory.peak - held)
+    layers_kept, of_products = zip(*kept, strict=True)
+    return _Run(layers_kept, tuple(map(min, layers_kept, of_products)), held, scoring, memory.peak - held)
 
 
-def _observed(forward: Any, memory: _Allocations, kept: list[int], recompute: bool) -> Any:  # noqa: FBT001 - private
+def _observed(
+    forward: Any,
+    memory: _Allocations,
+    kept: list[tuple[int, int]],
+    recompute: bool,  # noqa: FBT001 - private
+) -> Any:
     def observe(*args: Any, **kwargs: Any) -> Any:
-        before = memory.now
+        before, of_products = memory.now, memory.of_products
         run = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
         result = (run if recompute else forward)(*args, **kwargs)
-        kept.append(memory.now - before)
+        kept.append((memory.now - before, memory.of_products - of_products))
         return result
 
     return observe
@@ -253,10 +284,14 @@ class _MeasuredAttention(torch.autograd.Function):
         return torch.empty_like(query), *shares
 
 
-def _attention(context_parallel: int) -> Any:
+def _attention(context_parallel: int, memory: _Allocations) -> Any:
     """Return the attention function of ranks that share each pack: it allocates for both exchanges, too."""
     ranks = HeadExchange(context_parallel, torch.clone)
-    fused: Any = _MeasuredAttention.apply
+
+    def fused(*heads: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _MeasuredAttention.apply(*heads)  # type: ignore[no-untyped-call] # torch's
+        memory.note_product((*heads, result))
+        return result
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any

@@ -60,7 +60,7 @@ def measure(rank: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
 
     from hwrl import get_backend
     from hwrl.interfaces import EngineSettings, phase_nbytes
-    from hwrl.train import FsdpEngine, PolicyLoss, fsdp_memory
+    from hwrl.train import FsdpEngine, PolicyLoss, fsdp_memory, wants_compilation
     from hwrl_bench.models import random_weights
     from hwrl_bench.train_rows import random_batch
 
@@ -74,7 +74,7 @@ def measure(rank: int, model: str, options: dict[str, Any]) -> dict[str, Any]:
             micro_batch_tokens=options["tokens"],
             dtype=getattr(torch, options["dtype"]),
             activation_checkpointing=options["activation_checkpointing"],
-            compile=options["compile"],
+            compile=wants_compilation(backend, setting=options["compile"]),
         )
         length = min(options["length"], options["tokens"])
         batch = random_batch([length - 1] * (2 * options["tokens"] // length), prompt=1, vocabulary=shape.vocab_size)

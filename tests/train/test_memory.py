@@ -93,6 +93,14 @@ def test_the_plan_of_one_rank_is_within_a_tenth_of_the_peak(
     assert close(planned, measured), (planned, measured)
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, in its compiler
+def test_the_plan_of_compiled_layers_is_within_a_tenth_of_the_peak(directory: Path) -> None:
+    settings = settings_of(directory, torch.bfloat16, False, compile=True)
+    planned, measured = planned_step(settings, ranks=1), measured_step(settings, hwrl.get_backend(), None)
+    assert close(planned, measured), (planned, measured)
+    assert planned < 0.85 * planned_step(replace(settings, compile=False), ranks=1), "less than without compilation"
+
+
 def test_the_plan_of_an_adapter_is_within_a_tenth_of_the_peak(directory: Path) -> None:
     pytest.importorskip("peft")
     lora = LoraSettings(rank=8, alpha=16.0)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from hwrl.errors import ConfigError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
+from hwrl.testing.levels import Level
 
 _MANY = 1 << 20
 
 
 class DeviceContract:
     """Work on the device runs in order, can be waited for, and gives the same results again."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     def test_it_sees_a_device(self, backend: Backend) -> None:
         """There is at least one; ``device`` and ``set_device`` agree on its number."""
@@ -81,6 +84,17 @@ class DeviceContract:
             "be about the generator that torch.rand uses on the device"
         )
 
+    def test_a_seed_decides_random_numbers(self, backend: Backend) -> None:
+        """Equal seeds give equal numbers; other seeds give others."""
+        state = backend.rng_state()
+        draws = []
+        for seed in (11, 12, 11):
+            backend.seed(seed)
+            draws.append(self._draw(backend))
+        backend.set_rng_state(state)
+        assert torch.equal(draws[0], draws[2]), "the same seed gives other numbers"
+        assert not torch.equal(draws[0], draws[1]), "another seed gives the same numbers: seed() does nothing"
+
     def _draw(self, backend: Backend) -> torch.Tensor:
         return torch.rand(100, device=backend.device()).cpu()
 
@@ -92,6 +106,8 @@ class DeviceContract:
 
 class CapabilityContract:
     """``supports`` tells the truth, and unsupported calls raise."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     @pytest.mark.parametrize("capability", Capability)
     def test_each_has_an_answer_with_a_reason(self, backend: Backend, capability: Capability) -> None:
@@ -138,6 +154,8 @@ class _NoGroup:
 
 class DeviceMapContract:
     """A process's visible devices are read from an environment, and written to one."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     @pytest.mark.parametrize("ids", [(0,), (0, 1), (1, 3, 6)])
     def test_what_is_rendered_is_visible(self, backend: Backend, ids: tuple[int, ...]) -> None:
