@@ -57,7 +57,8 @@ class DyingBackend(FaultyBackend):
 class LateBackend(CpuBackend):
     """The CPU with a late event: number ``at``, from 1, is reached when ``reach`` returns.
 
-    In a host sender events 1, 2, … are the slabs' arrivals on the host.
+    Events with timing do not count. In a host sender of n slabs, events 1 to n are the slabs' arrivals on the host, and
+    2n + 1 to 3n those of the next version.
     """
 
     def __init__(self, *, at: int, reach: Callable[[], None]) -> None:
@@ -65,7 +66,7 @@ class LateBackend(CpuBackend):
         self._at, self._reach, self._made = at, reach, 0
 
     def event(self, *, timing: bool = False) -> InlineEvent:
-        self._made += 1
+        self._made += not timing
         return _LateEvent(self._reach) if self._made == self._at else super().event(timing=timing)
 
 
