@@ -17,7 +17,7 @@ DEMO := demo/seed-$(SEED)
 # Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo check test test-all test-wheel test-npu test-vllm crash-test fault-test clean
+.PHONY: help install demo check test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
@@ -27,9 +27,10 @@ help:
 	@echo "make test-wheel the tests of packaging on the built wheel"
 	@echo "make test-npu   the Ascend backend on the real torch_npu over a simulated CANN; needs g++"
 	@echo "make test-vllm  the tests of rollout on vLLM, which it installs into .venv-vllm"
+	@echo "make test-stacks  the tests inside each stack of ci/stacks, in its own environment; make test-stack-verl runs those of one"
 	@echo "make crash-test  crash a save at POINTS=10000 places, and look at what is left after each (POINT=... repeats one)"
 	@echo "make fault-test  inject POINTS=n of the faults in docs/faults.md into running jobs, and judge each (POINT=name repeats one)"
-	@echo "make clean   remove .venv, .venv-npu, .venv-vllm and everything that was built"
+	@echo "make clean   remove .venv, .venv-* and everything that was built"
 
 install: $(INSTALLED)
 
@@ -62,8 +63,13 @@ test-all: TESTS := -m ''
 test-all: export EXTENDED := yes
 test-all: test
 
-test-vllm: $(INSTALLED)
-	ci/vllm python -m pytest tests/plugins/vllm
+# `make -k test-stacks` goes on after a stack with a failure.
+test-stacks: $(patsubst ci/stacks/%.txt,test-stack-%,$(wildcard ci/stacks/*.txt))
+
+test-stack-%: $(INSTALLED)
+	ci/stack $* python -m pytest tests/plugins/$*
+
+test-vllm: test-stack-vllm
 
 crash-test: $(INSTALLED)
 	.venv/bin/python -m tests.crash.sweep --points $(POINTS) --seed $(CRASH_SEED) --start $(START) $(if $(POINT),--only $(POINT))
@@ -72,5 +78,5 @@ fault-test: $(INSTALLED)
 	.venv/bin/python -m tests.faults.sweep $(FAULT_POINTS) --seed $(FAULT_SEED) $(if $(POINT),--only $(POINT))
 
 clean:
-	rm -rf .venv .venv-npu .venv-vllm build dist demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist demo .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -143,6 +143,11 @@ class CpuBackend(Backend):
 
         torch.set_rng_state(state)
 
+    def seed(self, value: int) -> None:
+        import torch
+
+        torch.default_generator.manual_seed(value)
+
     def create_process_group(
         self, store: Store, *, rank: int, size: int, name: str, timeout: timedelta
     ) -> ProcessGroup:

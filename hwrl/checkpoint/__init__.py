@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hwrl.checkpoint.directory.durable import DurableFS
     from hwrl.checkpoint.directory.lock import DirectoryLock, find_owner
     from hwrl.checkpoint.format.copies import copy_for_torch
-    from hwrl.checkpoint.format.loading import read_tensors
+    from hwrl.checkpoint.format.loading import SavedTensors, read_tensors
     from hwrl.checkpoint.format.manifest import (
         EXTRA_NAME,
         CheckpointInfo,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hwrl.checkpoint.join import join_parts
     from hwrl.checkpoint.manager import CheckpointManager, SaveReport
     from hwrl.checkpoint.resume import Resumed
+    from hwrl.checkpoint.rng import rng_state, set_rng_state
     from hwrl.checkpoint.saving.tuning import SaveTuning
 
 _MODULE_OF = {
@@ -54,6 +55,7 @@ _MODULE_OF = {
     "Resumed": "resume",
     "SaveReport": "manager",
     "SaveTuning": "saving.tuning",
+    "SavedTensors": "format.loading",
     "Skipped": "format.manifest",
     "broken_checkpoints": "directory.checkpoint_directory",
     "copy_for_torch": "format.copies",
@@ -65,6 +67,8 @@ _MODULE_OF = {
     "join_parts": "join",
     "read_extra": "format.manifest",
     "read_tensors": "format.loading",
+    "rng_state": "rng",
+    "set_rng_state": "rng",
     "step_name": "format.manifest",
     "unfinished_saves": "directory.checkpoint_directory",
     "verify_files": "format.manifest",
@@ -84,6 +88,7 @@ __all__ = [
     "Resumed",
     "SaveReport",
     "SaveTuning",
+    "SavedTensors",
     "Skipped",
     "broken_checkpoints",
     "copy_for_torch",
@@ -95,6 +100,8 @@ __all__ = [
     "join_parts",
     "read_extra",
     "read_tensors",
+    "rng_state",
+    "set_rng_state",
     "step_name",
     "unfinished_saves",
     "verify_files",

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, os_errors_as_checkpoint_errors
 from hwrl.checkpoint.directory.durable import DurableFS
 from hwrl.checkpoint.format.extra import copy_extra
+from hwrl.checkpoint.format.loading import SavedTensors
 from hwrl.checkpoint.format.manifest import CheckpointInfo, find_checkpoints
 from hwrl.checkpoint.resume import Resumed, ResumeProtocol
 from hwrl.checkpoint.saving.agreement import Agreement
@@ -68,9 +69,17 @@ class CheckpointManager:
     as ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict`` returns it. ``extra`` is JSON with string keys,
     taken from rank 0; ``rank_extra`` is the same for each rank.
 
-    ``export`` writes files for other readers. It is called once, on rank 0, with the path of the empty directory ``hf``
-    inside the checkpoint. With ``async_save`` it runs in the background, so it must own its data and call no
-    collective.
+    ``export`` writes files for other readers. It is called once, on rank 0, when the tensors of rank 0's node are
+    written. It gets the path of the empty directory ``hf`` inside the checkpoint, and the :class:`SavedTensors`. They
+    are read from the files one at a time, so an export needs no copy of the model.
+
+    ``after_commit`` is called once, on rank 0, when all nodes have the step under its final name, and the tracker names
+    it; the checkpoints that retention will remove are still there. It gets the checkpoint. Other programs' trackers can
+    so follow. If it raises, the step stays complete, and ``save`` raises on all ranks (with ``async_save``, the next
+    call). It is not called again for this step, nor for a step whose writer died between the commit and the call.
+
+    With ``async_save`` both run in the background, so they must own their other data and call no collective. They must
+    not call the manager.
 
     ``offloader`` holds tensors of the state on the host; they are written from there, neither loaded nor copied. Take
     the state inside ``offloader.lending()`` then. The offloader may be used at once: before an ``offload`` overwrites a
@@ -146,7 +155,8 @@ class CheckpointManager:
         weight_version: int = 0,
         extra: Mapping[str, Any] | None = None,
         rank_extra: Mapping[str, Any] | None = None,
-        export: Callable[[Path], object] | None = None,
+        export: Callable[[Path, SavedTensors], object] | None = None,
+        after_commit: Callable[[CheckpointInfo], object] | None = None,
         offloader: OffloadedState | None = None,
     ) -> SaveReport:
         """Save ``state`` as ``step``. It must be later than every complete step in the directory.
@@ -173,6 +183,7 @@ class CheckpointManager:
                 extra=copy_extra(extra),
                 rank_extra=copy_extra(rank_extra),
                 export=export,
+                after_commit=after_commit,
                 previous_save_succeeded=previous_error is None,
                 state=capture_state(state, self._staging, copy=self._async_save, offloader=offloader),
             )

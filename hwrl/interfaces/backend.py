@@ -385,6 +385,10 @@ class Backend:
         """Restore a state from :meth:`rng_state`."""
         torchapi.function(self.info.device_type, "set_rng_state")(state)
 
+    def seed(self, value: int) -> None:
+        """Seed the current device's default generator: equal values give equal random numbers afterwards."""
+        torchapi.function(self.info.device_type, "manual_seed")(value)
+
     # -- collectives, for :mod:`hwrl.comm` ----------------------------------------------------------------------
 
     def comm_library(self) -> str:

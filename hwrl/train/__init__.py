@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from hwrl.train.padding import collate as collate
     from hwrl.train.policy import PolicyEngine as PolicyEngine
     from hwrl.train.reference import ReferenceModel as ReferenceModel
-    from hwrl.train.rng import rng_state as rng_state
-    from hwrl.train.rng import set_rng_state as set_rng_state
     from hwrl.train.scoring import OutputScorer as OutputScorer
     from hwrl.train.scoring import VocabularyShard as VocabularyShard
     from hwrl.train.sharding import ShardedModel as ShardedModel
@@ -97,8 +95,6 @@ _MODULE_OF = {
     "read_on_all_ranks": "loading",
     "read_weights": "loading",
     "reference_memory": "memory",
-    "rng_state": "rng",
-    "set_rng_state": "rng",
     "wants_compilation": "compiling",
 }
 
@@ -144,8 +140,6 @@ __all__ = [
     "read_on_all_ranks",
     "read_weights",
     "reference_memory",
-    "rng_state",
-    "set_rng_state",
     "wants_compilation",
 ]
 

@@ -1,5 +1,6 @@
 """Weights from a trainer to rollout replicas: planned layouts, transports, two-phase commit of versions."""
 
+from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl.weights.co_sender import CoSender
 from hwrl.weights.control import DecisionKind, Limits, Proposal, TransportPayload
 from hwrl.weights.destination import (
@@ -23,6 +24,7 @@ from hwrl.weights.sender import WeightSender, slab_sizes
 from hwrl.weights.shared_reads import SharedReads, SharedWeights
 from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
 from hwrl.weights.source import WeightShard, WeightSource, gather_weights
+from hwrl.weights.streaming import IncomingVersion, StreamReceiver
 from hwrl.weights.transport import (
     ReceiverContext,
     ReceiverRound,
@@ -42,12 +44,16 @@ __all__ = [
     "RING_NBYTES",
     "TRANSPORTS",
     "TRANSPORT_ENTRY_POINTS",
+    "AsyncStreamReceiver",
+    "AsyncWeightReceiver",
+    "AsyncWeightSender",
     "Checksums",
     "CoSender",
     "CopyRule",
     "DecisionKind",
     "Destination",
     "EngineReceiver",
+    "IncomingVersion",
     "Limits",
     "LinkMembers",
     "NamedTensor",
@@ -64,6 +70,7 @@ __all__ = [
     "SharedWeights",
     "SlabRing",
     "StageClock",
+    "StreamReceiver",
     "SyncPlan",
     "SyncReport",
     "Taken",

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
-from hwrl.comm import PrefixStore, Store, await_keys, clone_store, store_failures
+from hwrl.comm import PrefixStore, Store, await_keys, clone_store
 from hwrl.errors import LayoutMismatchError, ReceiverExcludedError, TransferFailedError
 from hwrl.weights.layout import WeightLayout
+from hwrl.weights.store_keys import StoreKeys
 
 Metadata = Mapping[str, str | int | float]
 _Kind = TypeVar("_Kind", bound=StrEnum)
 _Fields = TypeVar("_Fields")
-_ABSENT = "\x01"  # never written as a value: compare_set returns it for a missing key, and then writes nothing
 
 
 class Note(StrEnum):
@@ -32,6 +32,7 @@ class Note(StrEnum):
     TRANSPORT = "transport"
     JOIN = "join"
     EXCLUDED = "excluded"
+    ABANDONED = "abandoned"
 
 
 class Start(StrEnum):
@@ -90,6 +91,24 @@ class Decision:
     def read(cls, text: bytes) -> Decision:
         """Read a decision; raises TransferFailedError if it is malformed."""
         return cls(*_read_message("a decision", text, DecisionKind))
+
+
+@dataclass(frozen=True)
+class Abandonment:
+    """A ``version`` that sender ``epoch`` gave up before it was proposed. ``number`` grows with each on the link."""
+
+    number: int = 0
+    epoch: int = 0
+    version: int = 0
+    why: str = ""
+
+    @classmethod
+    def read(cls, text: bytes) -> Abandonment:
+        """Read an abandonment; raises TransferFailedError if it is malformed."""
+        try:
+            return _read_fields(cls, json.loads(text))
+        except (ValueError, TypeError, RecursionError) as exc:
+            raise _unreadable("an abandonment", text) from exc
 
 
 @dataclass(frozen=True)
@@ -182,8 +201,9 @@ class ControlChannel:
         # A connection of its own: a client that waits blocks other threads, and making a group waits.
         self.store: Store = PrefixStore(f"weights/{name}", clone_store(store))
         self.name = name
-        self._keys = _Keys(self.store)
+        self._keys = StoreKeys(self.store)
         self._payloads = payloads
+        self.proposed = 0  # how many proposals this end has shown
 
     # -- the sender writes --------------------------------------------------------------------------------------
 
@@ -213,6 +233,7 @@ class ControlChannel:
         """Show ``proposal`` to the receivers; they see all of it or nothing."""
         self._keys.set(_key(Note.PROPOSAL, proposal.number), json.dumps(asdict(proposal)))
         self._keys.raise_to("newest proposal", proposal.number)
+        self.proposed += 1
 
     def start(self, proposal: Proposal, start: Start) -> None:
         """Tell the receivers to begin the transfer, or that the proposal is withdrawn."""
@@ -229,6 +250,11 @@ class ControlChannel:
         decision = self.decision(proposal)
         if decision is None or decision.kind is DecisionKind.AGAIN:
             self.decide(proposal, Decision(DecisionKind.GIVEN_UP, why))
+
+    def abandon(self, epoch: int, version: int, why: str) -> None:
+        """Tell waiting receivers that sender number ``epoch`` gave ``version`` up before it was proposed."""
+        found = Abandonment(self._keys.add("abandonments", 1), epoch, version, why)
+        self._keys.set(Note.ABANDONED, json.dumps(asdict(found)))
 
     def exclude(self, member: int, why: str) -> None:
         """Exclude a receiver; it reads ``why``."""
@@ -306,7 +332,7 @@ class ControlChannel:
 
     def wait_for_proposal(self, number: int, *, timeout_s: float) -> None:
         """Block until proposal ``number`` is there or ``timeout_s`` passed."""
-        self._wait({_key(Note.PROPOSAL, number): number}, timeout_s)
+        await_keys(self.store, [_key(Note.PROPOSAL, number)], timeout_s=timeout_s)
 
     def wait_for_start(self, proposal: Proposal, *, timeout_s: float) -> Start | None:
         """Block until the sender has answered; None after ``timeout_s``."""
@@ -322,6 +348,11 @@ class ControlChannel:
         """Return the sender's decision, or None if there is none yet."""
         text = self._keys.get(_key(Note.DECISION, proposal.number))
         return None if text is None else Decision.read(text)
+
+    def abandonment(self) -> Abandonment:
+        """Return the last version that was given up before it was proposed; its number is 0 if there is none."""
+        text = self._keys.get(Note.ABANDONED)
+        return Abandonment() if text is None else Abandonment.read(text)
 
     def check_member(self, member: int, replica: str) -> None:
         """Raise ReceiverExcludedError if receiver ``member`` was excluded."""
@@ -368,46 +399,6 @@ class ControlChannel:
     def _wait_and_get(self, key: str, timeout_s: float) -> bytes | None:
         await_keys(self.store, [key], timeout_s=timeout_s)
         return self._keys.get(key)
-
-
-class _Keys:
-    """A store's keys. No operation waits for a key; a lost store raises PeerLostError."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def add(self, key: str, number: int) -> int:
-        with store_failures():
-            return self._store.add(key, number)
-
-    def set(self, key: str, value: str) -> None:
-        with store_failures():
-            self._store.set(key, value)
-
-    def get(self, key: str) -> bytes | None:
-        """Return the value, or None if there is none. One round trip; does not wait if the key is being deleted."""
-        with store_failures():
-            found = self._store.compare_set(key, _ABSENT, _ABSENT)
-        return None if found == _ABSENT.encode() else found
-
-    def raise_to(self, key: str, number: int) -> None:
-        """Set ``key`` to ``number`` unless it holds a larger one; mostly one round trip."""
-        expected = str(number - 1) if number > 1 else ""
-        while True:
-            with store_failures():
-                found = self._store.compare_set(key, expected, str(number)).decode()
-            if found == str(number):
-                return
-            if found == expected:  # also returned if the key is missing; only "" writes it then
-                expected = ""
-            elif int(found) > number:
-                return
-            else:
-                expected = found
-
-    def delete(self, key: str) -> None:
-        with store_failures():
-            self._store.delete_key(key)
 
 
 def checked_metadata(metadata: Metadata | None) -> dict[str, str | int | float]:

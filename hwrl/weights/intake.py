@@ -14,7 +14,14 @@ from hwrl.weights.layout import WeightLayout
 from hwrl.weights.participant import Participant
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums
-from hwrl.weights.transport import ReceiverContext, ReceiverRound, ReceiverTiming, Transport, TransportReceiver
+from hwrl.weights.transport import (
+    Cancellation,
+    ReceiverContext,
+    ReceiverRound,
+    ReceiverTiming,
+    Transport,
+    TransportReceiver,
+)
 from hwrl.weights.transports import TRANSPORTS
 
 
@@ -36,7 +43,9 @@ class WeightIntake:
         slabs: int = 8,
         timing: ReceiverTiming,
         transports: Mapping[str, Transport] = TRANSPORTS,
+        cancellation: Cancellation | None = None,
     ) -> None:
+        self._cancellation = cancellation or Cancellation()
         payloads = {key: transport.payload for key, transport in transports.items()}
         self._channel = ControlChannel(store, name=name, payloads=payloads)
         self._backend, self._place, self._slabs = backend, place, slabs
@@ -77,7 +86,9 @@ class WeightIntake:
                 self._channel.cast_vote(proposal, member, Vote(VoteKind.TORN, type(exc).__name__))
             raise
         assert self._prepared is not None, "prepare has made it"
-        receiving = ReceiverRound(proposal, self._channel, member, replica, self._timing, layout, deadline)
+        receiving = ReceiverRound(
+            proposal, self._channel, member, replica, self._timing, self._cancellation, layout, deadline
+        )
         participant = Participant(transport, self._end_of(proposal.transport), destination)
         try:
             taken = participant.take(receiving, self._prepared[2], clock, after=after)

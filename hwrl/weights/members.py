@@ -10,7 +10,7 @@ from hwrl.comm import Store
 from hwrl.errors import CommTimeoutError, TransferFailedError
 from hwrl.weights.control import ControlChannel, DecisionKind, Limits, Proposal, Start
 from hwrl.weights.report import StageClock
-from hwrl.weights.transport import MemberRound, ReceiverTiming, Transport
+from hwrl.weights.transport import Cancellation, MemberRound, ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS
 
 _CHECK_S = 0.5
@@ -22,7 +22,7 @@ class LinkMembers:
 
     They join together when this is made. The process that receives a version for a member may be another one
     (:class:`~hwrl.weights.WeightIntake`); this one needs no device. ``newest=False`` ignores the version that is
-    already proposed. Used from one thread.
+    already proposed. Used from one thread; others may use ``cancellation``.
     """
 
     def __init__(
@@ -34,8 +34,11 @@ class LinkMembers:
         newest: bool = True,
         timing: ReceiverTiming,
         transports: Mapping[str, Transport] = TRANSPORTS,
+        cancellation: Cancellation | None = None,
     ) -> None:
         self._transports = transports
+        self._cancellation = cancellation or Cancellation()
+        self._abandoned = 0  # the last abandonment of which the members know
         payloads = {key: transport.payload for key, transport in transports.items()}
         self.channel = ControlChannel(store, name=name, payloads=payloads)
         self.replicas, self._timing = tuple(replicas), timing
@@ -49,6 +52,7 @@ class LinkMembers:
         """Request versions, or request them again; with ``newest`` the newest one, too. Leaves first."""
         self.leave()
         self._done = 0 if newest else self.channel.newest()  # before joining: later proposals may be for these
+        self._abandoned = self.channel.abandonment().number
         self.numbers = self.channel.join(*self.replicas)
 
     def leave(self) -> None:
@@ -77,17 +81,23 @@ class LinkMembers:
     def wait(self, *, deadline: float, timeout_s: float, aborted: Proposal | None, have: int | None) -> Proposal:
         """Wait for a proposal for one of the members; ``have`` is the version that they have, for the error's text.
 
-        Raises CommTimeoutError at ``deadline``, ReceiverExcludedError, and TransferFailedError at once if the sender
-        gave up after the proposal ``aborted``.
+        Raises CommTimeoutError at ``deadline``, ReceiverExcludedError, and CommAbortedError if it is cancelled. Raises
+        TransferFailedError at once if the sender gave up after the proposal ``aborted``, or gave up a version before
+        it was proposed, since the last time.
         """
         while True:
+            self._cancellation.check()
             self._check_members()
+            abandoned = self.channel.abandonment()
             newest = self.channel.newest()
             proposal = self._proposal_for_us(newest)
+            before, self._abandoned = self._abandoned, abandoned.number
             if proposal is not None:
-                return proposal
+                return proposal  # a newer version than the abandoned one, as a rule
             if aborted is not None:
                 self._check_not_given_up(aborted)
+            if abandoned.number > before and abandoned.epoch == self.channel.epoch():
+                raise _given_up(abandoned.version, abandoned.why)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise CommTimeoutError(
@@ -115,7 +125,7 @@ class LinkMembers:
     def rendezvous(self, proposal: Proposal, clock: StageClock | None = None) -> bool:
         """Report the members ready and wait for the sender's answer; return whether the transfer begins."""
         members = [
-            MemberRound(proposal, self.channel, number, name, self._timing)
+            MemberRound(proposal, self.channel, number, name, self._timing, self._cancellation)
             for number, name in zip(self.members_of(proposal), self.replicas, strict=True)
             if number is not None
         ]
@@ -152,8 +162,12 @@ class LinkMembers:
     def _check_not_given_up(self, aborted: Proposal) -> None:
         decision = self.channel.decision(aborted)
         if decision is not None and decision.kind is DecisionKind.GIVEN_UP:
-            raise TransferFailedError(
-                f"the sender gave version {aborted.version} up",
-                why=decision.detail,
-                fix="look at the sender's log; this receiver continues with the version that it has",
-            )
+            raise _given_up(aborted.version, decision.detail)
+
+
+def _given_up(version: int, why: str) -> TransferFailedError:
+    return TransferFailedError(
+        f"the sender gave version {version} up",
+        why=why,
+        fix="look at the sender's log; this receiver continues with the version that it has",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection
 
 from hwrl.weights.control import ControlChannel
@@ -14,19 +15,26 @@ _log = logging.getLogger("hwrl.weights")
 
 
 class Membership:
-    """The joined receivers: ``members`` maps join numbers to replica names."""
+    """The joined receivers: ``members`` maps join numbers to replica names.
+
+    Another thread may exclude members while one reads them.
+    """
 
     def __init__(self, channel: ControlChannel) -> None:
-        self._channel = channel
+        self._channel, self._lock = channel, threading.RLock()
         self.members: dict[int, str] = {}
         self.served: dict[int, int] = {}
-        """Member → the version committed by it."""
+        """Member → the content committed by it, by its number."""
         self._joins_seen = 0
         self._numbers_seen = 0
         self._incomplete: set[int] = set()  # join numbers without a request so far
 
     def refresh(self) -> None:
         """Read joins and leaves since the last call; a restarted replica replaces its namesake."""
+        with self._lock:
+            self._refresh()
+
+    def _refresh(self) -> None:
         joins, numbers = self._channel.join_counts()  # first: a receiver that joins again has left before
         for member in [member for member in self.members if self._channel.replica(member) is None]:
             self._drop(member)
@@ -41,9 +49,24 @@ class Membership:
         # If every request is complete, the absent ones were withdrawn. Old incomplete ones belong to dead processes.
         self._incomplete = {number for number in self._incomplete if joins < numbers < number + _LATE}
 
-    def lacking(self, version: int) -> list[int]:
-        """Return the members without ``version``, in join order."""
-        return [member for member in sorted(self.members) if self.served.get(member) != version]
+    def lacking(self, content: int, replicas: Collection[str] | None = None) -> list[int]:
+        """Return the members without ``content``, in join order; only those called ``replicas``, None: all."""
+        with self._lock:
+            wanted = [member for member in sorted(self.members) if self.served.get(member) != content]
+            return [member for member in wanted if replicas is None or self.members[member] in replicas]
+
+    def absent(self, replicas: Collection[str]) -> list[str]:
+        """Return those of ``replicas`` that have not joined."""
+        joined = set(self.members.values())
+        return [name for name in replicas if name not in joined]
+
+    def remove(self, replicas: Collection[str], why: str) -> list[int]:
+        """Exclude the members called ``replicas`` for reason ``why``; return their numbers."""
+        with self._lock:
+            self._refresh()
+            members = [member for member, name in self.members.items() if name in replicas]
+            self.exclude(members, why)
+            return members
 
     def unserved(self) -> tuple[str, ...]:
         """Return the replica names of the members that have committed no version of this sender."""
@@ -52,12 +75,13 @@ class Membership:
     def exclude(self, members: Collection[int], why: str) -> dict[str, str]:
         """Exclude ``members`` and tell them why; return their replica names with the reason."""
         excluded = {}
-        for member in members:
-            if member in self.members:
-                excluded[self.members[member]] = why
-                _log.warning("receiver %r is excluded: %s", self.members[member], why)
-                self._channel.exclude(member, why)
-                self._drop(member)
+        with self._lock:
+            for member in members:
+                if member in self.members:
+                    excluded[self.members[member]] = why
+                    _log.warning("receiver %r is excluded: %s", self.members[member], why)
+                    self._channel.exclude(member, why)
+                    self._drop(member)
         return excluded
 
     def _admit(self, number: int, replica: str) -> None:

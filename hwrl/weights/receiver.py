@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommTimeoutError, LayoutMismatchError
+from hwrl.errors import CommAbortedError, CommTimeoutError, ConfigError, LayoutMismatchError
 from hwrl.interfaces import Backend
 from hwrl.weights.control import Proposal
-from hwrl.weights.destination import RING_NBYTES, Destination, TwoVersions
+from hwrl.weights.destination import (
+    RING_NBYTES,
+    Destination,
+    DestinationFactory,
+    TensorLoader,
+    TensorStream,
+    TwoVersions,
+    ring_slots,
+)
 from hwrl.weights.intake import WeightIntake
 from hwrl.weights.layout import WeightLayout
 from hwrl.weights.members import LinkMembers
 from hwrl.weights.report import StageClock
 from hwrl.weights.scatter import Scattered
-from hwrl.weights.transport import ReceiverTiming, Transport
+from hwrl.weights.transport import Cancellation, ReceiverTiming, Transport
 from hwrl.weights.transports import TRANSPORTS
 
 _TIMING = ReceiverTiming()
@@ -29,7 +38,7 @@ class Received(Mapping[str, torch.Tensor]):
 
     The tensors are the receiver's memory. They stay unchanged until the next ``receive`` returns; the ``receive``
     after that overwrites them, so copy what must live longer. Received ``into`` given tensors, they are those tensors,
-    and the next ``receive`` changes them.
+    and the next ``receive`` changes them. Given to a ``loader``, there are none here.
     """
 
     def __init__(self, proposal: Proposal, tensors: Mapping[str, torch.Tensor], nbytes: int, clock: StageClock) -> None:
@@ -57,10 +66,12 @@ class WeightReceiver:
     (names → tensors on this process's device, at least those that are sent) each version is received into these
     tensors, and a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes is held for tensors that lie otherwise than
     the slabs. The old version is then lost when a transfer begins: :attr:`version` is None, and the tensors must not be
-    used, until a transfer succeeds.
+    used, until a transfer succeeds. With ``loader`` each version goes there tensor by tensor as it comes
+    (:class:`TensorStream`), beside the same ring, and the old version is lost likewise;
+    :class:`~hwrl.weights.StreamReceiver` yields the tensors instead.
 
-    ``newest=False`` ignores the version that is already proposed and waits for later ones. Use it from one thread. A
-    restarted replica replaces its namesake. A context manager.
+    ``newest=False`` ignores the version that is already proposed and waits for later ones. Use it from one thread, but
+    for :meth:`cancel`. A restarted replica replaces its namesake. A context manager.
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class WeightReceiver:
         replica: str,
         backend: Backend | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
+        loader: TensorLoader | None = None,
         slabs: int = 8,
         ring_nbytes: int = RING_NBYTES,
         newest: bool = True,
@@ -78,20 +90,14 @@ class WeightReceiver:
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         backend = backend_or_default(backend)
-
-        def place(layout: WeightLayout) -> Destination:
-            if into is None:
-                return TwoVersions(layout, backend=backend)
-            return Scattered.into(layout, into, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes)
-
         self.replica, self.version = replica, None
-        self._keeps_old = into is None
-        self._intake = WeightIntake(
-            store, name=name, backend=backend, place=place, slabs=slabs, timing=timing, transports=transports
-        )
-        self._members = LinkMembers(
-            store, name=name, replicas=[replica], newest=newest, timing=timing, transports=transports
-        )
+        self._keeps_old = into is None and loader is None
+        self._cancellation = Cancellation()
+        place = _place(into, loader, backend, slabs=slabs, ring_nbytes=ring_nbytes)
+        waiting: dict[str, Any] = {"timing": timing, "transports": transports, "cancellation": self._cancellation}
+        self._intake = WeightIntake(store, name=name, backend=backend, place=place, slabs=slabs, **waiting)
+        self._members = LinkMembers(store, name=name, replicas=[replica], newest=newest, **waiting)
+        self._taking = self._left = False  # in a transfer; by a cancelled receive
 
     version: int | None
     """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
@@ -128,8 +134,32 @@ class WeightReceiver:
         waits as long as the sender may wait for others. Raises TransferFailedError if the version did not commit:
         the sender gave up, which is known at once, or is silent beyond its limits. The old version stays valid, unless
         it was received ``into`` tensors. Raises ReceiverExcludedError if this receiver was excluded; ``join`` again.
+        Raises CommAbortedError if another thread called :meth:`cancel`.
         """
+        try:
+            return self._receive(timeout_s)
+        finally:
+            self._cancellation.clear()
+
+    def cancel(self) -> None:
+        """End the receive that another thread is in, or else the next one; does not wait for that.
+
+        A receive that waits ends within a fifth of a second. One that takes part in a transfer breaks it off and leaves
+        the link, so the sender repeats it for the others; the next receive joins again.
+        """
+        self._cancellation.want()
+        if self._taking:  # else the connections are in order
+            self._intake.abort()
+
+    def forget_cancellation(self) -> None:
+        """Forget a :meth:`cancel` that came when the receive had ended."""
+        self._cancellation.clear()
+
+    def _receive(self, timeout_s: float) -> Received:
         deadline, aborted = time.monotonic() + timeout_s, None
+        if self._left:
+            self._members.join()
+            self._left = False
         while True:
             clock = StageClock()
             with clock("wait"):
@@ -137,7 +167,12 @@ class WeightReceiver:
                     deadline=deadline, timeout_s=timeout_s, aborted=aborted, have=self.version
                 )
             layout, destination = self._prepare(proposal)
-            taken = self._take(proposal, deadline, clock)
+            try:
+                taken = self._take(proposal, deadline, clock)
+            except CommAbortedError:
+                self._members.leave()  # the sender need not wait for a receiver that went away
+                self._left = True
+                raise
             if taken is not None:
                 self.version = taken.version
                 return Received(taken, destination.tensors, layout.payload_nbytes, clock)
@@ -164,6 +199,7 @@ class WeightReceiver:
             return None
         if not self._keeps_old:
             self.version = None  # from here on the tensors may hold a mixture
+        self._taking = True
         try:
             return self._intake.take(
                 proposal,
@@ -176,3 +212,29 @@ class WeightReceiver:
         except CommTimeoutError:
             self._members.undo(after)  # it is still being written
             raise
+        finally:
+            self._taking = False
+
+
+def _place(
+    into: Mapping[str, torch.Tensor] | None,
+    loader: TensorLoader | None,
+    backend: Backend,
+    *,
+    slabs: int,
+    ring_nbytes: int,
+) -> DestinationFactory:
+    """Return the maker of a layout's destination."""
+    if into is not None and loader is not None:
+        raise ConfigError("a receiver has one place", why="`into` and `loader` were given", fix="give one of them")
+
+    def place(layout: WeightLayout) -> Destination:
+        if into is not None:
+            return Scattered.into(layout, into, backend=backend, slabs=slabs, ring_nbytes=ring_nbytes)
+        if loader is not None:
+            largest = max((slab.nbytes for slab in layout.slabs), default=0)
+            slots = ring_slots(largest, slabs=slabs, ring_nbytes=ring_nbytes)
+            return TensorStream(layout, loader, backend=backend, slots=slots)
+        return TwoVersions(layout, backend=backend)
+
+    return place

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
 
-from hwrl.comm import Store
+from hwrl.comm import Store, first_line
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommTimeoutError, ConfigError, TransferFailedError
+from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.control import ControlChannel, Limits, Metadata, checked_metadata
 from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
@@ -19,7 +20,7 @@ from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.shares import Shares, sender_ranks
 from hwrl.weights.source import WeightSource
-from hwrl.weights.transaction import SenderLink
+from hwrl.weights.transaction import WHY_CHARACTERS, Offer, SenderLink
 from hwrl.weights.transport import SenderContext, Transport
 from hwrl.weights.transports import TRANSPORTS
 
@@ -70,6 +71,7 @@ class WeightSender:
         self._membership = Membership(self._channel)
         self._epoch = self._channel.begin_epoch()
         self._link: SenderLink | None = None
+        self._content = 0
         self.version: int | None = None
 
     def __enter__(self) -> WeightSender:
@@ -84,9 +86,18 @@ class WeightSender:
         return self._transport.keeps_versions
 
     def publish(
-        self, version: int, weights: WeightSource | Iterable[NamedTensor], metadata: Metadata | None = None
+        self,
+        version: int,
+        weights: WeightSource | Iterable[NamedTensor],
+        metadata: Metadata | None = None,
+        *,
+        to: Collection[str] | None = None,
+        again: bool = False,
     ) -> TransferReport:
         """Send ``weights`` as ``version``; return when every receiver has committed it or is excluded.
+
+        ``to`` names the receivers to send to; None means all that have joined. A name that has not joined is reported
+        as excluded and not waited for (:meth:`wait_for_receivers` waits). The host transport cannot choose receivers.
 
         ``weights`` is a :class:`WeightSource` or any iterable of names and tensors, such as ``state_dict().items()``.
         It is read during the transfer, and again if the transfer is repeated. Only some slabs of tensors that are made
@@ -96,20 +107,28 @@ class WeightSender:
 
         The first call plans the layout, from the source's metadata. Later calls must bring the same names, dtypes and
         shapes in the same order (LayoutMismatchError). A version names its content: publishing the newest one again
-        reaches only receivers that joined since (with the host transport, all). Without receivers the device and ipc
-        transports send nothing.
+        reaches only receivers that have not got it (with the host transport, all). ``again`` says that the number is
+        the caller's, a step for example: the tensors are sent to all receivers, also if they have this version, and
+        the number may be any. Without receivers the device and ipc transports send nothing.
 
         Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if the
         transfer fails repeatedly with no receiver to blame; no attempt begins later than four times ``timeout_s`` after
         the first. Whatever it raises, waiting receivers are told at once.
         """
-        clock = StageClock()
-        with clock("gather"), torch.no_grad():
-            source = WeightSource.of(weights)
-            self._check_turn(version)
-            self._check_ranks(source)
-            link = self._link or self._connect(source)
-        outcome = link.commit(version, checked_metadata(metadata), source, clock)
+        clock, shown = StageClock(), self._channel.proposed
+        try:
+            with clock("gather"), torch.no_grad():
+                source = WeightSource.of(weights)
+                self._check_turn(version, again=again)
+                self._check_choice(to)
+                self._check_ranks(source)
+                link = self._link or self._connect(source)
+            self._content += again or version != self.version
+            outcome = link.commit(Offer(version, self._content, checked_metadata(metadata), source, to), clock)
+        except BaseException as exc:
+            if self._channel.proposed == shown:  # else the receivers of the proposal know
+                self._abandon(version, exc)
+            raise
         self.version = version
         nbytes = link.layout.payload_nbytes
         return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
@@ -124,19 +143,36 @@ class WeightSender:
         self._membership.refresh()
         return () if self.keeps_versions else self._membership.unserved()
 
-    def wait_for_receivers(self, count: int, *, timeout_s: float = 60.0) -> None:
-        """Block until ``count`` receivers have joined; raises CommTimeoutError with the names of those that have."""
-        deadline = time.monotonic() + timeout_s
+    def remove(self, *replicas: str, why: str = "the sender's owner removed it") -> None:
+        """Remove receivers from the link: no publish waits for them from now on. Another thread may publish meanwhile.
+
+        A transfer under way to one of them is ended, and repeated for the others. The removed receivers get
+        ReceiverExcludedError with the reason ``why``; they may ``join`` again. Unknown names are ignored.
+        """
+        members = self._membership.remove(replicas, why)
+        if self._link is not None:
+            self._link.stop_sending_to(members)
+
+    def receivers(self) -> tuple[str, ...]:
+        """Return the names of the receivers that have joined, in join order; cheap."""
         self._membership.refresh()
-        while len(self._membership.members) < count:
+        return tuple(name for _, name in sorted(self._membership.members.items()))
+
+    def wait_for_receivers(self, receivers: int | Collection[str], *, timeout_s: float = 60.0) -> None:
+        """Block until so many receivers have joined, or all that are named.
+
+        Raises CommTimeoutError with the names of those that have joined.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._have_joined(receivers):
             if time.monotonic() > deadline:
+                wanted = receivers if isinstance(receivers, int) else f"{len(receivers)} ({', '.join(receivers)})"
                 raise CommTimeoutError(
-                    f"{len(self._membership.members)} of {count} receivers joined {self._channel.name!r}",
+                    f"{len(self._membership.members)} of {wanted} receivers joined {self._channel.name!r}",
                     why=f"within {timeout_s:g} s only {sorted(self._membership.members.values())} came",
                     fix="start the others, with the same store and name",
                 )
             time.sleep(0.005)
-            self._membership.refresh()
 
     def release(self) -> None:
         """Close the connections and free their device memory; the next ``publish`` opens both. Host versions stay."""
@@ -150,13 +186,35 @@ class WeightSender:
             self._link.close()
         self._link = None
 
-    def _check_turn(self, version: int) -> None:
+    def _have_joined(self, receivers: int | Collection[str]) -> bool:
+        self._membership.refresh()
+        if isinstance(receivers, int):
+            return len(self._membership.members) >= receivers
+        return not self._membership.absent(receivers)
+
+    def _abandon(self, version: int, exc: BaseException) -> None:
+        """Tell waiting receivers that ``version`` does not come, unless they belong to another sender."""
+        with contextlib.suppress(CommError):  # the store is lost, too
+            if self._channel.epoch() == self._epoch:
+                self._channel.abandon(self._epoch, version, f"{type(exc).__name__}: {first_line(exc)[:WHY_CHARACTERS]}")
+
+    def _check_turn(self, version: int, *, again: bool) -> None:
         self._channel.check_epoch(self._epoch)
-        if self.version is not None and version < self.version:
+        if self.version is not None and version < self.version and not again:
             raise TransferFailedError(
                 f"version {version} cannot follow version {self.version}",
                 why="receivers would take the older for the newer",
-                fix="make a new WeightSender when training goes back to an older state",
+                fix="publish it with again=True, or make a new WeightSender when training goes back to an older state",
+            )
+
+    def _check_choice(self, to: Collection[str] | None) -> None:
+        if isinstance(to, str):
+            raise ConfigError(f"to={to!r} names no receivers", why="it is one text", fix=f"use to=[{to!r}]")
+        if to is not None and self.keeps_versions:
+            raise ConfigError(
+                f"the {self.transport} transport cannot send to {sorted(to)} only",
+                why="it stores versions, and each receiver fetches them for itself",
+                fix="leave `to` out, or use another transport",
             )
 
     def _check_ranks(self, source: WeightSource) -> None:

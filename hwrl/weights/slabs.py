@@ -279,9 +279,9 @@ class SlabRing:
             self._slot_nbytes = self._slot_nbytes or largest + -largest % max(INTEGERS)  # for views as any dtype
             memory = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self._device)
             slot = self._slots[number] = _RingSlot(memory)
-        if slot.in_use is not None:
-            slot.in_use.wait()
-            slot.in_use = None
+        in_use, slot.in_use = slot.in_use, None  # another thread may forget it, to end the transfer
+        if in_use is not None:
+            in_use.wait()
         slot.generation += 1
         return slot
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,22 @@ from hwrl.weights.transport import SenderContext, SenderRound, Transport, Transp
 _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
 _BEGIN_WITHIN = 4  # times timeout_s: after that no round of the same version begins
-_WHY_CHARACTERS = 300
+_STOP_S = 0.01
+WHY_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version to send. ``content`` numbers its tensors: a receiver with the newest content is not sent it again.
+
+    ``to`` names the receivers, None: all that have joined.
+    """
+
+    version: int
+    content: int
+    metadata: dict[str, str | int | float]
+    source: WeightSource
+    to: Collection[str] | None = None
 
 
 class CommitOutcome(NamedTuple):
@@ -65,31 +81,35 @@ class SenderLink:
         self._name = name
         self._proposals: list[Proposal] = []  # their messages are in the store
         self._newest: Transaction | None = None
+        self.sending: SenderRound | None = None
+        """The round whose bytes are under way."""
 
-    def commit(
-        self, version: int, metadata: dict[str, str | int | float], source: WeightSource, clock: StageClock
-    ) -> CommitOutcome:
-        """Bring ``source`` to the receivers as ``version``, as the transport does it."""
+    def commit(self, offer: Offer, clock: StageClock) -> CommitOutcome:
+        """Bring ``offer`` to its receivers, as the transport does it."""
         if self.transport.keeps_versions:
-            return store_version(self, version, metadata, source, clock)
-        self._newest = Transaction(self, version, metadata, source, clock)
+            return store_version(self, offer, clock)
+        self._newest = Transaction(self, offer, clock)
         return self._newest.run()
 
-    def draft(
-        self, version: int, metadata: dict[str, str | int | float], to: Sequence[int], clock: StageClock
-    ) -> Proposal:
+    def stop_sending_to(self, members: Collection[int]) -> None:
+        """End a transfer that is under way to one of ``members``, from another thread."""
+        while (sending := self.sending) is not None and not set(members).isdisjoint(sending.proposal.to):
+            self.end.abort()  # again and again: it may be about to connect
+            time.sleep(_STOP_S)
+
+    def draft(self, offer: Offer, to: Sequence[int], clock: StageClock) -> Proposal:
         """Return the next proposal; receivers cannot see it yet."""
         number = self.channel.reserve_number()
         return Proposal(
             number=number,
             epoch=self.epoch,
-            version=version,
+            version=offer.version,
             transport=self._name,
             layout=self.layout.hash,
             to=tuple(to),
             timeout_s=self.limits.timeout_s,
             last_stored_number=0 if self.stored is None else self.stored.number,
-            metadata=metadata,
+            metadata=offer.metadata,
             payload=self.end.open(number, tuple(to), clock),
             senders=1 if self._shares is None else len(self._shares.ranks),
         )
@@ -133,20 +153,18 @@ class SenderLink:
         self.end.close()
 
 
-def store_version(
-    link: SenderLink, version: int, metadata: dict[str, str | int | float], source: WeightSource, clock: StageClock
-) -> CommitOutcome:
-    """Store ``version`` for receivers to fetch; waits for none of them and excludes none.
+def store_version(link: SenderLink, offer: Offer, clock: StageClock) -> CommitOutcome:
+    """Store ``offer`` for receivers to fetch; waits for none of them and excludes none.
 
     Returns how many receivers had joined. If writing fails, the version before stays.
     """
-    reader = TensorReader(link.layout, source)
+    reader = TensorReader(link.layout, offer.source)
     try:
         with clock("gather"), torch.no_grad():
             reader.read_ahead()
         link.membership.refresh()
         receivers = len(link.membership.members)
-        proposal = link.draft(version, metadata, (), clock)
+        proposal = link.draft(offer, (), clock)
         link.propose(proposal)
         sending = SenderRound(proposal, link.channel, link.membership)
         try:
@@ -164,21 +182,13 @@ def store_version(
 class Transaction:
     """Two-phase commit of one version, over the transport of ``link``.
 
-    A round proposes the version to all members without it, waits until they are ready, sends, and collects their
+    A round proposes the version to all wanted members without it, waits until they are ready, sends, and collects their
     votes. Late, silent and corrupt members are excluded. The round commits if no vote is "torn" and at least one is
     "whole". Otherwise another round follows.
     """
 
-    def __init__(
-        self,
-        link: SenderLink,
-        version: int,
-        metadata: dict[str, str | int | float],
-        source: WeightSource,
-        clock: StageClock,
-    ) -> None:
-        self._link, self._clock = link, clock
-        self._version, self._metadata, self._source = version, metadata, source
+    def __init__(self, link: SenderLink, offer: Offer, clock: StageClock) -> None:
+        self._link, self._offer, self._clock = link, offer, clock
         self._proposal: Proposal | None = None  # the newest one
         self._seen: set[int] = set()  # members seen ready in some round
         self._excluded: dict[str, str] = {}
@@ -195,12 +205,12 @@ class Transaction:
             self.give_up(exc)
             raise
         served = self._link.membership.served.values()
-        return CommitOutcome(sum(version == self._version for version in served), self._excluded)
+        return CommitOutcome(sum(content == self._offer.content for content in served), self._excluded)
 
     def give_up(self, exc: BaseException) -> None:
         """Tell the receivers about ``exc``, the end of this version; does nothing if it was committed."""
         if self._proposal is not None:
-            why = f"{type(exc).__name__}: {first_line(exc)[:_WHY_CHARACTERS]}"
+            why = f"{type(exc).__name__}: {first_line(exc)[:WHY_CHARACTERS]}"
             with contextlib.suppress(CommError):  # the store is lost, too
                 self._link.channel.give_up(self._proposal, why)
 
@@ -208,10 +218,14 @@ class Transaction:
         """Run rounds until one commits or no member is left. Failing receivers can cost a bounded time only."""
         begin, without_culprit, rounds = time.monotonic(), 0, 0
         passed_s, timeout_s = 0.0, self._link.limits.timeout_s
+        if self._offer.to is not None:
+            self._link.membership.refresh()
+            self._excluded |= dict.fromkeys(self._link.membership.absent(self._offer.to), "it has not joined")
         while without_culprit < _ROUNDS_WITHOUT_CULPRIT and passed_s < _BEGIN_WITHIN * timeout_s:
             self._link.channel.check_epoch(self._link.epoch)
             self._link.membership.refresh()
-            to, excluded = self._link.membership.lacking(self._version), len(self._excluded)
+            to = self._link.membership.lacking(self._offer.content, self._offer.to)
+            excluded = len(self._excluded)
             if passed_s >= timeout_s:  # new members must not delay the version forever
                 to = [member for member in to if member in self._seen]
             if not to:
@@ -222,7 +236,7 @@ class Transaction:
             without_culprit += len(self._excluded) == excluded and not sending.gone()
             rounds, passed_s = rounds + 1, time.monotonic() - begin
         raise TransferFailedError(
-            f"version {self._version} could not be sent",
+            f"version {self._offer.version} could not be sent",
             why=f"{rounds} attempts failed in {passed_s:.0f} s, {without_culprit} of them although every receiver "
             f"answered; the last: {self._last_failure}",
             fix="look at the connection between the machines; receivers continue with the version that they have",
@@ -230,14 +244,14 @@ class Transaction:
 
     def _propose(self, to: Sequence[int]) -> SenderRound:
         link = self._link
-        proposal = link.draft(self._version, self._metadata, to, self._clock)
+        proposal = link.draft(self._offer, to, self._clock)
         self._proposal = proposal  # before a receiver can see it: from here on give_up tells it
         link.propose(proposal)
         return SenderRound(proposal, link.channel, link.membership)
 
     def _run_round(self, sending: SenderRound) -> bool:
         """Return whether the version was committed."""
-        reader = self._link.reader(sending.proposal, self._source)
+        reader = self._link.reader(sending.proposal, self._offer.source)
         try:
             return self._rendezvous(sending, reader) and self._send_and_decide(sending, reader)
         except BaseException as exc:
@@ -277,8 +291,10 @@ class Transaction:
 
     def _send(self, sending: SenderRound, reader: TensorReader) -> CommError | None:
         link = self._link
+        link.sending = sending
         try:
             with self._clock(link.transport.stage), torch.no_grad():
+                self._check_members(sending)
                 link.end.send(sending, reader, self._clock)
                 link.reports.wait_until_sent(sending)
         except CommError as exc:
@@ -290,7 +306,15 @@ class Transaction:
             self.give_up(exc)  # first: ending the operations under way may take as long as the wire's timeout
             link.end.abort()
             raise
+        finally:
+            link.sending = None
         return None
+
+    def _check_members(self, sending: SenderRound) -> None:
+        """Raise CommError if another thread has removed a receiver of the round: it does not take part."""
+        gone = set(sending.proposal.to) - self._link.membership.members.keys()
+        if gone:
+            raise CommError("a receiver was removed", why=f"number {min(gone)} is no member", fix="none is needed")
 
     def _decide(self, sending: SenderRound, silent: Sequence[int], failure: CommError | None) -> bool:
         link, proposal = self._link, sending.proposal
@@ -312,8 +336,8 @@ class Transaction:
             link.end.abort()
         if not committed:
             self._last_failure = f"the sender's side: {failure}; the receivers' side: {torn}"
-            _log.warning("version %s was not committed; %s", self._version, self._last_failure)
-        link.membership.served |= dict.fromkeys(whole if committed else [], self._version)
+            _log.warning("version %s was not committed; %s", self._offer.version, self._last_failure)
+        link.membership.served |= dict.fromkeys(whole if committed else [], self._offer.content)
         link.channel.decide(proposal, Decision(DecisionKind.COMMITTED if committed else DecisionKind.AGAIN))
         sending.votes_counted = True
         return committed

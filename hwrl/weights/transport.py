@@ -5,6 +5,7 @@ A new transport is one file with a payload and the two ends, and one line in ``h
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from hwrl.comm import Store
-from hwrl.errors import CommError, CommTimeoutError, TransferFailedError
+from hwrl.errors import CommAbortedError, CommError, CommTimeoutError, TransferFailedError
 from hwrl.interfaces import Backend
 from hwrl.weights.control import ControlChannel, Decision, Limits, Note, Proposal, Start, TransportPayload, Vote
 from hwrl.weights.destination import Destination
@@ -233,6 +234,26 @@ class ReceiverTiming:
     slack_s: float = 10.0
 
 
+class Cancellation:
+    """Lets any thread end the receive of another one."""
+
+    def __init__(self) -> None:
+        self._wanted = threading.Event()
+
+    def want(self) -> None:
+        """Let the receive under way fail at its next check; the next one if none is under way."""
+        self._wanted.set()
+
+    def clear(self) -> None:
+        """Let receives go on."""
+        self._wanted.clear()
+
+    def check(self) -> None:
+        """Raise CommAbortedError if another thread wants the receive to end."""
+        if self._wanted.is_set():
+            raise CommAbortedError("the receive was cancelled", why="its owner wanted it to end", fix="receive again")
+
+
 @dataclass(frozen=True)
 class MemberRound:
     """One attempt to take a proposal, seen from one of its members."""
@@ -242,6 +263,7 @@ class MemberRound:
     member: int
     replica: str
     timing: ReceiverTiming
+    cancellation: Cancellation
 
     @property
     def limits(self) -> Limits:
@@ -299,6 +321,7 @@ class MemberRound:
             left_s = deadline - time.monotonic()
             found = find(self.proposal, timeout_s=min(self.timing.look_s, max(0.0, left_s)))
             self.channel.check_member(self.member, self.replica)
+            self.cancellation.check()
             if found is not None:
                 return found
             if self._is_over() or (name != Note.DECISION and self.channel.decision(self.proposal) is not None):

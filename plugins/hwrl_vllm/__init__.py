@@ -1,4 +1,4 @@
-"""Rollout on vLLM: ``rollout.engine=vllm``; see ``docs/vllm.md``.
+"""Rollout on vLLM: ``rollout.engine=vllm``, and weights for a vLLM of others (backend "hwrl"); see ``docs/vllm.md``.
 
 Importing this module imports neither torch nor vLLM.
 """
@@ -12,9 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import hwrl
 from hwrl.errors import EngineError
+from hwrl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hwrl.interfaces import Backend, EngineSettings, MemoryCause, RolloutEngine, RolloutSettings
+    from hwrl_vllm.clients import LocalClient as LocalClient
+    from hwrl_vllm.clients import ServerClient as ServerClient
+    from hwrl_vllm.trainer import TransferTrainer as TransferTrainer
+    from hwrl_vllm.trainer import TransferTrainerInit as TransferTrainerInit
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "LocalClient": "clients",
+        "ServerClient": "clients",
+        "TransferTrainer": "trainer",
+        "TransferTrainerInit": "trainer",
+    },
+)
 
 
 @hwrl.hookimpl

@@ -61,6 +61,17 @@ class CopyPlan:
         """Return the copies as rules for receiving into the targets."""
         return [CopyRule(part.name, target, part.stride, part.offset) for target, part in self.copies]
 
+    def staged(self) -> CopyPlan:
+        """Return the copies into new tensors beside the targets; :meth:`install` brings these into the targets."""
+        return CopyPlan([(torch.empty_like(target), part) for target, part in self.copies], [])
+
+    @torch.no_grad()
+    def install(self, staged: CopyPlan) -> None:
+        """Copy the targets of ``staged`` into these, and fill the constants. Does not wait for the device."""
+        torch._foreach_copy_([target for target, _ in self.copies], [tensor for tensor, _ in staged.copies])
+        for target, value in self.constants:
+            target.fill_(value)
+
     @torch.no_grad()
     def run(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load contiguous ``weights`` of the recorded shapes. Does not wait for the device."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import pickle
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,15 +12,9 @@ import torch
 
 from hwrl.discovery import get_backend
 from hwrl.interfaces import Backend, WeightOffer
-from hwrl.weights import Destination, EngineReceiver, Scattered, Taken, TensorStream, WeightLayout, ring_slots
-from hwrl_vllm.copies import CopyPlan, Recorder
+from hwrl.weights import EngineReceiver, Taken
+from hwrl_vllm.loading import ModelLoading
 from hwrl_vllm.lora import keep_indices, layers_without_place, replace_adapter
-from hwrl_vllm.reload import Reload
-
-_SLABS = 4
-"""The most slabs under way at once."""
-
-_log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
 
 
 @dataclass(frozen=True)
@@ -63,11 +56,10 @@ class WeightLoading:
     model_config: Any
     vllm_config: Any
     rank: int
-    _hwrl_copies: CopyPlan | None = None
 
     @functools.cached_property
     def _hwrl_receiver(self) -> EngineReceiver:
-        return EngineReceiver(self.rank, backend=get_backend(), place=self._hwrl_place)
+        return EngineReceiver(self.rank, backend=get_backend(), place=self._hwrl_loading.place)
 
     def hwrl_load_lent(self, method: str, pickled: bytes) -> None:
         """Call ``method`` with the weights of another process: ``pickled`` are LentWeights, and further arguments."""
@@ -82,15 +74,7 @@ class WeightLoading:
         """
         forms: Mapping[str, tuple[torch.dtype, torch.Size]] = pickle.loads(pickled)
         weights = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
-        recorder = Recorder(weights, skips_copies=True)
-        try:
-            with recorder:
-                self._hwrl_reload.load_all(list(weights.items()))
-            self._hwrl_copies = recorder.plan(self.model_runner.get_model().parameters())
-        except Exception as exc:  # noqa: BLE001 - a loader that needs true weights; an update tells of other errors
-            recorder.obstacle = f"{type(exc).__name__}: {exc}"
-        if self._hwrl_copies is None:
-            _log.info("updates run vLLM's loaders, because they do more than copy: %s", recorder.obstacle)
+        self._hwrl_loading.record(weights, skips_copies=True)
 
     def hwrl_receive(self, pickled: bytes) -> Taken | None:
         """Take ``pickled``, a WeightOffer, into this worker's weights; None if it has no part in it. Blocks."""
@@ -104,11 +88,7 @@ class WeightLoading:
 
         After a failure the model is a mixture of versions; another load repairs it.
         """
-        if self._hwrl_copies is not None and self._hwrl_copies.suits(weights):
-            self._hwrl_copies.run(weights)
-        else:
-            self._hwrl_reload.load_all(list(weights.items()))
-        get_backend().synchronize()  # then the lender may overwrite them
+        self._hwrl_loading.load(weights)
 
     def hwrl_load_adapter(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
         """Load ``weights`` (PEFT's names), a whole adapter with PEFT's ``config``. Blocks."""
@@ -135,15 +115,7 @@ class WeightLoading:
 
             self._sleep_mode_backend = pooled_sleep(self.model_config)
 
-    def _hwrl_place(self, layout: WeightLayout) -> Destination:
-        """Return where versions of ``layout`` go: into the parameters, or to vLLM's loaders if these do more."""
-        backend, plan = get_backend(), self._hwrl_copies
-        if plan is not None and plan.suits({entry.name for entry in layout.entries}):
-            return Scattered(layout, plan.rules(), backend=backend, constants=plan.constants)
-        largest = max((slab.nbytes for slab in layout.slabs), default=0)
-        return TensorStream(layout, self._hwrl_reload, backend=backend, slots=ring_slots(largest, slabs=_SLABS))
-
     @functools.cached_property
-    def _hwrl_reload(self) -> Reload:
+    def _hwrl_loading(self) -> ModelLoading:
         model = self.model_runner.get_model()
-        return Reload(model, model_config=self.model_config, vllm_config=self.vllm_config)
+        return ModelLoading(model, model_config=self.model_config, vllm_config=self.vllm_config)

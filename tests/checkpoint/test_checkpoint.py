@@ -119,7 +119,7 @@ def test_sync_and_async_write_the_same_files(tmp_path: Path) -> None:
         home = tmp_path / str(async_save)
         with manager(home, async_save=async_save, max_ckpt_to_keep=2) as opened:
             for step in (1, 2, 3):
-                opened.save(step, small(step), export=lambda hf: (hf / "config.json").write_text("{}"))
+                opened.save(step, small(step), export=lambda hf, _: (hf / "config.json").write_text("{}"))
         kinds.append({(str(path.relative_to(home)), path.is_dir()) for path in home.rglob("*")})
     assert kinds[0] == kinds[1]
     assert {"global_step_2", "global_step_3", "global_step_3/hf/config.json", TRACKER} <= {name for name, _ in kinds[0]}
@@ -128,7 +128,7 @@ def test_sync_and_async_write_the_same_files(tmp_path: Path) -> None:
 
 def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
     with manager(tmp_path) as opened:
-        opened.save(4, small(4), weight_version=9, export=lambda hf: (hf / "a.txt").write_text("hello"))
+        opened.save(4, small(4), weight_version=9, export=lambda hf, _: (hf / "a.txt").write_text("hello"))
         (info,) = opened.checkpoints()
     manifest = info.manifest
     assert (manifest.step, manifest.world_size, manifest.weight_version) == (4, 1, 9)
@@ -275,12 +275,14 @@ def test_offloaded_state_is_refused_instead_of_read(tmp_path: Path) -> None:
             opened.resume(state)
 
 
-def _export_badly(directory: Path) -> None:
+def _export_badly(directory: Path, _: object) -> None:
     (directory / "inner").mkdir()
     (directory / "inner" / "link").symlink_to("/etc/hostname")
 
 
-@pytest.mark.parametrize(("export", "why"), [(_export_badly, "symbolic link: link"), (lambda hf: 1 / 0, "ZeroDivis")])
+@pytest.mark.parametrize(
+    ("export", "why"), [(_export_badly, "symbolic link: link"), (lambda hf, _: 1 / 0, "ZeroDivis")]
+)
 def test_an_export_that_fails_leaves_the_directory_as_it_was(tmp_path: Path, export: Any, why: str) -> None:
     with manager(tmp_path) as opened:
         with pytest.raises(CheckpointSaveError, match=why):

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hwrl
-from hwrl.checkpoint import CheckpointManager, DurableFS, SaveTuning, find_checkpoints
+from hwrl.checkpoint import CheckpointManager, DurableFS, SavedTensors, SaveTuning, find_checkpoints, read_tensors
 from hwrl.comm import Comm, Group, PrefixStore, connect_store, serve_store, store_address
 from hwrl.errors import CheckpointError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
@@ -73,10 +74,16 @@ def _train_and_save(group: Group | None, directory: Path, **options: Any) -> lis
             weight_version=5,
             extra={"from": rank},
             rank_extra={"seed": 100 + rank},
-            export=lambda hf: (hf / "rank.txt").write_text(str(rank)),
+            export=functools.partial(_export, rank),
+            after_commit=lambda info: (directory / "committed.txt").write_text(f"{rank}: {info.step}"),
         )
         assert (report.cloned_nbytes > 0) is ("staging" in options)
         return [training.step() for _ in range(3)]
+
+
+def _export(rank: int, directory: Path, saved: SavedTensors) -> None:
+    (directory / "rank.txt").write_text(str(rank))
+    torch.save(saved["model.0.weight"], directory / "weight.pt")
 
 
 def _resume_and_train(group: Group | None, directory: Path) -> list[float]:
@@ -119,6 +126,8 @@ def test_two_ranks_save_and_two_or_one_resume(tmp_path: Path) -> None:
         assert info.manifest.world_size == 2
         assert {"__0_0.distcp", "__1_0.distcp"} <= set(info.manifest.files)
         assert (info.path / "hf" / "rank.txt").read_text() == "0"
+        assert (tmp_path / name / "committed.txt").read_text() == "0: 2"
+        assert torch.equal(torch.load(info.path / "hf" / "weight.pt"), read_tensors(info, prefix="model.")["0.weight"])
 
 
 RESHARDINGS = [(1, 2), (1, 4), (4, 2), (2, 4), (4, 1)]

@@ -89,7 +89,7 @@ class _ManagedSession(Session):
             weight_version=step,
             extra={"step": step},
             rank_extra={"step": step},
-            export=lambda directory: (directory / "step.txt").write_text(str(step)),
+            export=lambda directory, _: (directory / "step.txt").write_text(str(step)),
         )
         self._manager.wait()
 

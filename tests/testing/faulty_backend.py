@@ -148,6 +148,9 @@ class FaultyBackend(hwrl_cpu.CpuBackend):
         if not fault("random state is not restored"):
             super().set_rng_state(state)
 
+    def seed(self, value: int) -> None:
+        super().seed(0 if fault("every seed is the same") else value)
+
     def pinned_empty(self, nbytes: int) -> Any:
         import torch
 

@@ -163,7 +163,7 @@ def test_other_tensors_need_another_sender(store: Store) -> None:
             assert list(waiting()) == ["only"]
 
 
-def test_an_error_while_tensors_are_read_reaches_the_caller_and_spoils_nothing(store: Store) -> None:
+def test_an_error_while_tensors_are_read_reaches_both_ends_once_and_spoils_nothing(store: Store) -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "w", torch.zeros(700)
         raise KeyError("the model is broken")
@@ -171,6 +171,8 @@ def test_an_error_while_tensors_are_read_reaches_the_caller_and_spoils_nothing(s
     with sender_of(store) as sender, receiver_of(store) as receiver:
         with pytest.raises(KeyError):
             sender.publish(1, broken())
+        with pytest.raises(TransferFailedError, match=r"gave version 1 up[\s\S]*the model is broken"):
+            receiver.receive(timeout_s=60.0)
         exchange(sender, [receiver], 1)
 
 

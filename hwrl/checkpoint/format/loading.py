@@ -1,4 +1,4 @@
-"""Loading a checkpoint by its layout file: :func:`plan_load` and :func:`read_tensors`."""
+"""Loading a checkpoint by its layout: :func:`plan_load`, :class:`SavedTensors` and :func:`read_tensors`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,21 @@ from hwrl.errors import CheckpointCorruptError, CheckpointError
 
 
 class LayoutReader(FileSystemReader):
-    """torch's reader, by the layout file. It never opens torch's own ``.metadata``, a pickle."""
+    """torch's reader, by the layout file. It never opens torch's own ``.metadata``, a pickle.
 
-    def __init__(self, info: CheckpointInfo) -> None:
+    ``entries`` are the layout of a draft, which has no layout file yet.
+    """
+
+    def __init__(self, info: CheckpointInfo, entries: Sequence[Json] | None = None) -> None:
         super().__init__(info.path)
-        self._info = info
+        self._info, self._entries = info, entries
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return torch's metadata, built from the layout file; CheckpointCorruptError if the file makes no sense."""
         try:
-            entries = json.loads((Path(self._info.path) / LAYOUT_NAME).read_bytes())
-            return self._build(entries)
+            if self._entries is not None:
+                return self._build(self._entries)
+            return self._build(json.loads((Path(self._info.path) / LAYOUT_NAME).read_bytes()))
         except CheckpointCorruptError:
             raise
         except MALFORMED as exc:
@@ -130,14 +134,43 @@ def read_tensors(info: CheckpointInfo, *, prefix: str) -> dict[str, torch.Tensor
 
     The prefix is cut off. Hashes are not verified. Raises CheckpointCorruptError if the bytes cannot be read.
     """
-    reader = LayoutReader(info)
-    saved = reader.read_metadata()
-    entries = {
-        name: entry
-        for name, entry in saved.state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    metadata = Metadata(dict(entries), storage_data=saved.storage_data, storage_meta=saved.storage_meta)
-    plan_load(info, reader, metadata, dict(tensors)).run()
+    saved = SavedTensors(info)
+    tensors = saved.read(name for name in saved if name.startswith(prefix))
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+class SavedTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint by their flat names, such as ``model.weight``, whole however they were sharded.
+
+    A lookup reads one tensor from the files into new host memory, which is the caller's. So a caller that takes one
+    tensor at a time needs memory for one. Hashes are not verified. Lookups raise KeyError for an unknown name,
+    CheckpointCorruptError if the bytes cannot be read, and CheckpointError if other nodes' disks have parts of it.
+    """
+
+    def __init__(self, info: CheckpointInfo, entries: Sequence[Json] | None = None) -> None:
+        self.info, self._reader = info, LayoutReader(info, entries)
+        self._saved = self._reader.read_metadata()
+        described = self._saved.state_dict_metadata.items()
+        self._described = {name: one for name, one in described if isinstance(one, TensorStorageMetadata)}
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors ``names``, read together."""
+        entries = {name: self._described[name] for name in names}
+        tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in entries.items()}
+        metadata = Metadata(dict(entries), storage_data=self._saved.storage_data, storage_meta=self._saved.storage_meta)
+        plan_load(self.info, self._reader, metadata, dict(tensors)).run()
+        return tensors
+
+    def on_meta(self, name: str) -> torch.Tensor:
+        """Return a tensor on the meta device, with the shape and dtype of ``name``; nothing is read."""
+        described = self._described[name]
+        return torch.empty(described.size, dtype=described.properties.dtype, device="meta")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read([name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._described)
+
+    def __len__(self) -> int:
+        return len(self._described)

@@ -12,8 +12,8 @@ from hwrl.checkpoint.format.layout import Json, require_readable, write_torch_me
 from hwrl.checkpoint.format.manifest import EXTRA_NAME, LAYOUT_NAME, MANIFEST_NAME, Manifest
 
 
-def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manifest: Manifest) -> None:
-    """Add layout, extra state and manifest to a draft, and make all of it durable.
+def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manifest: Manifest) -> Manifest:
+    """Add layout, extra state and manifest to a draft, and make all of it durable; return the written manifest.
 
     ``manifest`` names the draft's other files. Raises ValueError or TypeError if the checkpoint could not be read.
     """
@@ -23,9 +23,11 @@ def seal(fs: DurableFS, draft: Path, entries: Sequence[Json], extra: Json, manif
         require_readable(entries)
     for name, content in {LAYOUT_NAME: entries, EXTRA_NAME: extra}.items():
         fs.write_file(draft / name, json.dumps(content).encode())
-    manifest_content = replace(manifest, files={**manifest.files, **fs.take_records(draft)}).to_bytes()
+    manifest = replace(manifest, files={**manifest.files, **fs.take_records(draft)})
+    manifest_content = manifest.to_bytes()
     Manifest.from_bytes(manifest_content)  # raises if it could not be resumed
     fs.write_file(draft / MANIFEST_NAME, manifest_content)
     fs.take_records(draft)
     for directory in [path for path in draft.rglob("*") if path.is_dir()] + [draft]:
         fs.sync_directory(directory)
+    return manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +19,8 @@ import hwrl
 from hwrl.checkpoint.directory.checkpoint_directory import CheckpointDirectory, draft_path
 from hwrl.checkpoint.directory.durable import DurableFS, FileRecord
 from hwrl.checkpoint.format.layout import decode_plan, encode_items
-from hwrl.checkpoint.format.manifest import Manifest
+from hwrl.checkpoint.format.loading import SavedTensors
+from hwrl.checkpoint.format.manifest import CheckpointInfo, Manifest, step_name
 from hwrl.checkpoint.format.seal import seal
 from hwrl.checkpoint.saving.agreement import Agreement
 from hwrl.checkpoint.saving.inventory import RankInventory, merge_inventories
@@ -29,6 +30,7 @@ from hwrl.checkpoint.saving.stages import (
     Assignment,
     CapturedSave,
     CommittedSave,
+    Export,
     ExtraState,
     PlannedSave,
     RankFiles,
@@ -199,16 +201,25 @@ class SaveProtocol:
             finally:
                 reader.close()
             captured.state.close()
-            if self.agreement.leads and captured.export is not None:
-                self._export(captured.export, draft / EXPORT_NAME)
-            files = ranks.gather(RankFiles(entries, self.fs.take_records(draft)))
-            if files is not None:
-                self._seal(planned, files)
-        return WrittenSave(captured.step, draft)
+            written = ranks.gather(RankFiles(entries, self.fs.take_records(draft)))
+            manifest = None if written is None else self._complete_draft(planned, written)
+        return WrittenSave(captured, draft, manifest)
 
-    def _export(self, export: Callable[[Path], object], directory: Path) -> None:
+    def _complete_draft(self, planned: PlannedSave, ranks: Sequence[RankFiles]) -> Manifest:
+        """Add the export, layout, extra state and manifest, about the files of all ranks of the node."""
+        agreed, extra = planned.agreed, planned.extra
+        assert extra is not None, "the first rank of a node has it"
+        files = {name: record for one in ranks for name, record in one.files.items()}
+        entries = [entry for one in ranks for entry in one.entries]
+        manifest = self._manifest(agreed, files)
+        if self.agreement.leads and agreed.captured.export is not None:
+            self._export(agreed.captured.export, SavedTensors(CheckpointInfo(agreed.draft, manifest), entries))
+        return seal(self.fs, agreed.draft, entries, {"all": extra.all, "ranks": extra.ranks}, manifest)
+
+    def _export(self, export: Export, saved: SavedTensors) -> None:
+        directory = saved.info.path / EXPORT_NAME
         self.fs.mkdir(directory)
-        export(directory)
+        export(directory, saved)
         for path in sorted(directory.rglob("*")):
             if path.is_symlink():
                 raise CheckpointSaveError(
@@ -218,14 +229,6 @@ class SaveProtocol:
                 )
             if path.is_file():
                 self.fs.adopt_file(path)
-
-    def _seal(self, planned: PlannedSave, ranks: Sequence[RankFiles]) -> None:
-        """Add layout, extra state and manifest, about the files of all ranks of the node."""
-        agreed, extra = planned.agreed, planned.extra
-        assert extra is not None, "the first rank of a node has it"
-        files = {name: record for one in ranks for name, record in one.files.items()}
-        entries = [entry for one in ranks for entry in one.entries]
-        seal(self.fs, agreed.draft, entries, {"all": extra.all, "ranks": extra.ranks}, self._manifest(agreed, files))
 
     def _manifest(self, agreed: AgreedSave, files: Mapping[str, FileRecord]) -> Manifest:
         return Manifest(
@@ -246,21 +249,38 @@ class SaveProtocol:
         """Rename this node's draft. The checkpoint is complete when all nodes have."""
         if self.directory is not None:
             try:
-                self.directory.commit(written.draft, written.step)
+                self.directory.commit(written.draft, written.captured.step)
             except OSError as exc:
                 if written.draft.exists():
-                    raise _not_saved(written.step, _reason(exc)) from exc
-                raise _not_finished(written.step, exc) from exc
-        return CommittedSave(written.step)
+                    raise _not_saved(written.captured.step, _reason(exc)) from exc
+                raise _not_finished(written.captured.step, exc) from exc
+        return CommittedSave(written.captured, written.manifest)
 
     def _announce(self, committed: CommittedSave) -> None:
-        """Have the tracker name the step, and remove checkpoints beyond the newest ``keep``."""
+        """Have the tracker name the step, call ``after_commit``, and remove checkpoints beyond the newest ``keep``.
+
+        A tracker of the caller may name an old checkpoint until ``after_commit`` has returned.
+        """
         if self.directory is not None:
             try:
-                self.directory.set_tracker(committed.step)
+                self.directory.set_tracker(committed.captured.step)
+                if self.agreement.leads:
+                    self._call_after_commit(committed)
                 self.directory.retain(self.keep)
+            except CheckpointSaveError:
+                raise
             except (OSError, CheckpointError) as exc:
-                raise _not_finished(committed.step, exc) from exc
+                raise _not_finished(committed.captured.step, exc) from exc
+
+    def _call_after_commit(self, committed: CommittedSave) -> None:
+        captured, manifest = committed.captured, committed.manifest
+        if captured.after_commit is None:
+            return
+        assert manifest is not None, "the first rank leads its node"
+        try:
+            captured.after_commit(CheckpointInfo(self.path / step_name(captured.step), manifest))
+        except Exception as exc:
+            raise _callback_failed(captured.step, _reason(exc)) from exc
 
     def _remove_draft(self, draft: Path) -> bool:
         """Remove this node's draft if it is still one; return whether it was."""
@@ -327,6 +347,14 @@ def _not_finished(step: int, exc: OSError | CheckpointError) -> CheckpointSaveEr
         f"step {step} is complete, but its name may not be durable, or the steps after that were not all done",
         why=f"{exc.strerror}: {exc.filename}" if isinstance(exc, OSError) else _reason(exc),
         fix="fix the cause; the next save sets the tracker and removes old checkpoints",
+    )
+
+
+def _callback_failed(step: int, why: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"step {step} is complete, but its after_commit failed",
+        why=why,
+        fix="fix the cause; after_commit is not called again for this step, and the next save removes old checkpoints",
     )
 
 

@@ -14,9 +14,16 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hwrl.checkpoint.directory.durable import FileRecord
 from hwrl.checkpoint.format.layout import Json
+from hwrl.checkpoint.format.loading import SavedTensors
+from hwrl.checkpoint.format.manifest import CheckpointInfo, Manifest
 from hwrl.checkpoint.saving.agreement import Message
 from hwrl.checkpoint.saving.inventory import Inventory, NodeInventory
 from hwrl.checkpoint.saving.state import CapturedState, ItemPlan
+
+Export = Callable[[Path, SavedTensors], object]
+"""Writes files for other readers into an empty directory, from the saved tensors."""
+AfterCommit = Callable[[CheckpointInfo], object]
+"""Is told about a complete checkpoint."""
 
 # -- stages ---------------------------------------------------------------------------------------------------------
 
@@ -35,7 +42,8 @@ class CapturedSave:
     state: CapturedState
     extra: Mapping[str, Any]
     rank_extra: Mapping[str, Any]
-    export: Callable[[Path], object] | None
+    export: Export | None
+    after_commit: AfterCommit | None
     previous_save_succeeded: bool
 
 
@@ -66,17 +74,22 @@ class PlannedSave:
 
 @dataclass(frozen=True)
 class WrittenSave:
-    """All files of this rank's node are durable in ``draft``, the manifest among them."""
+    """All files of this rank's node are durable in ``draft``, the manifest among them.
 
-    step: int
+    ``manifest`` is there on the first rank of each node.
+    """
+
+    captured: CapturedSave
     draft: Path
+    manifest: Manifest | None
 
 
 @dataclass(frozen=True)
 class CommittedSave:
     """The draft of this rank's node has its final name. When all ranks are here, the step is complete."""
 
-    step: int
+    captured: CapturedSave
+    manifest: Manifest | None
 
 
 # -- messages -------------------------------------------------------------------------------------------------------

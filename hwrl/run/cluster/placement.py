@@ -350,14 +350,22 @@ class HeldDevices:
 
 
 def find_held_devices(own: Sequence[int], backend: Backend) -> HeldDevices:
-    """Return the devices of this process. A process with one device reports the current one."""
-    indices = own if len(own) > 1 else (backend.current_index(),)
+    """Return the devices of this process. A process with one device reports the device of a new tensor."""
+    indices = own if len(own) > 1 else (_index_in_use(backend),)
     host = socket.gethostname()
     boot = Path("/proc/sys/kernel/random/boot_id")  # two hosts may have the same name
     machine = f"{host} {boot.read_text().strip()}" if boot.is_file() else host
     names = tuple(backend.devices.name(index, os.environ) for index in indices)
     keys = (backend.device_uuid(index) or f"{machine} {name}" for index, name in zip(indices, names, strict=True))
     return HeldDevices(host, names, tuple(keys))
+
+
+def _index_in_use(backend: Backend) -> int:
+    """Return the number of the device with this thread's new tensors: ``set_device`` may have had no effect on them."""
+    import torch
+
+    index = torch.empty(1, device=backend.info.device_type).device.index
+    return backend.current_index() if index is None else index
 
 
 class DeviceReports:

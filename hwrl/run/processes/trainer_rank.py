@@ -8,6 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from hwrl.checkpoint import rng_state, set_rng_state
 from hwrl.comm import connect_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, RunDirectoryError
@@ -32,7 +33,7 @@ from hwrl.run.report.records import Metrics
 from hwrl.run.report.samples import Sample, pick_samples
 from hwrl.run.report.summary import SENT
 from hwrl.run.run_directory import MODEL_DIRECTORY
-from hwrl.train import move_metrics, rng_state, set_rng_state
+from hwrl.train import move_metrics
 from hwrl.weights import SharedWeights, SyncReport, TransportName
 
 

@@ -84,6 +84,17 @@ class DeviceContract:
             "be about the generator that torch.rand uses on the device"
         )
 
+    def test_a_seed_decides_random_numbers(self, backend: Backend) -> None:
+        """Equal seeds give equal numbers; other seeds give others."""
+        state = backend.rng_state()
+        draws = []
+        for seed in (11, 12, 11):
+            backend.seed(seed)
+            draws.append(self._draw(backend))
+        backend.set_rng_state(state)
+        assert torch.equal(draws[0], draws[2]), "the same seed gives other numbers"
+        assert not torch.equal(draws[0], draws[1]), "another seed gives the same numbers: seed() does nothing"
+
     def _draw(self, backend: Backend) -> torch.Tensor:
         return torch.rand(100, device=backend.device()).cpu()
 

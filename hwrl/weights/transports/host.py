@@ -267,6 +267,7 @@ class HostReceiver:
             if time.monotonic() > look:
                 if not receiving.is_newest():
                     return None
+                receiving.cancellation.check()
                 alive, look = is_alive(payload_of(receiving.proposal)), time.monotonic() + _LOOK_S
             else:
                 time.sleep(_POLL_S)

@@ -90,6 +90,20 @@ def test_the_copies_do_what_the_loaders_do(loader: Loader) -> None:
     assert plan.suits(weights) and not plan.suits({"q": weights["q"]})
 
 
+@pytest.mark.parametrize("loader", [load, load_a_square_transposed_and_all_twice])
+def test_a_staged_version_changes_nothing_until_it_is_installed(loader: Loader) -> None:
+    model, plan, _ = record(loader)
+    assert plan is not None
+    before, wanted = [one.clone() for one in model.parameters()], Fused()
+    staged = plan.staged()
+    staged.run(weights_of(1))
+    assert all(map(torch.equal, model.parameters(), before))
+    model.padded.fill_(torch.nan)  # the constants are not staged
+    plan.install(staged)
+    loader(wanted, weights_of(1))
+    assert all(map(torch.equal, model.parameters(), wanted.parameters()))
+
+
 def scales(model: Any, weights: Weights) -> None:
     load(model, {**weights, "p": weights["p"] * 2})
 
@@ -159,7 +173,7 @@ def test_vllm_serves_what_was_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_model(tmp_path, form)
     policy, engine = Policy(tmp_path), engine_of(tmp_path)
     try:
-        plans = engine._vllm.collective_rpc(lambda worker: worker._hwrl_copies)  # made before any weights
+        plans = engine._vllm.collective_rpc(lambda worker: worker._hwrl_loading.copies)  # made before any weights
         assert [{part.name for _, part in plan.copies} for plan in plans] == [policy.model.state_dict().keys()]
         with Linked(engine, "device" if DEVICE.type == "cpu" else "host") as linked:
             for version in range(4):

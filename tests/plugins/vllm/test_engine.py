@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hwrl.comm import serve_store
 from hwrl.discovery import get_backend
 from hwrl.errors import ConfigError, EngineError, TransferFailedError, UnsupportedError
-from hwrl.run.demo import write_demo
 from hwrl.weights import TransportName, WeightReceiver, WeightSender
 from hwrl_vllm.core import InlineCore, ProcessCore
 from hwrl_vllm.engine import VllmEngine
@@ -52,19 +51,6 @@ pytestmark = [
 PLAIN = "HWRL_TEST_PLAIN"
 _versions = itertools.count()
 LATER = ("ipc", "host") if ON_HOST else ("host",)
-
-
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's configuration, without weights: the engine has none but those that it is sent."""
-    directory = tmp_path_factory.mktemp("demo")
-    write_demo(directory, seed=1, prompts=16)
-    return directory / "model"
-
-
-@pytest.fixture(scope="module")
-def policy(model_directory: Path) -> Policy:
-    return Policy(model_directory)
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -40,15 +40,13 @@ _versions = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    directory = tmp_path_factory.mktemp("demo")
-    write_demo(directory, seed=1, prompts=16)
-    return Policy(directory / "model", lora=LORA)
+def policy(model_directory: Path) -> Policy:
+    return Policy(model_directory, lora=LORA)
 
 
 @pytest.fixture(scope="module")
-def shared_engine(policy: Policy) -> Iterator[VllmEngine]:
-    engine = engine_of(Path(policy.model.config.name_or_path), lora=LORA)
+def shared_engine(model_directory: Path) -> Iterator[VllmEngine]:
+    engine = engine_of(model_directory, lora=LORA)
     yield engine
     engine.close()
 

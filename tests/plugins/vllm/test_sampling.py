@@ -12,7 +12,6 @@ import pytest
 
 from hwrl.interfaces import Sampling
 from hwrl.models import load_tokenizer
-from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import CLOSE, END, LONGEST, Policy, engine_of, generate, requests_of
 from tests.support.filtered import FILTERS, distribution
@@ -22,18 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM warns of its own use of what is deprecated
     pytest.mark.timeout(600),  # the first call compiles
 ]
-
-
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo")
-    write_demo(directory, seed=1, prompts=16)
-    return directory / "model"
-
-
-@pytest.fixture(scope="module")
-def policy(model_directory: Path) -> Policy:
-    return Policy(model_directory)
 
 
 @pytest.fixture(scope="module")

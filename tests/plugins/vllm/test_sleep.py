@@ -10,7 +10,6 @@ import pytest
 
 from hwrl.discovery import get_backend
 from hwrl.errors import EngineError
-from hwrl.run.demo import write_demo
 from hwrl_vllm.engine import VllmEngine
 from tests.plugins.vllm.serving import Policy, engine_of, generate, requests_of
 
@@ -25,13 +24,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    return Policy(write_demo(tmp_path_factory.mktemp("demo"), seed=1, prompts=16).with_name("model"))
-
-
-@pytest.fixture(scope="module")
-def engine(policy: Policy) -> Iterator[VllmEngine]:
-    engine = engine_of(Path(policy.model.config.name_or_path), may_sleep=True)
+def engine(model_directory: Path) -> Iterator[VllmEngine]:
+    engine = engine_of(model_directory, may_sleep=True)
     yield engine
     engine.close()
 

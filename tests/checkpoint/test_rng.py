@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hwrl.train import rng_state, set_rng_state
+from hwrl.checkpoint import rng_state, set_rng_state
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)

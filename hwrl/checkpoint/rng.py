@@ -1,4 +1,4 @@
-"""The random-number generators of one process, as JSON."""
+"""The random-number generators of one process, as JSON: for ``rank_extra`` of a save."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from hwrl.discovery import backend_or_default
 from hwrl.interfaces import Backend
 
 _log = logging.getLogger(__name__)
 
 
-def rng_state(backend: Backend) -> dict[str, Any]:
-    """Return the state of the device's generator, torch's on the host, numpy's global one and Python's."""
+def rng_state(backend: Backend | None = None) -> dict[str, Any]:
+    """Return the state of the device's generator, torch's on the host, numpy's global one and Python's.
+
+    Without ``backend``, the device is that of the chosen backend. The result is JSON, about 50 kB of it.
+    """
+    backend = backend_or_default(backend)
     version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     return {
@@ -27,12 +32,13 @@ def rng_state(backend: Backend) -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: dict[str, Any], backend: Backend) -> None:
+def set_rng_state(state: dict[str, Any], backend: Backend | None = None) -> None:
     """Restore what :func:`rng_state` returned.
 
     The device's generator is restored only on the same type of device. Otherwise it stays as it is, and a warning is
     logged.
     """
+    backend = backend_or_default(backend)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])

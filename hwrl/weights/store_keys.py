@@ -1,0 +1,50 @@
+"""A store's keys, read and written without waiting."""
+
+from __future__ import annotations
+
+from hwrl.comm import Store, store_failures
+
+_ABSENT = "\x01"  # never written as a value: compare_set returns it for a missing key, and then writes nothing
+
+
+class StoreKeys:
+    """A store's keys. No operation waits for a key; a lost store raises PeerLostError."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def add(self, key: str, number: int) -> int:
+        """Add ``number`` to the counter ``key``; return the sum. A missing counter is 0."""
+        with store_failures():
+            return self._store.add(key, number)
+
+    def set(self, key: str, value: str) -> None:
+        """Write the value."""
+        with store_failures():
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """Return the value, or None if there is none. One round trip; does not wait if the key is being deleted."""
+        with store_failures():
+            found = self._store.compare_set(key, _ABSENT, _ABSENT)
+        return None if found == _ABSENT.encode() else found
+
+    def raise_to(self, key: str, number: int) -> None:
+        """Set ``key`` to ``number`` unless it holds a larger one; mostly one round trip."""
+        expected = str(number - 1) if number > 1 else ""
+        while True:
+            with store_failures():
+                found = self._store.compare_set(key, expected, str(number)).decode()
+            if found == str(number):
+                return
+            if found == expected:  # also returned if the key is missing; only "" writes it then
+                expected = ""
+            elif int(found) > number:
+                return
+            else:
+                expected = found
+
+    def delete(self, key: str) -> None:
+        """Delete the key, if it is there."""
+        with store_failures():
+            self._store.delete_key(key)

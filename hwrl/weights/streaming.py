@@ -1,0 +1,220 @@
+"""A receiver's versions as iterators: :class:`StreamReceiver` yields each tensor as soon as it has come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+
+from hwrl.comm import Store
+from hwrl.discovery import backend_or_default
+from hwrl.errors import CommAbortedError
+from hwrl.interfaces import Backend
+from hwrl.weights.destination import RING_NBYTES
+from hwrl.weights.layout import NamedTensor
+from hwrl.weights.receiver import Received, WeightReceiver
+from hwrl.weights.transport import ReceiverTiming, Transport
+from hwrl.weights.transports import TRANSPORTS
+
+_TIMING = ReceiverTiming()
+
+
+class IncomingVersion:
+    """A version on its way: an iterator of names and tensors, and a context manager. The verdict comes last.
+
+    The tensors are the caller's to keep, and never overwritten. They come in the order of the slabs. Iteration ends
+    when the version is committed. It raises the errors of :meth:`~hwrl.weights.WeightReceiver.receive` if it is not:
+    the tensors that came are then no version. If a transfer is repeated, for a lost receiver for example, all tensors
+    come again; ``attempts`` counts.
+
+    Leaving the context reads the rest and the verdict. Leaving it by an exception ends the receive.
+    """
+
+    def __init__(self, receiver: WeightReceiver, handover: Handover, *, backend: Backend, timeout_s: float) -> None:
+        self.received: Received | None = None
+        """The committed version, without tensors; None before the verdict."""
+        self._receiver, self._handover, self._timeout_s = receiver, handover, timeout_s
+        self._error: BaseException | None = None
+        self._index, self._stream, self._backend = backend.current_index(), backend.current_stream(), backend
+        handover.open()
+        self._thread = threading.Thread(target=self._receive, name="hwrl-receive", daemon=True)
+        self._thread.start()
+
+    @property
+    def attempts(self) -> int:
+        """How many transfers of the version have begun here."""
+        return self._handover.begun
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        return self
+
+    def __next__(self) -> NamedTensor:
+        pair = self._handover.take()
+        if pair is not None:
+            return pair
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def __enter__(self) -> IncomingVersion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc is not None:
+            self.close()
+        else:
+            for _ in self:
+                pass
+
+    def cancel(self) -> None:
+        """End the receive soon; any thread may call this. Does nothing after the verdict."""
+        self._handover.close()
+        if self._thread.is_alive():
+            self._receiver.cancel()
+
+    def close(self) -> None:
+        """End the receive, and wait for its end."""
+        self.cancel()
+        self._thread.join()
+        self._receiver.forget_cancellation()
+
+    def _receive(self) -> None:
+        try:
+            self._backend.set_device(self._index)
+            with self._stream:  # the consumer's: it may use and free the tensors at once
+                self.received = self._receiver.receive(timeout_s=self._timeout_s)
+        except BaseException as exc:  # noqa: BLE001 - raised again by the consumer's thread
+            self._error = exc
+        finally:
+            self._handover.end()
+
+
+class StreamReceiver:
+    """A replica's end of the link ``name`` that yields each version's tensors, for an engine's own loaders.
+
+    It holds a ring of at most ``slabs`` slabs and ``ring_nbytes`` bytes, the tensors that have come in part, and the
+    tensors of one slab until the caller takes them. The caller's old version is lost when tensors begin to come:
+    :attr:`version` is None until the verdict. While the caller does not iterate, the sender waits, at most its
+    ``timeout_s``. Parameters and use are those of :class:`~hwrl.weights.WeightReceiver`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        name: str = "policy",
+        replica: str,
+        backend: Backend | None = None,
+        slabs: int = 8,
+        ring_nbytes: int = RING_NBYTES,
+        newest: bool = True,
+        timing: ReceiverTiming = _TIMING,
+        transports: Mapping[str, Transport] = TRANSPORTS,
+    ) -> None:
+        self._backend = backend_or_default(backend)
+        self._handover = Handover()
+        self._receiver = WeightReceiver(
+            store,
+            name=name,
+            replica=replica,
+            backend=self._backend,
+            loader=self._handover,
+            slabs=slabs,
+            ring_nbytes=ring_nbytes,
+            newest=newest,
+            timing=timing,
+            transports=transports,
+        )
+        self.join, self.poll, self.release = self._receiver.join, self._receiver.poll, self._receiver.release
+        self.cancel = self._receiver.cancel
+
+    @property
+    def version(self) -> int | None:
+        """The version whose verdict was good; None before the first, from a transfer's beginning, and if it failed."""
+        return self._receiver.version
+
+    def stream(self, *, timeout_s: float = 60.0) -> IncomingVersion:
+        """Begin to receive the newest proposed version, in a thread; use the result in a ``with`` statement.
+
+        ``timeout_s`` and the errors are those of :meth:`~hwrl.weights.WeightReceiver.receive`. Use the tensors on the
+        stream that is current at the first call. There is one stream at a time.
+        """
+        return IncomingVersion(self._receiver, self._handover, backend=self._backend, timeout_s=timeout_s)
+
+    def __enter__(self) -> StreamReceiver:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the link and free the ring."""
+        self._receiver.close()
+
+
+class Handover:
+    """Tensors on their way from the receiving thread to the consumer's: a loader that waits for the consumer."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._tensors: list[NamedTensor] = []  # in reverse
+        self._closed = self._ended = False
+        self.begun = 0
+
+    def open(self) -> None:
+        """Prepare for a version."""
+        self._tensors, self._closed, self._ended, self.begun = [], False, False, 0
+
+    # -- the receiving thread: a TensorLoader ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Begin a transfer; tensors of the one before it that the consumer has not taken are dropped."""
+        with self._changed:
+            self._tensors = []
+            self.begun += 1
+
+    def load(self, tensors: Sequence[NamedTensor]) -> None:
+        """Hand ``tensors`` over when the earlier ones are taken. Raises CommAbortedError if nobody wants more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._tensors)
+            if self._closed:
+                raise CommAbortedError("the receive was cancelled", why="its consumer ended", fix="receive again")
+            self._tensors = list(reversed(tensors))
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Do nothing: :meth:`end` follows."""
+
+    def cancel(self) -> None:
+        """Drop the tensors that the consumer has not taken."""
+        with self._changed:
+            self._tensors = []
+
+    def end(self) -> None:
+        """Let the consumer know that no tensor follows."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    # -- the consumer's thread --------------------------------------------------------------------------------------
+
+    def take(self) -> NamedTensor | None:
+        """Wait for the next tensor; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._tensors or self._ended)
+            if not self._tensors:
+                return None
+            pair = self._tensors.pop()
+            if not self._tensors:
+                self._changed.notify_all()
+            return pair
+
+    def close(self) -> None:
+        """Let the receiving thread end: nobody takes more tensors."""
+        with self._changed:
+            self._closed = True
+            self._tensors = []
+            self._changed.notify_all()

@@ -1,0 +1,133 @@
+"""verl's FSDP2 engine with hwrl's Offloader and CheckpointManager. Selected by ``VERL_ENGINE_VENDOR=hwrl``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+from hwrl import checkpoint
+from hwrl.comm import Comm
+from hwrl.memory import Offloader
+from hwrl.model_files import write_model
+
+_DEVICES = sorted({"cuda", "npu", get_device_name()})
+
+
+@EngineRegistry.register(model_type="language_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
+class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's types are not followed
+    """verl's FSDP2 engine; it moves its state by an Offloader, and saves by a CheckpointManager.
+
+    verl saves a step at ``FOLDER/global_step_N/actor``; its checkpoint here is ``FOLDER/hwrl/actor/global_step_N``.
+    With ``checkpoint.async_save`` verl's tracker in FOLDER is written when the checkpoint is complete. The save of the
+    last training step is awaited, because verl ends its workers after it.
+    """
+
+    _offloader: Any = None
+    _manager: checkpoint.CheckpointManager | None = None
+    is_param_offload_enabled = property(lambda self: self._offloads["model"])
+    is_optimizer_offload_enabled = property(lambda self: self._offloads["optimizer"])
+
+    def initialize(self) -> None:
+        super().initialize()
+        config = self.engine_config
+        self._offloads = {"model": config.param_offload, "optimizer": config.optimizer_offload}
+        self._is_offload_param = self._is_offload_optimizer = False  # from here on verl's own code moves nothing
+        self._offloader, self._on_host = Offloader(self.module, self.optimizer), False
+        self.to("cpu", **self._offloads)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        if self._offloader is None or self._uses_fsdp2_cpu_offload_policy or not (model or optimizer):
+            return
+        # On the CPU verl gives both directions the same name, so there each call is the other one.
+        self._on_host = not self._on_host if get_device_name() == "cpu" else device != get_device_name()
+        move = self._offloader.offload if self._on_host else self._offloader.load
+        move(params=model, optimizer=optimizer)
+
+    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[Any], dict[str, Any] | None]:
+        loaded = contextlib.ExitStack()
+        loaded.enter_context(self._offloader.loaded(optimizer=False))
+        weights, adapter = super().get_per_tensor_param(*args, **kwargs)
+        return _read_within(loaded, weights), adapter
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        contents, folder = self.checkpoint_config.save_contents, Path(local_path).parents[1]
+        self._manager = self._manager or self._open_manager(local_path, keep=max_ckpt_to_keep)
+        stepped = self.optimizer is None or bool(self.optimizer.state)  # if not, torch takes an empty step for a state
+
+        def follow(info: checkpoint.CheckpointInfo) -> None:
+            checkpoint.DurableFS().replace_file(folder / checkpoint.TRACKER_NAME, b"%d" % info.step)
+
+        with self._offloader.lending() if stepped else self._offloader.loaded():
+            self._manager.save(
+                global_step,
+                self._state(contents),
+                extra={"lr_scheduler": self.lr_scheduler.state_dict()},
+                rank_extra={"rng": checkpoint.rng_state()},
+                export=self._export if "hf_model" in contents else None,
+                after_commit=follow if self.checkpoint_config.async_save else None,
+                offloader=self._offloader,
+            )
+        if 0 < self.optimizer_config.total_training_steps <= global_step:
+            self._manager.wait()
+
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        if local_path is None:
+            return
+        contents = self.checkpoint_config.load_contents
+        with self._open_manager(local_path) as manager, self._offloader.loaded():
+            state = self._state(contents)
+            resumed = manager.resume(state, step=int(Path(local_path).parent.name.rpartition("_")[2]))
+            assert resumed is not None, "a step that is not there is an error"
+            set_state_dict(
+                self.module,
+                self.optimizer if "optimizer" in state else [],
+                model_state_dict=state["model"],
+                optim_state_dict=state.get("optimizer", {}),
+            )
+        if "extra" in contents:
+            self.lr_scheduler.load_state_dict(resumed.extra["lr_scheduler"])
+            checkpoint.set_rng_state(resumed.rank_extras[self.rank]["rng"])
+
+    def _open_manager(self, local_path: str, *, keep: int | None = None) -> checkpoint.CheckpointManager:
+        """Open the directory of all steps; there is one manager at a time."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+        directory = Path(local_path).parents[1] / "hwrl" / Path(local_path).name
+        saved_async = self.checkpoint_config.async_save
+        group = Comm().default_group()
+        return checkpoint.CheckpointManager(directory, max_ckpt_to_keep=keep, async_save=saved_async, group=group)
+
+    def _state(self, contents: list[str]) -> dict[str, Any]:
+        if "optimizer" not in contents:
+            return {"model": get_state_dict(self.module, [])[0]}
+        stepped = bool(self.optimizer.state)
+        model, optimizer = get_state_dict(self.module, self.optimizer)
+        for state in () if stepped else self.optimizer.state.values():
+            state["step"].zero_()  # torch took an empty step to make a state
+        return {"model": model, "optimizer": optimizer}
+
+    def _export(self, directory: Path, saved: checkpoint.SavedTensors) -> None:
+        names = {name.removeprefix("model."): name for name in saved if name.startswith("model.")}
+        described = [(name, saved.on_meta(source)) for name, source in names.items()]
+        tensors = ((name, saved[source]) for name, source in names.items())
+        write_model(directory, self.module, described, tensors, dtype=described[0][1].dtype)
+
+
+@EngineRegistry.register(model_type="value_model", backend="fsdp2", device=_DEVICES, vendor="hwrl")
+class HwrlEngineWithValueHead(HwrlEngineWithLMHead, FSDPEngineWithValueHead):  # type: ignore[misc] # likewise
+    """The same for the engine of a critic."""
+
+
+def _read_within(loaded: contextlib.ExitStack, weights: Iterator[Any]) -> Iterator[Any]:
+    with loaded:
+        yield from weights

@@ -1,0 +1,155 @@
+"""verl's platform ``hwrl``: hwrl's backend of this process is verl's device.
+
+verl imports this module by its entry point ``verl.plugins``, and logs an error at debug level. With
+``VERL_USE_EXTERNAL_MODULES=hwrl_verl.platform`` an error ends verl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+from hwrl import get_backend
+from hwrl.interfaces import Backend, Capability
+
+
+@PlatformRegistry.register(platform="hwrl")
+class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not followed
+    """Any backend of hwrl, as a device of verl. Selected by ``VERL_PLATFORM=hwrl`` only."""
+
+    @functools.cached_property
+    def _backend(self) -> Backend:
+        return get_backend()
+
+    @property
+    def device_name(self) -> str:
+        return self._backend.info.device_type
+
+    @property
+    def vendor_name(self) -> str:
+        return self._backend.info.name
+
+    @functools.cached_property
+    def device_module(self) -> Any:
+        return _DeviceModule(self._backend)
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """Return False: otherwise verl's detection would choose this platform where nobody asked for it."""
+        return False
+
+    def is_available(self) -> bool:
+        return self._backend.device_count() > 0
+
+    def device_count(self) -> int:
+        return self._backend.device_count()
+
+    def current_device(self) -> Any:
+        """Return the current index; the device's name if torch would take an index for another device."""
+        accelerator = torch.accelerator.current_accelerator()
+        served = accelerator is not None and accelerator.type == self.device_name
+        return self._backend.current_index() if served else self.device_name
+
+    def set_device(self, device_index: int) -> None:
+        self._backend.set_device(device_index)
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        self.device_module.synchronize(device_index)
+
+    def manual_seed(self, seed: int) -> None:
+        self._backend.seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)  # of all devices
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """Apply ``settings`` if the device's allocator takes any at run time."""
+        memory = getattr(self._backend.device_module, "memory", None)
+        getattr(memory, "_set_allocator_settings", _nothing)(settings)
+
+    def empty_cache(self) -> None:
+        self._backend.empty_cache()
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        find = getattr(self._backend.device_module, "get_device_capability", _nothing)
+        found = find(device_index) if self.is_available() else None
+        return found if isinstance(found, tuple) else (None, None)
+
+    def communication_backend_name(self) -> str:
+        return self._backend.comm_library()
+
+    def visible_devices_envvar(self) -> str:
+        return self._backend.devices.visible_variable or "HWRL_VISIBLE_DEVICES"
+
+    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[Any]:
+        return self._backend.range(msg)
+
+    def profiler_start(self) -> None:
+        getattr(getattr(self._backend.device_module, "profiler", None), "start", _nothing)()
+
+    def profiler_stop(self) -> None:
+        getattr(getattr(self._backend.device_module, "profiler", None), "stop", _nothing)()
+
+    def ray_resource_name(self) -> str:
+        return self._backend.devices.ray_resource or "CPU"
+
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        return self._backend.devices.ray_options(num_gpus)
+
+    def ray_noset_envvars(self) -> list[str]:
+        variable = self._backend.devices.visible_variable
+        return [f"RAY_EXPERIMENTAL_NOSET_{variable}"] if variable else []
+
+    def is_ipc_supported(self) -> bool:
+        """Return whether other processes can open this device's memory by its index, as verl does."""
+        return self._backend.supports(Capability.DEVICE_IPC).usable and isinstance(self.current_device(), int)
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        """Return what verl's own platform of the same device, if there is one, sets for rollout engines."""
+        for name in PlatformRegistry.registered_names():
+            own = PlatformRegistry.get(name)()
+            if name != "hwrl" and own.device_name == self.device_name:
+                return dict(own.rollout_env_vars())
+        return {}
+
+    def cudart(self) -> Any:
+        return getattr(self._backend.device_module, "cudart", _nothing)()
+
+
+class _DeviceModule:
+    """torch's module of the device; the backend computes the statistics of memory that the module lacks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FROM_BACKEND and not hasattr(self._backend.device_module, name):
+            return functools.partial(_FROM_BACKEND[name], self._backend)
+        return getattr(self._backend.device_module, name)
+
+
+_FROM_BACKEND: dict[str, Callable[..., Any]] = {
+    "empty_cache": lambda backend: backend.empty_cache(),
+    "get_rng_state": lambda backend, *_: backend.rng_state(),
+    "ipc_collect": lambda backend: None,
+    "max_memory_allocated": lambda backend, *_: backend.memory_info().peak_nbytes,
+    "max_memory_reserved": lambda backend, *_: backend.memory_info().peak_nbytes,
+    "mem_get_info": lambda backend, *_: (backend.memory_info().free_nbytes, backend.memory_info().total_nbytes),
+    "memory_allocated": lambda backend, *_: backend.memory_info().allocated_nbytes,
+    "memory_reserved": lambda backend, *_: backend.memory_info().reserved_nbytes,
+    "set_rng_state": lambda backend, state, *_: backend.set_rng_state(state),
+    "synchronize": lambda backend, *_: backend.synchronize(),
+}
+
+
+def _nothing(*_: Any) -> None:
+    """Stand in for a function that this device's module lacks."""
+
+
+if os.environ.get("VERL_ENGINE_VENDOR") == "hwrl":  # it imports verl's training engines, which takes seconds
+    import hwrl_verl.engine  # noqa: F401 - it registers itself

@@ -1,0 +1,58 @@
+"""Clients of vLLM's weight transfer, where vLLM's own do not fit: without vLLM in the process, and for an LLM here."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from typing import Any
+
+
+class ServerClient:
+    """Calls the ``vllm serve`` at ``url`` (with VLLM_SERVER_DEV_MODE=1); a call may take ``timeout_s``."""
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._post("start_weight_update", {})
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._post("finish_weight_update", {})
+
+    def pause(self) -> None:
+        """Let running requests finish, begin no others, and empty the cache of prefixes."""
+        self._post("pause?mode=wait", {})
+
+    def resume(self) -> None:
+        """Begin requests again."""
+        self._post("resume", {})
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
+        urllib.request.urlopen(request, timeout=self._timeout_s).close()
+
+
+class LocalClient:
+    """Calls the workers of ``llm``, vLLM's ``LLM`` in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self._call = llm.collective_rpc
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", kwargs={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("update_weights", kwargs={"update_info": update_info})
+
+    def finish_weight_update(self) -> None:
+        self._call("finish_weight_update")

@@ -1,0 +1,95 @@
+"""Versions of the weights in one worker's model: loaded in place, or staged beside it and installed later."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hwrl.discovery import get_backend
+from hwrl.weights import Destination, Scattered, TensorStream, WeightLayout, ring_slots
+from hwrl_vllm.copies import CopyPlan, Recorder
+from hwrl_vllm.reload import Reload
+
+_SLABS = 4
+"""The most slabs under way at once."""
+
+_log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
+
+
+class ModelLoading:
+    """Brings whole versions into ``model``: by recorded copies, or by vLLM's loaders if these do more than copy.
+
+    After a failed load the model is a mixture of versions; another load repairs it.
+    """
+
+    copies: CopyPlan | None = None
+    """How the loaders only copy; None before a recorded load, and if they do more."""
+
+    def __init__(self, model: torch.nn.Module, *, model_config: Any, vllm_config: Any) -> None:
+        self._model = model
+        self._reload = Reload(model, model_config=model_config, vllm_config=vllm_config)
+        self._is_recorded = False
+        self._staged: CopyPlan | Mapping[str, torch.Tensor] | None = None
+
+    def record(self, weights: Mapping[str, torch.Tensor], *, skips_copies: bool = False) -> None:
+        """Load ``weights`` by vLLM's loaders, and record what they do.
+
+        With ``skips_copies`` the weights are examples, no byte is copied from them, and errors are only logged. The
+        model's weights are arbitrary afterwards.
+        """
+        self._is_recorded = True
+        recorder = Recorder(weights, skips_copies=skips_copies)
+        try:
+            with recorder:
+                self._reload.load_all(list(weights.items()))
+            self.copies = recorder.plan(self._model.parameters())
+        except Exception as exc:
+            if not skips_copies:
+                raise
+            recorder.obstacle = f"{type(exc).__name__}: {exc}"  # a loader that needs true weights
+        if self.copies is None:
+            _log.info("updates run vLLM's loaders, because they do more than copy: %s", recorder.obstacle)
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load contiguous ``weights`` of the whole model in place, and wait for the device."""
+        if self.copies is not None and self.copies.suits(weights):
+            self.copies.run(weights)
+        elif self._is_recorded:
+            self._reload.load_all(list(weights.items()))
+        else:
+            self.record(weights)
+        get_backend().synchronize()  # then the lender may overwrite them
+
+    def place(self, layout: WeightLayout) -> Destination:
+        """Return where versions of ``layout`` go in place: into the parameters, or to vLLM's loaders."""
+        backend = get_backend()
+        if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
+            return Scattered(layout, self.copies.rules(), backend=backend, constants=self.copies.constants)
+        largest = max((slab.nbytes for slab in layout.slabs), default=0)
+        return TensorStream(layout, self._reload, backend=backend, slots=ring_slots(largest, slabs=_SLABS))
+
+    def stage(self, layout: WeightLayout) -> Destination:
+        """Return memory beside the model for one version of ``layout``: this worker's shards if loaders only copy."""
+        backend = get_backend()
+        if self.copies is not None and self.copies.suits({entry.name for entry in layout.entries}):
+            self._staged = self.copies.staged()
+            return Scattered(layout, self._staged.rules(), backend=backend)
+        self._staged = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8, device=backend.device()))
+        return Scattered.into(layout, self._staged, backend=backend)
+
+    def install(self) -> None:
+        """Load the staged version, if there is one, and wait for the device."""
+        if isinstance(self._staged, CopyPlan):
+            assert self.copies is not None, "it was staged by these copies"
+            self.copies.install(self._staged)
+            get_backend().synchronize()
+        elif self._staged is not None:
+            self.load(self._staged)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the staged version."""
+        self._staged = None

@@ -1,0 +1,139 @@
+"""The worker's end of vLLM's weight transfer: backend "hwrl" of ``--weight-transfer-config``."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from hwrl.comm import connect_store
+from hwrl.discovery import get_backend
+from hwrl.errors import EngineError
+from hwrl.interfaces import WeightOffer
+from hwrl.rollout import require_same_model
+from hwrl.saved_names import saved_weights
+from hwrl.weights import EngineReceiver, Taken
+from hwrl_vllm.loading import ModelLoading
+from hwrl_vllm.trainer import WORKERS, answer_key
+
+_log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
+
+
+@dataclass
+class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
+    """The trainer's store (``host:port``), and whether the old version must serve until the new one is whole."""
+
+    store: str
+    keep_old_version: bool = True
+
+
+@dataclass
+class TransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]  # nor here
+    """One call of the trainer: check the names of its weights, take an offer, or install what was taken."""
+
+    call: int
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    offer: dict[str, Any] | None = None
+    install: int = 0
+    """The number of the proposal to install."""
+
+
+class TransferWorker(WeightTransferEngine[TransferInit, TransferUpdate]):  # type: ignore[misc]  # nor here
+    """Receives versions for one worker of vLLM; vLLM makes it and calls it, at any ``tensor_parallel_size``.
+
+    No method raises an Exception: with several workers vLLM would leave the second worker's error unread, and end at
+    the next call. The trainer reads the answers in its store.
+    """
+
+    init_info_cls = TransferInit
+    update_info_cls = TransferUpdate
+    supports_draft_weight_update = False
+    _receiver: EngineReceiver | None = None
+    _taken = Taken()
+    _is_updating = _keeps_old = False
+
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        config = self.vllm_config.parallel_config
+        try:
+            self.shutdown()
+            self._store, backend = connect_store(init_info.store), get_backend()
+            self._keeps_old = init_info.keep_old_version
+            place = self._loading.stage if self._keeps_old else self._loading.place
+            self._number = int(self._store.add(WORKERS, 1)) - 1
+            self._receiver = EngineReceiver(self._number, backend=backend, place=place)
+        except Exception:  # noqa: BLE001 - the trainer misses its answer
+            _log.exception("this worker cannot join the trainer at %s", init_info.store)
+            return
+        self._answer(0, {"rank": config.rank, "of": config.world_size, "updating": self._is_updating})
+
+    def start_weight_update(self) -> None:
+        self._is_updating = True
+
+    def receive_weights(self, update_info: TransferUpdate) -> None:
+        try:
+            taken = self._do(update_info)
+        except Exception as exc:  # noqa: BLE001 - the answer says it
+            taken = Taken(why=f"{type(exc).__name__}: {exc}", fault=True)
+        self._answer(update_info.call, taken._asdict())
+
+    def finish_weight_update(self) -> None:
+        self._is_updating, self._taken = False, Taken()
+        self._loading.drop()
+        if self._receiver is not None and self._keeps_old:
+            self._receiver.release()
+
+    def shutdown(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Raise NotImplementedError: vLLM before 0.28 wants the method; the trainer's end is TransferTrainer."""
+        raise NotImplementedError("send weights by hwrl_vllm.TransferTrainer")
+
+    def _do(self, update: TransferUpdate) -> Taken:
+        if self._receiver is None:
+            raise EngineError(
+                "this worker has joined no trainer", why="its log has it", fix="make a new TransferTrainer"
+            )
+        if update.shapes:
+            self._check(update.shapes)
+        elif update.offer is not None:
+            self._taken = self._receiver.take(WeightOffer(**update.offer))
+            return self._taken
+        elif update.install == self._taken.proposal:
+            self._loading.install()
+        else:
+            raise EngineError(f"proposal {update.install} is not here", why=f"{self._taken}", fix="send it again")
+        return Taken()
+
+    def _check(self, shapes: dict[str, list[int]]) -> None:
+        """Raise EngineError if the names or shapes are another model's; nothing is overwritten then."""
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(self.model_config.hf_config, trust_remote_code=False)
+        except ValueError as exc:
+            _log.warning("the names of weights are left to vLLM's loaders: transformers has no such model: %s", exc)
+            return
+        given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        require_same_model(saved_weights(model)[0], given)
+
+    def _answer(self, call: int, answer: dict[str, Any]) -> None:
+        with suppress(Exception):  # the trainer is dead
+            self._store.set(answer_key(call, self._number), json.dumps(answer))
+
+    @functools.cached_property
+    def _loading(self) -> ModelLoading:
+        return ModelLoading(self.model, model_config=self.model_config, vllm_config=self.vllm_config)

@@ -1,0 +1,111 @@
+"""TRL's trainers send their weights through hwrl to a real ``vllm serve``, on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (importlib.util.find_spec("trl") and importlib.util.find_spec("vllm")),
+        reason="TRL or vLLM is not installed: ci/stack trl",
+    ),
+    pytest.mark.filterwarnings("default"),  # of TRL and vLLM
+]
+
+PAGE = Path(__file__).parents[3] / "docs" / "trl.md"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of the demo's tiny model."""
+    from hwrl_trl.demo import tiny_policy
+    from tests.plugins.vllm.vllm_server import vllm_server
+
+    home = tmp_path_factory.mktemp("server")
+    for part in tiny_policy():
+        part.save_pretrained(home / "model")
+    with vllm_server(home / "model", home / "log", "--logprobs-mode", "processed_logprobs") as serving:
+        yield serving.url
+
+
+def test_the_example_of_the_page_learns_with_responses_of_the_server(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's log-probabilities are those of the trainer's newest weights, in every step."""
+    monkeypatch.chdir(tmp_path)
+    _, block = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block.replace("http://localhost:8000", server), "trl.md", "exec"), names)
+    log = [entry for entry in names["trainer"].state.log_history if "reward" in entry]
+    assert max(entry["sampling/sampling_logp_difference/max"] for entry in log) < 1e-4
+    assert log[0]["reward"] < 0.15 and log[-1]["reward"] > 0.3
+
+
+def test_asynchronous_grpo_learns_with_weight_transfer(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its packed attention needs a kernel for a device; here a plain one stands in for it."""
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+    from hwrl_trl import AsyncWeights
+    from hwrl_trl.demo import share_of_sevens, tiny_policy
+
+    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attend))
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: 1e12)
+    model, tokenizer = tiny_policy()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<pad>",
+        "fields": {"content": {"close_pattern": "$", "content": "text"}},
+    }
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": [{"role": "user", "content": f"{first} 2"}]} for first in range(10)]
+    trainer = AsyncGRPOTrainer(
+        model=str(tmp_path / "model"),
+        args=AsyncGRPOConfig(
+            output_dir=str(tmp_path),
+            max_steps=8,
+            learning_rate=1e-2,
+            per_device_train_batch_size=32,
+            num_generations=8,
+            max_completion_length=8,
+            max_staleness=1,
+            logging_steps=1,
+            vllm_server_base_url=server,
+            save_strategy="no",
+            report_to="none",
+            gradient_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+        ),
+        reward_funcs=share_of_sevens,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        weight_transfer=AsyncWeights(server),
+    )
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert rewards[0] < 0.2 and rewards[-1] > 0.3, trainer.state.log_history[-2:]
+
+
+def attend(query: Any, key: Any, value: Any, cu_q: Any, *_: Any, softmax_scale: float, **__: Any) -> Any:
+    """Causal attention of each sequence by itself; tensors are (tokens, heads, head dimension)."""
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    parts = [
+        attention(*(one[begin:end].transpose(0, 1) for one in (query, key, value)), is_causal=True, scale=softmax_scale)
+        for begin, end in pairwise(cu_q.tolist())
+    ]
+    return torch.cat(parts, 1).transpose(0, 1)

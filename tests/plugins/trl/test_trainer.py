@@ -1,0 +1,149 @@
+"""transformers' Trainer with hwrl's checkpoints and offload: killed with SIGKILL, it resumes as if nothing happened."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.errors import CheckpointError, ConfigError
+from hwrl_trl import CheckpointCallback, OffloadCallback
+from tests.support.tiny_model import tiny_model
+from tests.support.trainer_checkpoints import assert_equal, trained
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.arange(index, index + 8) % 16
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def make_trainer(directory: Path, **settings: Any) -> Any:
+    """Five steps are an epoch of one rank; dropout uses the random numbers."""
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "max_steps": 8,
+        "save_steps": 1,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return Trainer(
+        model, args=TrainingArguments(str(directory), **defaults | settings), train_dataset=Rows(), eval_dataset=Rows()
+    )
+
+
+def make_offloading(directory: Path) -> Any:
+    trainer = make_trainer(directory)
+    trainer.add_callback(OffloadCallback())
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(make_trainer, tmp_path_factory.mktemp("undisturbed"))[1]
+
+
+def test_it_learns_and_is_saved_where_transformers_saves(undisturbed: Any) -> None:
+    losses = [entry["loss"] for entry in undisturbed["log"]]
+    assert undisturbed["step"] == len(losses) == 8 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("make", [make_trainer, make_offloading])
+def test_killed_within_and_between_epochs_it_resumes_equal(
+    undisturbed: Any, tmp_path: Path, make: Any, async_save: bool
+) -> None:
+    began, content = trained(make, tmp_path, kill_at=(3, 5), max_ckpt_to_keep=2, async_save=async_save)
+    assert began == 5 or (async_save and began == 4)
+    assert_equal(content, undisturbed)
+
+
+def test_two_ranks_resume_equal(tmp_path: Path) -> None:
+    """An epoch has three steps here."""
+    _, undisturbed = trained(make_trainer, tmp_path / "undisturbed", ranks=2)
+    began, content = trained(make_trainer, tmp_path / "killed", kill_at=(4,), ranks=2, async_save=True)
+    assert began in (3, 4)
+    assert_equal(content, undisturbed)
+
+
+def test_the_files_for_transformers_are_a_model(undisturbed: Any, tmp_path: Path) -> None:
+    """``hf`` has the parameters of the checkpoint, under the names of ``from_pretrained``."""
+    parameters = {name.removeprefix("model."): one for name, one in undisturbed["tensors"].items() if "model." in name}
+    for name, tensor in undisturbed["hf"].items():
+        assert tensor.equal(parameters[name])
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["hf/model.safetensors", "__0_0.distcp"])
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, file: str) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2)
+    with CheckpointCallback(trainer, tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.resume_path() is None
+        trainer.train()
+        damage(tmp_path / "checkpoints" / "global_step_2" / file)
+        assert checkpoints.resume_path() == str(tmp_path / "checkpoints" / "global_step_1" / "hf")
+    trainer = make_trainer(tmp_path, max_steps=3)
+    with CheckpointCallback(trainer, tmp_path / "checkpoints") as checkpoints:
+        trainer.train(resume_from_checkpoint=checkpoints.resume_path())
+        assert sorted(path.name for path in (tmp_path / "checkpoints").glob("global*")) == [
+            f"global_step_{step}" for step in (1, 2, 3)
+        ]
+        assert checkpoints.resume_path() == str(tmp_path / "checkpoints" / "global_step_3" / "hf")
+
+
+def test_training_never_begins_anew_over_checkpoints(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    with CheckpointCallback(trainer, tmp_path / "checkpoints") as checkpoints:
+        trainer.train()
+        with pytest.raises(CheckpointError, match="resume_path"):
+            trainer.train()
+        assert checkpoints.resume_path() is not None
+
+
+@pytest.mark.parametrize("settings", [{"save_strategy": "best"}, {"load_best_model_at_end": True}])
+def test_what_transformers_must_save_itself_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+    trainer = make_trainer(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        CheckpointCallback(trainer, tmp_path / "checkpoints")
+
+
+def test_transformers_own_saves_go_on_with_an_offloaded_optimizer(tmp_path: Path) -> None:
+    trainer = make_offloading(tmp_path)
+    trainer.args.max_steps = 2
+    trainer.train()
+    state = torch.load(tmp_path / "checkpoint-1" / "optimizer.pt", weights_only=True)
+    assert state["state"][0]["exp_avg"].abs().sum() > 0
+
+
+def test_the_example_of_the_page_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "trl.md").read_text()
+    block = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    exec(compile(block, "trl.md", "exec"), {})
+    more: dict[str, Any] = {}
+    exec(compile(block.replace("max_steps=4", "max_steps=6"), "trl.md", "exec"), more)
+    assert more["trainer"].state.global_step == 6
+    assert (tmp_path / "out/checkpoints/latest_checkpointed_iteration.txt").read_text() == "6"

@@ -1,0 +1,54 @@
+"""verl's FSDP2 engine on hwrl's Offloader and CheckpointManager, in verl's own TrainingWorker on Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.plugins.verl import actors
+from tests.support.tiny_model import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+
+ON_DEVICE = "sum(p.to_local().untyped_storage().nbytes() for p in worker.engine.module.parameters())"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    model = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(model)
+    with actors.cluster():
+        yield model
+
+
+def test_an_async_save_resumes_in_new_workers_with_the_same_weights_and_the_same_next_loss(
+    model: Path, tmp_path: Path
+) -> None:
+    sync = actors.sync_config()
+    first = actors.actors(model, 2, sync=sync, offload=True, async_save=True, name="first")
+    assert first.look("type(worker.engine).__module__") == ["hwrl_verl.engine"] * 2
+    assert first.look(ON_DEVICE) == [0, 0], "the parameters are on the host between steps"
+    for step in (1, 2, 3):
+        first.train(step)
+        first.save(str(tmp_path / f"global_step_{step}" / "actor"), step, 2)
+    next_loss = first.train(4)
+    weights = first.whole_weights()[0]
+    assert first.look(ON_DEVICE) == [0, 0]
+    first.look("worker.engine._manager.wait()")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert sorted(path.name for path in (tmp_path / "hwrl/actor").glob("global_step_*")) == [
+        "global_step_2",
+        "global_step_3",
+    ]
+    for worker in first.workers:
+        actors.ray.kill(worker)
+
+    second = actors.actors(model, 2, sync=sync, offload=False, name="second")
+    second.load(str(tmp_path / "global_step_3" / "actor"))
+    assert second.train(4) == next_loss
+    again = second.whole_weights()[0]
+    assert list(again) == list(weights)
+    assert all(torch.equal(again[name], weights[name]) for name in weights)

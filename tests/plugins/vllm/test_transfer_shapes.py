@@ -1,0 +1,195 @@
+"""Both ends of the backend "hwrl" beside stand-ins for vLLM: its interface of each version, and what fails in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.errors import CommError, EngineError
+from hwrl.weights import WeightSource
+from hwrl_vllm import TransferTrainer, TransferTrainerInit, plugin
+from tests.plugins.vllm import stand_in
+from tests.plugins.vllm.stand_in import VERSIONS, Worker, Workers
+from tests.support.tiny_model import tiny_model
+
+MakeWorkers = Callable[..., Workers]
+
+
+class ByName:
+    """vLLM's loaders of a model that has its parameters under their names in files."""
+
+    def __init__(self, model: torch.nn.Module, **configs: Any) -> None:
+        self._model, self.fails = model, False
+
+    def begin(self) -> None: ...
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        own = self._model.state_dict()
+        with torch.no_grad():
+            for number, (name, tensor) in enumerate(tensors):
+                if self.fails and number == 3:
+                    raise RuntimeError("no room for it")
+                own[name].copy_(tensor)
+
+    def finish(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def load_all(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.load(tensors)
+
+
+@pytest.fixture
+def factory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setenv("HWRL_BACKEND", "cpu")
+    monkeypatch.setattr("hwrl_vllm.loading.Reload", ByName)
+    factory = stand_in.install(getattr(request, "param", "0.28"), monkeypatch)
+    plugin.load()
+    plugin.load()  # as vLLM does
+    return factory
+
+
+@pytest.fixture
+def workers_of(factory: ModuleType) -> MakeWorkers:
+    def make(count: int = 2, of: int = 2) -> Workers:
+        return Workers([Worker(factory, tiny_model(9), rank=rank, of=of) for rank in range(count)])
+
+    return make
+
+
+def same(workers: Workers, model: torch.nn.Module) -> bool:
+    wanted = model.state_dict()
+    return all(torch.equal(t, wanted[n]) for one in workers.workers for n, t in one.model.state_dict().items())
+
+
+def trainer_for(workers: Workers, model: torch.nn.Module, **settings: Any) -> TransferTrainer:
+    settings = {"timeout_s": 5.0, **settings}
+    return TransferTrainer(TransferTrainerInit(**settings), client=workers, source=WeightSource.from_module(model))
+
+
+def change(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+
+
+@pytest.mark.parametrize("factory", VERSIONS, indirect=True)
+@pytest.mark.parametrize("keep_old_version", [True, False], ids=["staged", "in place"])
+def test_two_workers_have_each_version(factory: ModuleType, workers_of: MakeWorkers, keep_old_version: bool) -> None:
+    """The first staged version goes through the loaders, the others by copies."""
+    workers, model = workers_of(), tiny_model()
+    init_info = TransferTrainerInit(keep_old_version=keep_old_version)
+    trainers = getattr(factory, "WeightTransferTrainerFactory", TransferTrainer)
+    trainer = trainers.trainer_init(init_info, client=workers, source=vllms_source(model))
+    for _ in range(3):
+        trainer.send_weights()
+        assert same(workers, model)
+        change(model)
+    assert [bool(one.engine._loading.copies) for one in workers.workers] == [keep_old_version] * 2
+    trainer.shutdown()
+
+
+def vllms_source(model: torch.nn.Module) -> Any:
+    """A source as vLLM's ``ModuleSource``."""
+
+    class Source:
+        def metadata(self) -> list[Any]:
+            return [SimpleNamespace(name=n, dtype=p.dtype, shape=tuple(p.shape)) for n, p in model.named_parameters()]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from model.named_parameters()
+
+    return Source()
+
+
+def test_a_worker_that_cannot_stage_a_version_leaves_the_old_one_in_all_of_them(
+    workers_of: MakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, model = workers_of(), tiny_model()
+    trainer = trainer_for(workers, model)
+    trainer.send_weights()
+    old = tiny_model()
+    old.load_state_dict(model.state_dict())
+    change(model)
+
+    def full(layout: Any) -> Any:
+        raise torch.OutOfMemoryError("the device is full")
+
+    with monkeypatch.context() as patch:
+        (intake,) = workers.workers[1].engine._receiver._intakes.values()
+        patch.setattr(intake, "_place", full)
+        with pytest.raises(EngineError, match="rank 1: OutOfMemoryError: the device is full"):
+            trainer.send_weights()
+    assert same(workers, old) and not any(one.is_updating for one in workers.workers)
+    trainer.send_weights()
+    assert same(workers, model)
+
+
+def test_a_load_that_fails_says_that_weights_are_mixed_and_the_next_one_repairs_them(workers_of: MakeWorkers) -> None:
+    workers, model = workers_of(), tiny_model()
+    loaders = workers.workers[1].engine._loading._reload
+    loaders.fails = True
+    trainer = trainer_for(workers, model)
+    with pytest.raises(EngineError, match=r"weights are of two versions(.|\n)*rank 1: RuntimeError: no room for it"):
+        trainer.send_weights()
+    loaders.fails = False
+    trainer.send_weights()
+    assert same(workers, model)
+
+
+def test_a_trainer_whose_predecessor_died_in_an_update_goes_on(workers_of: MakeWorkers) -> None:
+    workers, model = workers_of(), tiny_model()
+    trainer_for(workers, model)
+    workers.start_weight_update()
+    trainer_for(workers, model).send_weights()
+    assert same(workers, model)
+
+
+def test_a_missing_worker_is_noticed_before_anything_is_sent(workers_of: MakeWorkers) -> None:
+    with pytest.raises(EngineError, match=r"not all of vLLM's workers have joined(.|\n)*only these have: \[0\]"):
+        trainer_for(workers_of(count=1, of=2), tiny_model())
+
+
+def test_a_worker_that_cannot_reach_the_trainer_raises_nothing(
+    workers_of: MakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(address: str) -> Any:
+        raise CommError("no way", why="the network is down", fix="")
+
+    workers = workers_of(count=1, of=1)
+    monkeypatch.setattr(sys.modules["hwrl_vllm.transfer"], "connect_store", unreachable)
+    workers.init_weight_transfer_engine({"store": "127.0.0.1:1"})
+    workers.start_weight_update()
+    workers.update_weights({"call": 1})
+    workers.finish_weight_update()
+
+
+def test_each_rank_reads_its_weights_once_whatever_fails(workers_of: MakeWorkers) -> None:
+    """Reading is collective: a rank that read more or less often would hang the others."""
+    model, reads = tiny_model(), [0, 0]
+
+    def source_of(rank: int) -> WeightSource:
+        def read() -> Iterator[tuple[str, torch.Tensor]]:
+            reads[rank] += 1
+            yield from model.named_parameters()
+
+        return WeightSource(model.named_parameters, read)
+
+    workers = workers_of()
+    first, second = (
+        TransferTrainer(TransferTrainerInit(rank=rank), client=workers, source=source_of(rank)) for rank in (0, 1)
+    )
+    for updating in (False, True):  # the second update fails before anything is read
+        if updating:
+            workers.workers[0].start_weight_update()
+            with pytest.raises(AssertionError):
+                first.send_weights()
+        else:
+            first.send_weights()
+        second.send_weights()
+    assert reads == [2, 2]
