@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import hwrl
 from hwrl.cli import main
+from hwrl.testing import Kind, Level, find_subject
+from hwrl.testing.conformance import run_kit
 
 COMMANDS = {
     "acme": ["new-backend", "acme"],
@@ -69,17 +72,23 @@ def test_a_new_backend_passes_compute_and_device_untouched(python: Path) -> None
     assert (report["kind"], report["backend"], report["reached"]) == ("backend", "acme", "device")
 
 
-def test_a_new_transport_passes_every_check_untouched(python: Path) -> None:
-    report = conformance(python, "acme-wire", "rollout", HWRL_BACKEND="cpu")
-    assert (report["kind"], report["reached"]) == ("transport", "rollout")
-    outcomes = {check["outcome"] for check in report["checks"]}  # type: ignore[attr-defined] # a list of dicts
-    assert outcomes == {"passed"}
+@pytest.fixture
+def installed_here(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same installed packages, in this process: it has imported torch already."""
+    (site,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    monkeypatch.syspath_prepend(str(site))
 
 
-@pytest.mark.parametrize("name, kind", [("acme-roll", "rollout-engine"), ("acme-train", "train-engine")])
-def test_a_new_engine_computes_right_untouched(name: str, kind: str, python: Path) -> None:
-    report = conformance(python, name, "compute", HWRL_BACKEND="cpu")
-    assert (report["kind"], report["reached"]) == (kind, "compute")
+def test_a_new_transport_passes_every_check_untouched(installed_here: None) -> None:
+    report = run_kit(find_subject("acme-wire"), backend=hwrl.get_backend(), level=Level.ROLLOUT)
+    assert (report.subject.kind, report.reached) == (Kind.TRANSPORT, Level.ROLLOUT)
+    assert {check.outcome for check in report.checks} == {"passed"}
+
+
+@pytest.mark.parametrize("name, kind", [("acme-roll", Kind.ROLLOUT_ENGINE), ("acme-train", Kind.TRAIN_ENGINE)])
+def test_a_new_engine_computes_right_untouched(name: str, kind: Kind, installed_here: None) -> None:
+    report = run_kit(find_subject(name), backend=hwrl.get_backend(), level=Level.COMPUTE)
+    assert (report.subject.kind, report.reached) == (kind, Level.COMPUTE)
 
 
 @pytest.mark.extended  # the levels above, with a short run of `hwrl train`; ci/wheel always runs the first

@@ -32,7 +32,7 @@ _RUNNING = 4
 _LOGPROB_OFF = 2e-2
 _ALMOST = 1e-2
 """Two tokens with log-probabilities as close as this may change places by rounding."""
-_MANY = 1500
+_MANY = 600
 _WAIT_S = 60.0
 
 
@@ -112,7 +112,7 @@ class RolloutNumbersContract(_OfRolloutEngine):
         prompt = torch.from_numpy(requests[0].prompt_ids.astype(np.int64))[None]
         wanted = (reference_model()(prompt).logits[0, -1] / 5.0).softmax(-1).detach().numpy()
         seen = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
-        assert np.abs(seen - wanted).sum() < 0.16  # the expected total deviation is about 0.07
+        assert np.abs(seen - wanted).sum() < 0.25  # the expected total deviation is about 0.12
 
     def test_filters_shape_the_distribution(self, engine: RolloutEngine) -> None:
         """``top_k=1`` leaves the most probable token, with probability 1. An engine may refuse filters."""
