@@ -88,7 +88,7 @@ def tiny_policy() -> tuple[Any, Any]:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,  # the least that vLLM computes on CPUs
-        max_position_embeddings=64,
+        max_position_embeddings=128,
         tie_word_embeddings=False,
         eos_token_id=words["<end>"],
         pad_token_id=words["<pad>"],

@@ -104,8 +104,8 @@ def attend(query: Any, key: Any, value: Any, cu_q: Any, *_: Any, softmax_scale: 
     """Causal attention of each sequence by itself; tensors are (tokens, heads, head dimension)."""
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     attention = torch.nn.functional.scaled_dot_product_attention
-    parts = [
-        attention(*(one[begin:end].transpose(0, 1) for one in (query, key, value)), is_causal=True, scale=softmax_scale)
-        for begin, end in pairwise(cu_q.tolist())
-    ]
+    parts = []
+    for begin, end in pairwise(cu_q.tolist()):
+        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
+        parts.append(attention(q, k, v, is_causal=True, scale=softmax_scale))
     return torch.cat(parts, 1).transpose(0, 1)
