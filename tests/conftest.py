@@ -16,7 +16,14 @@ gc.disable()  # it takes a quarter of the time of the imports, until the tests a
 os.environ.setdefault("HWRL_BACKEND", "cpu")
 
 # Most tests start processes that import their test module; without this each spends one to three seconds on imports.
-preload("pytest", "hypothesis", "safetensors.torch", "hwrl.checkpoint.manager", "hwrl.testing.suite", "hwrl.weights")
+preload(
+    "pytest",
+    "hypothesis",
+    "safetensors.torch",
+    "hwrl.checkpoint.manager",
+    "hwrl.testing.suites.backend",
+    "hwrl.weights",
+)
 if os.environ["HWRL_BACKEND"] == "cpu":
     preload("transformers.models.qwen3.modeling_qwen3", "hwrl.rollout.embedded", "hwrl.train.fsdp")
     preload("torch._inductor.compile_fx")  # most of the time that the import of Megatron-core takes

@@ -23,8 +23,18 @@ from hwrl.discovery.typed import type_mismatch
 from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Command
 
-BUILT_IN = ("train", "report", "plan", "doctor", "checkpoints", "conformance")
-"""Names of subcommands, and of the modules in this package with their ``HELP``, ``configure`` and ``run``."""
+BUILT_IN = (
+    "train",
+    "report",
+    "plan",
+    "doctor",
+    "checkpoints",
+    "conformance",
+    "new-backend",
+    "new-engine",
+    "new-transport",
+)
+"""Names of subcommands, and with ``_`` of the modules in this package with ``HELP``, ``configure`` and ``run``."""
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -86,7 +96,7 @@ class Commands:
 
 
 def _built_in(name: str) -> Command:
-    module = importlib.import_module(f"hwrl.cli.{name}")
+    module = importlib.import_module(f"hwrl.cli.{name.replace('-', '_')}")
     return Command(name, module.HELP, module.configure, module.run)
 
 

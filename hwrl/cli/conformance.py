@@ -1,23 +1,66 @@
-"""``hwrl conformance NAME``: run the conformance kit on a backend."""
+"""``hwrl conformance NAME``: run the conformance kit on a backend, an engine or a transport."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
+from typing import Any
 
-HELP = "check that a backend keeps every promise that hwrl builds on"
+from hwrl.errors import ConfigError
+from hwrl.testing.levels import Kind, Level
+
+HELP = "check that a backend, an engine or a transport keeps every promise that hwrl builds on"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("backend", help="the backend's name")
+    kinds, levels = [kind.value for kind in Kind], [level.value for level in Level]
+    parser.add_argument("name", help="the name of a backend, of an engine or of a transport")
+    parser.add_argument("--kind", choices=kinds, help="what NAME is, if several things have this name")
+    parser.add_argument("--level", choices=levels, default="full", help="how far to go; a level includes those before")
+    parser.add_argument("--options", default="{}", help="the options of an engine, as a JSON object")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, too")
+    parser.add_argument("--badge", type=Path, metavar="FILE", help="write a badge: .svg, or .json for shields.io")
     parser.add_argument("-k", dest="keyword", default="", help="run only the checks that match this pytest expression")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the kit on the named backend and print each result; return 0 if every check passed."""
+    """Run the kit on the named subject, print each result and write the files; return 0 if no check failed."""
+    options = _options(args.options)
     from hwrl.discovery import get_backend, set_backend
     from hwrl.testing.conformance import run_kit
+    from hwrl.testing.report import check_badge_name
+    from hwrl.testing.subject import find_subject
 
-    set_backend(args.backend)
-    status, _ = run_kit(get_backend(), keyword=args.keyword)
-    return status
+    if args.badge is not None:
+        check_badge_name(args.badge)
+        _refuse_part(args.keyword)
+    subject = find_subject(args.name, kind=args.kind and Kind(args.kind), options=options)
+    if subject.kind is Kind.BACKEND:
+        set_backend(subject.name)
+    report = run_kit(subject, backend=get_backend(), level=Level(args.level), keyword=args.keyword)
+    if args.json is not None:
+        report.write_json(args.json)
+    if args.badge is not None:
+        report.write_badge(args.badge)
+    return 0 if report.ok else 1
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as exc:
+        raise ConfigError(
+            "--options cannot be read", why=f"{exc} in {text!r}", fix="write a JSON object, like '{\"room\": 8}'"
+        ) from exc
+    if not isinstance(found, dict):
+        raise ConfigError("--options is no JSON object", why=f"it is {text!r}", fix="write '{\"name\": value}'")
+    return found
+
+
+def _refuse_part(keyword: str) -> None:
+    if keyword:
+        raise ConfigError(
+            "a part of the checks earns no badge", why=f"-k {keyword!r} selects some checks", fix="leave -k out"
+        )

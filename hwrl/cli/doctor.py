@@ -163,5 +163,5 @@ def _live_lines(name: str, live: dict[str, Any]) -> Iterator[str]:
         yield f"  {'peak in bfloat16':<24} {number}"
         yield f"  {'fused operations':<24} {', '.join(live['kernels']) or 'none'}"
     if live.get("capabilities", {}).get("collectives", [""])[0] == "unsupported":
-        yield f"  {'without collectives':<24} a run has one trainer rank (train.ranks=1); weights travel by ipc or host"
+        yield f"  {'groups of processes':<24} staged through the host; on one machine, weights travel by ipc or host"
     yield f"  {'result':<24} {'computed and copied correctly' if live['ok'] else live['why']}"

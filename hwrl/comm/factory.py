@@ -10,9 +10,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.comm.failures import translated
 from hwrl.comm.group import TorchGroup, make_standalone_group
+from hwrl.comm.staged import collectives_of
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError
-from hwrl.interfaces import Backend, Capability, Group
+from hwrl.interfaces import Backend, Group, fill_stream_functions
 
 
 class Comm:
@@ -32,14 +33,17 @@ class Comm:
         """Make torch's default group, the group of DeviceMesh and FSDP2, and return it.
 
         Without ``store`` the ranks meet by torchrun's environment (MASTER_ADDR, RANK, …). Blocks until all ranks came.
+        A device without collectives gets a group staged through the host. FSDP2 calls stream functions of torch's
+        module for the device; if the module lacks some, it gets torch's general ones.
         """
-        self.backend.require(Capability.COLLECTIVES, needed_for="make the default group")
         rendezvous: dict[str, Any] = {}
         if store is not None:
             rendezvous = {"store": store, "rank": _required(rank, "rank"), "world_size": _required(size, "size")}
-        timeout = self.backend.library_timeout(timeout_s)
+        collectives = collectives_of(self.backend)
+        fill_stream_functions(self.backend.info.device_type)
+        timeout = collectives.library_timeout(timeout_s)
         try:
-            dist.init_process_group(self.backend.comm_library(), timeout=timeout, **rendezvous)
+            dist.init_process_group(collectives.comm_library(), timeout=timeout, **rendezvous)
         except (RuntimeError, ValueError) as exc:
             raise translated(exc, "make the default group") from exc
         group = self.default_group()
@@ -57,8 +61,9 @@ class Comm:
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = 600.0) -> Group | None:
         """Return a group of some ranks of the default group, and None on the others; every rank must call it."""
         default = self.default_group()
-        timeout = self.backend.library_timeout(timeout_s)
-        process_group = dist.new_group(list(ranks), timeout=timeout, backend=self.backend.comm_library())
+        collectives = collectives_of(self.backend)
+        timeout = collectives.library_timeout(timeout_s)
+        process_group = dist.new_group(list(ranks), timeout=timeout, backend=collectives.comm_library())
         if default.rank not in ranks:
             return None
         name = f"ranks {','.join(str(rank) for rank in ranks)}"
@@ -67,6 +72,8 @@ class Comm:
 
     def standalone_group(self, store: Store, *, rank: int, size: int, name: str, timeout_s: float = 60.0) -> Group:
         """Return a group of ``size`` processes that share only ``store``; the default group is not involved.
+
+        A device without collectives gets a group staged through the host.
 
         ``name`` must be new on this store. Blocks until all ranks came; raises CommTimeoutError with the ranks that
         did not come within ``timeout_s``. The same ``timeout_s`` then bounds each operation of the group.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hwrl.comm.failures import missing_ranks, translated
+from hwrl.comm.staged import collectives_of
 from hwrl.comm.store import await_keys, pause
 from hwrl.comm.tensors import check_lengths, flat, movable, reduction
 from hwrl.errors import CommAbortedError, CommError, UnsupportedError
@@ -68,7 +69,8 @@ class TorchGroup(Group):
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._process_group = process_group
-        self._await_work = backend.await_work
+        self._collectives = collectives_of(backend)
+        self._await_work = self._collectives.await_work
         self._has_streams = backend.supports(Capability.STREAMS).usable
         self._end_reason: str | None = None
         self._failed = False
@@ -130,7 +132,7 @@ class TorchGroup(Group):
             return
         self._end_reason = reason  # set first: the operations that end now report it
         try:
-            self.backend.abort_process_group(self._process_group)
+            self._collectives.abort_process_group(self._process_group)
         except UnsupportedError:
             self._end_reason = None
             raise
@@ -239,12 +241,12 @@ def make_standalone_group(
     backend: Backend, store: Store, *, rank: int, size: int, name: str, timeout_s: float
 ) -> TorchGroup:
     """Implement :meth:`hwrl.comm.Comm.standalone_group`; :meth:`TorchGroup.rebuild` uses it, too."""
-    backend.require(Capability.COLLECTIVES, needed_for=f"make group {name!r}")
+    collectives = collectives_of(backend)
     group_store = PrefixStore(f"group/{name}", store)
     torch_name = _check_in(group_store, rank=rank, size=size, name=name, timeout_s=timeout_s)
     try:
-        process_group = backend.create_process_group(
-            group_store, rank=rank, size=size, name=torch_name, timeout=backend.library_timeout(timeout_s)
+        process_group = collectives.create_process_group(
+            group_store, rank=rank, size=size, name=torch_name, timeout=collectives.library_timeout(timeout_s)
         )
     except RuntimeError as exc:
         raise translated(exc, f"make group {name!r} as rank {rank} of {size}") from exc

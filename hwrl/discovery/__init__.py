@@ -1,8 +1,8 @@
 """Find backends and plugins: hooks, entry points, and the registry that chooses this process's backend."""
 
 from hwrl.discovery.hookspecs import hookimpl, hookspec
-from hwrl.discovery.loading import MANDATORY_HOOKS, LoadFailure, Plugin, PluginFault
-from hwrl.discovery.plugins import PLUGIN_ENTRY_POINTS, load_hook
+from hwrl.discovery.loading import MANDATORY_HOOKS, LoadFailure, Plugin, PluginFault, run_plugin_code
+from hwrl.discovery.plugins import PLUGIN_ENTRY_POINTS, load_hook, plugins_with_hook
 from hwrl.discovery.registry import (
     BACKEND_ENTRY_POINTS,
     BACKEND_VARIABLE,
@@ -14,6 +14,7 @@ from hwrl.discovery.registry import (
     bootstrap,
     engine_args,
     get_backend,
+    host_backend,
     kernels,
     process_env,
     set_backend,
@@ -37,8 +38,11 @@ __all__ = [
     "get_backend",
     "hookimpl",
     "hookspec",
+    "host_backend",
     "kernels",
     "load_hook",
+    "plugins_with_hook",
     "process_env",
+    "run_plugin_code",
     "set_backend",
 ]

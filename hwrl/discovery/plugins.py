@@ -68,8 +68,12 @@ def load_hook(
     return call
 
 
+def plugins_with_hook(hook: str) -> list[str]:
+    """Return the names of the installed plugins with ``hook``, and of broken ones: choosing one shows the reason."""
+    return list(_with_hook(Installed(importlib.metadata.entry_points(group=PLUGIN_ENTRY_POINTS), load_hooks), hook))
+
+
 def _with_hook(installed: Installed[pluggy.PluginManager], hook: str) -> Iterator[str]:
-    """Yield the names of plugins with ``hook``, and of broken plugins: choosing one shows the reason."""
     for name in installed.names():
         manager = installed.load(name)
         if isinstance(manager, LoadFailure) or getattr(manager.hook, hook).get_hookimpls():

@@ -91,6 +91,7 @@ class Registry:
         self._entry_points = entry_points
         self._installed: Installed[Plugin] | None = None
         self._backend: Backend | None = None
+        self._host: Backend | None = None
         self._bootstrapped: set[str] = set()
         self._lock = threading.RLock()
 
@@ -119,6 +120,23 @@ class Registry:
                 self._adopt(choice)
             else:
                 self._adopt(_create(self._choose_named(choice, asked_by="set_backend").plugin))
+
+    def host_backend(self) -> Backend:
+        """Return the fallback backend, which serves the host of every device; it may be the chosen one.
+
+        Raises BackendUnavailableError if none can run here.
+        """
+        with self._lock:
+            if self._backend is not None and self._backend.info.fallback:
+                return self._backend
+            if self._host is None:
+                able = [one for one in self.survey().probed if one.plugin.info.fallback and one.result.answer == "yes"]
+                if not able:
+                    raise BackendUnavailableError(
+                        "no backend serves the host", why=self.survey().reasons(), fix="install hwrl's own backends"
+                    )
+                self._host = _create(_highest(able).plugin)
+            return self._host
 
     def choose(self) -> Choice:
         """Return the choice by ``HWRL_BACKEND`` or detection; create no backend and import no torch."""
@@ -383,6 +401,11 @@ def process_env(
 ) -> dict[str, str]:
     """Return environment variables for a worker of ``role``; see :meth:`Registry.process_env`."""
     return _PROCESS.process_env(role, exports_memory=exports_memory, shares_device=shares_device, devices=devices)
+
+
+def host_backend() -> Backend:
+    """Return the backend of this process's host; see :meth:`Registry.host_backend`."""
+    return _PROCESS.host_backend()
 
 
 def bootstrap(framework: str) -> None:

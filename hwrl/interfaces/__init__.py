@@ -41,6 +41,7 @@ from hwrl.interfaces.rollout import (
     Sampling,
     WeightOffer,
 )
+from hwrl.interfaces.torchapi import fill_stream_functions
 from hwrl.interfaces.tracking import RunStatus, TrackedRun, Tracker
 from hwrl.interfaces.train import EngineSettings, TrainEngine
 
@@ -102,6 +103,7 @@ __all__ = [
     "Trajectory",
     "Transfer",
     "WeightOffer",
+    "fill_stream_functions",
     "peak_phase",
     "phase_nbytes",
     "without_device_files",

@@ -44,7 +44,7 @@ class Capability(StrEnum):
     MEMORY_STATS = "memory_stats"
     """:meth:`Backend.memory_info` counts the bytes that tensors of this process hold on the device."""
     COLLECTIVES = "collectives"
-    """torch has a collective library for the device, so processes can form groups."""
+    """torch has a collective library for the device. Without it, :mod:`hwrl.comm` stages groups through the host."""
     COMM_ABORT = "comm_abort"
     """Another thread can end a blocked collective."""
     SHARED_DEVICE_GROUPS = "shared_device_groups"
@@ -148,6 +148,8 @@ class Backend:
             return Support("unsupported", "most collective libraries want a device for each rank")
         if capability is Capability.COLLECTIVES:
             return self._collectives()
+        if capability is Capability.COMM_ABORT and not self.supports(Capability.COLLECTIVES).usable:
+            return Support("unverified", "groups staged through the host end with their connections")
         if capability in (Capability.DEVICE_IPC, Capability.COMM_ABORT, Capability.REGISTERED_MEMORY):
             return Support("unsupported", "the backend does not implement it")
         if capability is Capability.VARLEN_ATTENTION:
@@ -402,7 +404,7 @@ class Backend:
             raise UnsupportedError(
                 "cannot form a process group",
                 why=f"torch knows no collective library for device {self.info.device_type!r}: {exc}",
-                fix="import the vendor's library in hwrl_create_backend, or use one rank and weights.bypass_cpu=false",
+                fix="import it in hwrl_create_backend; without one, hwrl.comm stages groups through the host",
             ) from exc
 
     def library_timeout(self, timeout_s: float) -> timedelta:

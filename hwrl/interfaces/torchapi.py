@@ -1,11 +1,12 @@
 """Look up torch's functions for a device. They differ by torch version and by vendor; only this module looks them up.
 
-``torch.accelerator`` is general and serves one device, the one for which torch was built or extended. A device's own
-module (``torch.<device>``) has the vendor's functions. This module imports torch inside functions only.
+``torch.accelerator`` comes first: it is general, and serves one device, the one for which torch was built or extended.
+A device's own module (``torch.<device>``) has the vendor's functions. This module imports torch inside functions only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -31,27 +32,40 @@ def device_module(device_type: str) -> Any:
 
 
 def function(device_type: str, name: str, *, general: str = "") -> Callable[..., Any]:
-    """Return the function ``name`` of the device's module; if it has none, torch.accelerator's ``general``.
+    """Return a function of the device: torch.accelerator's ``general``; without it, ``name`` of the device's module.
 
-    The module comes first: torch.accelerator always has the function, even if the vendor's extension does not
-    implement it. Raises UnsupportedError if there is neither. The returned function raises it, too, if the call shows
-    such a gap.
+    The returned function calls the module's if torch.accelerator's shows that the vendor's extension does not
+    implement it. Raises UnsupportedError if there is neither; the returned function raises it, too.
     """
     import torch
 
-    found: Callable[..., Any]
-    module = device_module(device_type)
-    if hasattr(module, name):
-        found = getattr(module, name)
-        return found
+    own: Callable[..., Any] | None = getattr(device_module(device_type), name, None)
     if general and _serves(device_type) and hasattr(torch.accelerator, general):
-        return functools.partial(_call_accelerator, device_type, name, getattr(torch.accelerator, general))
+        return functools.partial(_call_accelerator, device_type, name, getattr(torch.accelerator, general), own)
+    if own is not None:
+        return own
     raise _missing(
         device_type,
         name,
         why=f"torch {torch.__version__} has no torch.{device_type}.{name} and "
         f"no torch.accelerator.{general or name} for it",
     )
+
+
+def fill_stream_functions(device_type: str) -> None:
+    """Give torch's module of the device the stream functions that it lacks and FSDP2 calls: torch's general ones."""
+    import torch
+
+    module = device_module(device_type)
+    general = {
+        "Stream": functools.partial(torch.Stream, device=device_type),
+        "Event": functools.partial(torch.Event, device_type),
+        "current_stream": torch.accelerator.current_stream,
+        "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
+    }
+    for name, function in general.items():
+        if not hasattr(module, name):
+            setattr(module, name, function)
 
 
 def _serves(device_type: str) -> bool:
@@ -61,16 +75,20 @@ def _serves(device_type: str) -> bool:
     return accelerator is not None and accelerator.type == device_type
 
 
-def _call_accelerator(device_type: str, name: str, call: Callable[..., Any], *args: Any) -> Any:
+def _call_accelerator(
+    device_type: str, name: str, call: Callable[..., Any], own: Callable[..., Any] | None, *args: Any
+) -> Any:
     try:
         return call(*args)
     except RuntimeError as exc:
         message = str(exc).strip().partition("\n")[0]
-        if isinstance(exc, NotImplementedError) or any(part in message for part in _GAP_MESSAGES):
-            raise _missing(
-                device_type, name, why=f"torch.{device_type} does not have it, and torch says: {message}"
-            ) from exc
-        raise
+        if not isinstance(exc, NotImplementedError) and not any(part in message for part in _GAP_MESSAGES):
+            raise
+        if own is not None:
+            return own(*args)
+        raise _missing(
+            device_type, name, why=f"torch.{device_type} does not have it, and torch says: {message}"
+        ) from exc
 
 
 def _missing(device_type: str, name: str, *, why: str) -> UnsupportedError:

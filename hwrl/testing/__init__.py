@@ -1,4 +1,4 @@
-"""Test tools for packages outside hwrl, too: the conformance kit for backends, and real processes for tests.
+"""Test tools for packages outside hwrl, too: the conformance kit, and real processes for tests.
 
 Names load on first use, because the contracts need pytest and torch, and child processes of tests need neither.
 """
@@ -23,13 +23,28 @@ if TYPE_CHECKING:
         PinnedMemoryContract,
         PluginContract,
         RegisteredMemoryContract,
+        RolloutContract,
+        RolloutNumbersContract,
+        RolloutReceiversContract,
+        RolloutSleepContract,
+        RunContract,
+        TrainNumbersContract,
+        TrainOffloadContract,
+        TrainRanksContract,
+        TrainStateContract,
+        TransferContract,
+        TransportContract,
         WeightsContract,
         run_kit,
     )
+    from hwrl.testing.levels import Kind, Level
     from hwrl.testing.processes import Processes, RankOutcome, preload, run_processes
+    from hwrl.testing.report import CheckResult, KitReport
+    from hwrl.testing.subject import Subject, find_subject
 
 __all__ = [
     "CapabilityContract",
+    "CheckResult",
     "CommContract",
     "ComputeContract",
     "DeviceContract",
@@ -37,19 +52,46 @@ __all__ = [
     "DeviceMapContract",
     "DeviceMemoryContract",
     "KernelsContract",
+    "Kind",
+    "KitReport",
+    "Level",
     "OffloadContract",
     "PinnedMemoryContract",
     "PluginContract",
     "Processes",
     "RankOutcome",
     "RegisteredMemoryContract",
+    "RolloutContract",
+    "RolloutNumbersContract",
+    "RolloutReceiversContract",
+    "RolloutSleepContract",
+    "RunContract",
+    "Subject",
+    "TrainNumbersContract",
+    "TrainOffloadContract",
+    "TrainRanksContract",
+    "TrainStateContract",
+    "TransferContract",
+    "TransportContract",
     "WeightsContract",
+    "find_subject",
     "preload",
     "run_kit",
     "run_processes",
 ]
 
-_IN_PROCESSES = {"RankOutcome", "Processes", "preload", "run_processes"}
-_MODULE_OF = {name: "processes" if name in _IN_PROCESSES else "conformance" for name in __all__}
+_ELSEWHERE = {
+    "CheckResult": "report",
+    "Kind": "levels",
+    "KitReport": "report",
+    "Level": "levels",
+    "Processes": "processes",
+    "RankOutcome": "processes",
+    "Subject": "subject",
+    "find_subject": "subject",
+    "preload": "processes",
+    "run_processes": "processes",
+}
+_MODULE_OF = {name: _ELSEWHERE.get(name, "conformance") for name in __all__}
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

@@ -1,22 +1,24 @@
-"""The conformance kit: the contracts of every backend, as pytest classes.
+"""The conformance kit: the contracts of backends, engines and transports, as pytest classes.
 
-Run them with ``hwrl conformance NAME``. Or subclass them in your tests, with a fixture ``backend``. For an unsupported
-capability a class skips its tests, with the backend's reason.
+Run them with ``hwrl conformance NAME``. Or subclass them in your tests, with a fixture ``backend``, and for engines and
+transports a fixture ``subject``. If a capability is missing, a class skips its tests, with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hwrl.errors import ConfigError, HwrlError
-from hwrl.interfaces import Backend, Capability
+from hwrl.interfaces import Backend
+from hwrl.testing.levels import Level
 from hwrl.testing.processes import preload
+from hwrl.testing.report import CheckResult, KitReport
+from hwrl.testing.subject import Subject
 
 pytest.register_assert_rewrite("hwrl.testing.contracts")
 
@@ -35,7 +37,21 @@ from hwrl.testing.contracts.memory import (  # noqa: E402 - after the line above
     RegisteredMemoryContract,
 )
 from hwrl.testing.contracts.plugin import PluginContract  # noqa: E402 - after the line above
-from hwrl.testing.contracts.weights import WeightsContract  # noqa: E402 - after the line above
+from hwrl.testing.contracts.rollout_engine import (  # noqa: E402 - after the line above
+    RolloutContract,
+    RolloutNumbersContract,
+    RolloutReceiversContract,
+    RolloutSleepContract,
+)
+from hwrl.testing.contracts.run import RunContract  # noqa: E402 - after the line above
+from hwrl.testing.contracts.train_engine import (  # noqa: E402 - after the line above
+    TrainNumbersContract,
+    TrainOffloadContract,
+    TrainRanksContract,
+    TrainStateContract,
+)
+from hwrl.testing.contracts.transfers import TransferContract  # noqa: E402 - after the line above
+from hwrl.testing.contracts.weights import TransportContract, WeightsContract  # noqa: E402 - after the line above
 
 __all__ = [
     "CapabilityContract",
@@ -46,67 +62,102 @@ __all__ = [
     "DeviceMapContract",
     "DeviceMemoryContract",
     "KernelsContract",
+    "KitReport",
+    "Level",
     "OffloadContract",
     "PinnedMemoryContract",
     "PluginContract",
     "RegisteredMemoryContract",
+    "RolloutContract",
+    "RolloutNumbersContract",
+    "RolloutReceiversContract",
+    "RolloutSleepContract",
+    "RunContract",
+    "TrainNumbersContract",
+    "TrainOffloadContract",
+    "TrainRanksContract",
+    "TrainStateContract",
+    "TransferContract",
+    "TransportContract",
     "WeightsContract",
     "run_kit",
 ]
 
-_OUTCOMES = ("passed", "skipped", "failed")
+_SUITES = Path(__file__).with_name("suites")
 
 
-def run_kit(backend: Backend, *, keyword: str = "") -> tuple[int, list[str]]:
-    """Run every contract on ``backend``, print results and a summary; return pytest's status and the failed checks.
+def run_kit(subject: Subject, *, backend: Backend, level: Level = Level.FULL, keyword: str = "") -> KitReport:
+    """Run the checks of ``subject`` up to ``level`` on ``backend``; print results and a summary; return the report.
 
-    ``keyword`` is a pytest expression to select checks; ConfigError if it selects none. Child processes find the
+    ``keyword`` is a pytest expression to select checks; ConfigError if nothing is selected. Child processes find the
     backend by its name.
     """
+    suite = _SUITES / subject.kind.suite
     with contextlib.suppress(HwrlError):  # too late: the checks only take longer
-        preload("pytest", "hwrl.testing.suite")
-    plugin = _KitPlugin(backend)
-    suite = Path(__file__).with_name("suite.py")
+        preload("pytest", f"hwrl.testing.suites.{suite.stem}")
+    plugin = _KitPlugin(subject, backend, level)
     # Ignore configuration and conftest files of the user's current folder.
     isolated = ["-c", os.devnull, f"--rootdir={suite.parent}", "--noconftest", "-p", "no:cacheprovider"]
     status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [plugin])
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
-        raise ConfigError(
-            "nothing was checked",
-            why=f"no check's name matches {keyword!r}",
-            fix="leave -k out, or give it a word of a contract's or a check's name, like TestDeviceMap",
+        raise _nothing_selected(subject, level, keyword)
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise HwrlError(
+            "the kit did not run to its end", why=f"pytest ended with {status!r}", fix="look at its output above"
         )
-    print("\n".join(plugin.summary()))
-    return int(status), plugin.failed
+    report = KitReport(subject, backend, level, tuple(plugin.checks), partial=bool(keyword))
+    print("\n".join(report.lines()))
+    return report
+
+
+def _nothing_selected(subject: Subject, level: Level, keyword: str) -> ConfigError:
+    if not keyword:
+        return ConfigError(
+            "nothing was checked",
+            why=f"a {subject.kind} has no checks up to the level {level}",
+            fix="choose a higher level",
+        )
+    return ConfigError(
+        "nothing was checked",
+        why=f"no check up to the level {level} has a name that matches {keyword!r}",
+        fix="leave -k out, or give it a word of a contract's or a check's name, like TestDeviceMap",
+    )
 
 
 class _KitPlugin:
-    """A pytest plugin: it provides the fixture ``backend`` and counts the outcomes of each contract."""
+    """A pytest plugin: it selects the checks of the level, provides their fixtures, and keeps the outcomes."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-        self.failed: list[str] = []
+    def __init__(self, subject: Subject, backend: Backend, level: Level) -> None:
+        self._subject, self._backend, self._levels = subject, backend, level.included
+        self._level_of: dict[str, Level] = {}
+        self.checks: list[CheckResult] = []
 
     @pytest.fixture
     def backend(self) -> Backend:
         return self._backend
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = report.nodeid.partition("::")[2]
-        if report.failed:
-            self.failed.append(name)
-        if report.when == "call" or not report.passed:
-            self._outcomes[name.partition("::")[0]][report.outcome] += 1
+    @pytest.fixture
+    def subject(self) -> Subject:
+        return self._subject
 
-    def summary(self) -> Iterator[str]:
-        """Yield a table of outcomes by contract, then the backend's capabilities, then the failed checks."""
-        backend = self._backend
-        yield f"\nbackend {backend.info.name}, {backend.device_count()} device(s)"
-        yield f"  {'contract':<24}" + "".join(f"{outcome:>9}" for outcome in _OUTCOMES)
-        for contract, ended in self._outcomes.items():
-            yield f"  {contract:<24}" + "".join(f"{ended[outcome] or '-':>9}" for outcome in _OUTCOMES)
-        for capability in Capability:
-            support = backend.supports(capability)
-            yield f"  {capability.value:<24}{support.state:<13} {support.reason}"
-        yield from (f"  FAILED {name}" for name in self.failed)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
+        order = list(Level)
+        self._level_of = {item.nodeid: item.cls.level for item in items}
+        left_out = [item for item in items if item.cls.level not in self._levels]
+        config.hook.pytest_deselected(items=left_out)
+        chosen = [item for item in items if item.cls.level in self._levels]
+        items[:] = sorted(chosen, key=lambda item: order.index(item.cls.level))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        name = report.nodeid.partition("::")[2]
+        level = self._level_of[report.nodeid]
+        self.checks.append(CheckResult(name, level, report.outcome, _reason(report), round(report.duration, 3)))
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return "" if crash is None else str(crash.message)

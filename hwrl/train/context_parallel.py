@@ -72,7 +72,7 @@ class ContextGroup(HeadExchange):
 
     def __init__(self, size: int, *, backend: Backend, timeout_s: float) -> None:
         timeout: timedelta = backend.library_timeout(timeout_s)
-        self._group, _ = dist.new_subgroups(size, backend=backend.comm_library(), timeout=timeout)
+        self._group, _ = dist.new_subgroups(size, timeout=timeout)  # on the default group's library
         name: Any = self._group.group_name  # a compiler takes a text for a constant
         super().__init__(size, lambda parts: all_to_all_single_autograd(parts, None, None, name))
         self._device = backend.device()

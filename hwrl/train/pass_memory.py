@@ -289,7 +289,7 @@ def _attention(context_parallel: int, memory: _Allocations) -> Any:
     ranks = HeadExchange(context_parallel, torch.clone)
 
     def fused(*heads: torch.Tensor) -> torch.Tensor:
-        result: Any = _MeasuredAttention.apply(*heads)  # type: ignore[no-untyped-call] # torch's
+        result: torch.Tensor = _MeasuredAttention.apply(*heads)  # type: ignore[no-untyped-call] # torch's
         memory.note_product((*heads, result))
         return result
 

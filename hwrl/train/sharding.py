@@ -63,6 +63,16 @@ def whole_fits(memory: StateMemory, usable_nbytes: int) -> tuple[bool, bool]:
     return memory.whole_weights <= room, memory.whole_weights + memory.whole_gradients <= room
 
 
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move buffers with values to ``device``. FSDP2 assigns ``data``; torch refuses that for out-of-tree devices."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                module.register_buffer(
+                    name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set
+                )
+
+
 class ShardedModel:
     """Shards ``model`` over the ranks of ``group``, layer by layer, and allocates its shards with arbitrary values.
 
@@ -96,6 +106,7 @@ class ShardedModel:
         self._in_first_copy = group.rank < self.shard_ranks
         self._memory, self._device = memory, backend.device()
         options = self._options(backend, dtype)
+        _move_buffers(model, backend.device())
         for layer in reversed(layers):  # inner ones first
             fully_shard(layer, **options)
         fully_shard(model, **options)

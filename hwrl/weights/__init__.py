@@ -2,7 +2,7 @@
 
 from hwrl.weights.asynchronous import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl.weights.co_sender import CoSender
-from hwrl.weights.control import DecisionKind, Limits, Proposal
+from hwrl.weights.control import DecisionKind, Limits, Proposal, TransportPayload
 from hwrl.weights.destination import (
     RING_NBYTES,
     Destination,
@@ -18,24 +18,36 @@ from hwrl.weights.members import LinkMembers
 from hwrl.weights.memory import receiver_nbytes, sender_nbytes
 from hwrl.weights.policy import POLICY, POLICY_BASE, PolicySender, SyncPlan, SyncReport
 from hwrl.weights.receiver import Received, WeightReceiver
-from hwrl.weights.report import TransferReport
+from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.scatter import CopyRule, Scattered, whole_rules
 from hwrl.weights.sender import WeightSender, slab_sizes
 from hwrl.weights.shared_reads import SharedReads, SharedWeights
-from hwrl.weights.slabs import SlabRing
+from hwrl.weights.slabs import Checksums, SlabRing, TensorReader
 from hwrl.weights.source import WeightShard, WeightSource, gather_weights
 from hwrl.weights.streaming import IncomingVersion, StreamReceiver
-from hwrl.weights.transport import ReceiverTiming, Transport
+from hwrl.weights.transport import (
+    ReceiverContext,
+    ReceiverRound,
+    ReceiverTiming,
+    SenderContext,
+    SenderRound,
+    Transport,
+    TransportReceiver,
+    TransportSender,
+)
 from hwrl.weights.transports import TRANSPORTS, TransportName
+from hwrl.weights.transports.installed import TRANSPORT_ENTRY_POINTS, installed_transports, with_transport
 
 __all__ = [
     "POLICY",
     "POLICY_BASE",
     "RING_NBYTES",
     "TRANSPORTS",
+    "TRANSPORT_ENTRY_POINTS",
     "AsyncStreamReceiver",
     "AsyncWeightReceiver",
     "AsyncWeightSender",
+    "Checksums",
     "CoSender",
     "CopyRule",
     "DecisionKind",
@@ -48,20 +60,29 @@ __all__ = [
     "PolicySender",
     "Proposal",
     "Received",
+    "ReceiverContext",
+    "ReceiverRound",
     "ReceiverTiming",
     "Scattered",
+    "SenderContext",
+    "SenderRound",
     "SharedReads",
     "SharedWeights",
     "SlabRing",
+    "StageClock",
     "StreamReceiver",
     "SyncPlan",
     "SyncReport",
     "Taken",
     "TensorLoader",
+    "TensorReader",
     "TensorStream",
     "TransferReport",
     "Transport",
     "TransportName",
+    "TransportPayload",
+    "TransportReceiver",
+    "TransportSender",
     "WeightIntake",
     "WeightLayout",
     "WeightReceiver",
@@ -69,10 +90,12 @@ __all__ = [
     "WeightShard",
     "WeightSource",
     "gather_weights",
+    "installed_transports",
     "receiver_nbytes",
     "ring_nbytes_of",
     "ring_slots",
     "sender_nbytes",
     "slab_sizes",
     "whole_rules",
+    "with_transport",
 ]

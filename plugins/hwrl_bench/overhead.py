@@ -71,13 +71,13 @@ def _device_calls(backend: Backend) -> list[ComparedCall]:
     has_streams, has_memory = hasattr(module, "default_stream"), hasattr(module, "mem_get_info")
     return [
         ComparedCall("device()", backend.device, device if has_streams else None),
-        ComparedCall("current_stream()", backend.current_stream, module.current_stream),
+        ComparedCall("current_stream()", backend.current_stream, getattr(module, "current_stream", None)),
         ComparedCall("event()", backend.event, torch.Event if has_streams else None),
         ComparedCall("record_event(event)", lambda: stream.record_event(event), event.record if has_streams else None),
         ComparedCall("event.query()", event.query, None),
         ComparedCall("range()", lambda: backend.range("overhead"), lambda: torch.profiler.record_function("overhead")),
         ComparedCall("memory_info()", backend.memory_info, memory if has_memory else None),
-        ComparedCall("synchronize()", backend.synchronize, module.synchronize),
+        ComparedCall("synchronize()", backend.synchronize, getattr(module, "synchronize", None)),
     ]
 
 

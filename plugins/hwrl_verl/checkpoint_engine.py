@@ -28,33 +28,28 @@ _PROPOSAL_S = 3600.0
 class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's types are not followed
     """Sends from actor rank 0 to the rollout workers of one update; verl's step is the version.
 
-    ``transport`` and ``timeout_s`` are those of :class:`~hwrl.weights.WeightSender`; slabs have hwrl's best size, not
-    ``bucket_size``. A worker's engine gets each tensor as it comes, and the verdict last. With ``whole`` it gets
+    ``sending`` are options of :class:`~hwrl.weights.WeightSender`; slabs have hwrl's best size, not ``bucket_size``. A
+    worker's engine gets each tensor as it comes, and the verdict last. With ``whole`` it gets
     nothing before the verdict, and the worker holds a whole model for that time.
 
     A worker that fails, dies or is removed leaves the link; the others get the version. It joins again in a later
     update.
     """
 
-    def __init__(
-        self,
-        bucket_size: int,
-        is_master: bool = False,
-        transport: str = "device",
-        timeout_s: float = 60.0,
-        whole: bool = False,
-    ) -> None:
+    def __init__(self, bucket_size: int, is_master: bool = False, *, whole: bool = False, **sending: Any) -> None:
         self._whole, self._sender = whole, None
         if is_master:
             self._store = serve_store(ray.util.get_node_ip_address())
-            self._sender = WeightSender(self._store, name=_LINK, transport=transport, timeout_s=timeout_s)
+            self._sender = WeightSender(self._store, name=_LINK, **sending)
         self._replica, self._replicas = uuid.uuid4().hex, list[str]()
         self._receiver: tuple[str, StreamReceiver] | None = None
         self._incoming: IncomingVersion | None = None
 
     def prepare(self) -> dict[str, str]:
-        if self._incoming is not None and self._incoming.received is None:  # of an update that failed
-            self._incoming.close()
+        if self._receiver is not None and self._incoming is not None and self._incoming.received is None:
+            self._incoming.close()  # of an update that failed: join anew
+            self._receiver[1].close()
+            self._receiver = self._incoming = None
         return {"replica": self._replica} if self._sender is None else {"store": store_address(self._store)}
 
     @classmethod
@@ -68,10 +63,8 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
     def init_process_group(self, replicas: Sequence[str] = (), store: str = "") -> None:
         self._replicas = list(replicas)
         if store and (self._receiver is None or self._receiver[0] != store):
-            self._receiver = store, StreamReceiver(connect_store(store), name=_LINK, replica=self._replica)
-        elif self._receiver is not None and self._incoming is not None and self._incoming.received is None:
-            self._receiver[1].join()
-        self._incoming = None
+            receiver = StreamReceiver(connect_store(store), name=_LINK, replica=self._replica, newest=False)
+            self._receiver = store, receiver
 
     def finalize(self) -> None:
         if self._receiver is not None:
@@ -118,11 +111,8 @@ class _Tensors:
             return named
         received = self._incoming.received
         if received is None or received.version != self._step:
-            raise TransferFailedError(
-                f"other weights came than those of step {self._step}",
-                why="the two ends began different updates",
-                fix="update the weights again",
-            )
+            what, why = f"other weights came than those of step {self._step}", "the two ends began different updates"
+            raise TransferFailedError(what, why=why, fix="update the weights again")
         raise StopAsyncIteration
 
     def __del__(self) -> None:

@@ -12,15 +12,7 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from hwrl.checkpoint import (
-    TRACKER_NAME,
-    CheckpointInfo,
-    CheckpointManager,
-    DurableFS,
-    SavedTensors,
-    rng_state,
-    set_rng_state,
-)
+from hwrl import checkpoint
 from hwrl.comm import Comm
 from hwrl.memory import Offloader
 from hwrl.model_files import write_model
@@ -38,15 +30,14 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
     """
 
     _offloader: Any = None
-    _manager: CheckpointManager | None = None
-    _is_offload_param: bool
-    _is_offload_optimizer: bool
+    _manager: checkpoint.CheckpointManager | None = None
     is_param_offload_enabled = property(lambda self: self._offloads["model"])
     is_optimizer_offload_enabled = property(lambda self: self._offloads["optimizer"])
 
     def initialize(self) -> None:
         super().initialize()
-        self._offloads = {"model": self._is_offload_param, "optimizer": self._is_offload_optimizer}
+        config = self.engine_config
+        self._offloads = {"model": config.param_offload, "optimizer": config.optimizer_offload}
         self._is_offload_param = self._is_offload_optimizer = False  # from here on verl's own code moves nothing
         self._offloader, self._on_host = Offloader(self.module, self.optimizer), False
         self.to("cpu", **self._offloads)
@@ -68,19 +59,19 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        contents, tracker = self.checkpoint_config.save_contents, Path(local_path).parents[1] / TRACKER_NAME
+        contents, folder = self.checkpoint_config.save_contents, Path(local_path).parents[1]
         self._manager = self._manager or self._open_manager(local_path, keep=max_ckpt_to_keep)
         stepped = self.optimizer is None or bool(self.optimizer.state)  # if not, torch takes an empty step for a state
 
-        def follow(info: CheckpointInfo) -> None:
-            DurableFS().replace_file(tracker, b"%d" % info.step)
+        def follow(info: checkpoint.CheckpointInfo) -> None:
+            checkpoint.DurableFS().replace_file(folder / checkpoint.TRACKER_NAME, b"%d" % info.step)
 
         with self._offloader.lending() if stepped else self._offloader.loaded():
             self._manager.save(
                 global_step,
                 self._state(contents),
                 extra={"lr_scheduler": self.lr_scheduler.state_dict()},
-                rank_extra={"rng": rng_state()},
+                rank_extra={"rng": checkpoint.rng_state()},
                 export=self._export if "hf_model" in contents else None,
                 after_commit=follow if self.checkpoint_config.async_save else None,
                 offloader=self._offloader,
@@ -104,9 +95,9 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
             )
         if "extra" in contents:
             self.lr_scheduler.load_state_dict(resumed.extra["lr_scheduler"])
-            set_rng_state(resumed.rank_extras[self.rank]["rng"])
+            checkpoint.set_rng_state(resumed.rank_extras[self.rank]["rng"])
 
-    def _open_manager(self, local_path: str, *, keep: int | None = None) -> CheckpointManager:
+    def _open_manager(self, local_path: str, *, keep: int | None = None) -> checkpoint.CheckpointManager:
         """Open the directory of all steps; there is one manager at a time."""
         if self._manager is not None:
             self._manager.close()
@@ -114,7 +105,7 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
         directory = Path(local_path).parents[1] / "hwrl" / Path(local_path).name
         saved_async = self.checkpoint_config.async_save
         group = Comm().default_group()
-        return CheckpointManager(directory, max_ckpt_to_keep=keep, async_save=saved_async, group=group)
+        return checkpoint.CheckpointManager(directory, max_ckpt_to_keep=keep, async_save=saved_async, group=group)
 
     def _state(self, contents: list[str]) -> dict[str, Any]:
         if "optimizer" not in contents:
@@ -125,7 +116,7 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
             state["step"].zero_()  # torch took an empty step to make a state
         return {"model": model, "optimizer": optimizer}
 
-    def _export(self, directory: Path, saved: SavedTensors) -> None:
+    def _export(self, directory: Path, saved: checkpoint.SavedTensors) -> None:
         names = {name.removeprefix("model."): name for name in saved if name.startswith("model.")}
         described = [(name, saved.on_meta(source)) for name, source in names.items()]
         tensors = ((name, saved[source]) for name, source in names.items())

@@ -109,6 +109,14 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
         """Return whether other processes can open this device's memory by its index, as verl does."""
         return self._backend.supports(Capability.DEVICE_IPC).usable and isinstance(self.current_device(), int)
 
+    def rollout_env_vars(self) -> dict[str, str]:
+        """Return what verl's own platform of the same device, if there is one, sets for rollout engines."""
+        for name in PlatformRegistry.registered_names():
+            own = PlatformRegistry.get(name)()
+            if name != "hwrl" and own.device_name == self.device_name:
+                return dict(own.rollout_env_vars())
+        return {}
+
     def cudart(self) -> Any:
         return getattr(self._backend.device_module, "cudart", _nothing)()
 
@@ -120,27 +128,22 @@ class _DeviceModule:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backend.device_module, name, None)
-        if found is None and name in _FROM_BACKEND:
-            found = functools.partial(_FROM_BACKEND[name], self._backend)
-        if found is None:
-            raise AttributeError(f"torch.{self._backend.info.device_type} has no {name}")
-        return found
+        if name in _FROM_BACKEND and not hasattr(self._backend.device_module, name):
+            return functools.partial(_FROM_BACKEND[name], self._backend)
+        return getattr(self._backend.device_module, name)
 
 
 _FROM_BACKEND: dict[str, Callable[..., Any]] = {
     "empty_cache": lambda backend: backend.empty_cache(),
-    "get_device_name": lambda backend, *_: backend.info.description,
     "get_rng_state": lambda backend, *_: backend.rng_state(),
     "ipc_collect": lambda backend: None,
-    "manual_seed": lambda backend, seed: backend.seed(seed),
     "max_memory_allocated": lambda backend, *_: backend.memory_info().peak_nbytes,
     "max_memory_reserved": lambda backend, *_: backend.memory_info().peak_nbytes,
     "mem_get_info": lambda backend, *_: (backend.memory_info().free_nbytes, backend.memory_info().total_nbytes),
     "memory_allocated": lambda backend, *_: backend.memory_info().allocated_nbytes,
     "memory_reserved": lambda backend, *_: backend.memory_info().reserved_nbytes,
-    "synchronize": lambda backend, *_: backend.synchronize(),
     "set_rng_state": lambda backend, state, *_: backend.set_rng_state(state),
+    "synchronize": lambda backend, *_: backend.synchronize(),
 }
 
 

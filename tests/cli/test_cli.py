@@ -45,7 +45,7 @@ def test_overrides_may_stand_before_and_after_an_option(
 
 def test_an_error_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "cup"]) == 1
-    assert capsys.readouterr().err.startswith("hwrl: Backend")
+    assert capsys.readouterr().err.startswith("hwrl: ConfigError: there is no backend, engine or transport 'cup'")
 
 
 def test_ctrl_c_is_told_without_a_traceback(

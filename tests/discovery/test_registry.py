@@ -22,6 +22,22 @@ from tests.support.plugin_files import SOURCE, PluginFiles, plugins
 __all__ = ["plugins"]  # a fixture
 
 
+# -- the host's backend ---------------------------------------------------------------------------------------------
+
+
+def test_the_host_has_the_fallback_backend_whatever_is_chosen(plugins: PluginFiles) -> None:
+    plugins.add("turbo")
+    with pytest.raises(BackendUnavailableError, match="no backend serves the host"):
+        plugins.registry(HWRL_BACKEND="turbo").host_backend()
+    plugins.add("host", fallback=True)
+    registry = plugins.registry(HWRL_BACKEND="turbo")
+    assert registry.get_backend().info.name == "turbo"
+    assert registry.host_backend() is registry.host_backend()
+    assert registry.host_backend().info.name == "host"
+    chosen = plugins.registry(HWRL_BACKEND="host")
+    assert chosen.get_backend() is chosen.host_backend()
+
+
 # -- HWRL_BACKEND decides alone -------------------------------------------------------------------------------------
 
 

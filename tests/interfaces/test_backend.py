@@ -38,12 +38,12 @@ def test_the_collective_library_comes_from_torch() -> None:
     assert GENERIC.comm_library() == torch.distributed.get_default_backend_for_device("cpu")
 
 
-def test_a_device_without_a_collective_library_says_so_and_forms_no_group() -> None:
+def test_a_device_without_a_collective_library_says_so_and_forms_groups_on_the_host() -> None:
     lone = Backend(BackendInfo(name="lone", device_type="meta", description="torch knows no library for it"))
     support = lone.supports(Capability.COLLECTIVES)
     assert not support.usable and "no collective library for device 'meta'" in support.reason
-    with pytest.raises(UnsupportedError, match="'lone' lacks 'collectives'"):
-        Comm(lone).standalone_group(HashStore(), rank=0, size=1, name="alone")
+    with Comm(lone).standalone_group(HashStore(), rank=0, size=1, name="alone") as group:
+        assert (group.rank, group.size) == (0, 1)
     assert GENERIC.supports(Capability.COLLECTIVES).usable
 
 
@@ -61,7 +61,7 @@ _DEVICE = """
 import torch
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from hwrl.interfaces import Backend, BackendInfo
+from hwrl.interfaces import Backend, BackendInfo, fill_stream_functions
 from hwrl.errors import DeviceMemoryError, UnsupportedError
 
 class Module(_DummyBackendModule):
@@ -87,6 +87,16 @@ torch.accelerator.memory_stats = lambda: {"allocated_bytes.all.current": 3}
 torch.accelerator.get_memory_info = lambda: (1, 2)
 assert backend.memory_info().allocated_nbytes == 3 and backend.memory_info().free_nbytes == 1
 backend.empty_cache()
+asked = []
+torch.accelerator.empty_cache, Module.empty_cache = lambda: asked.append("general"), lambda self: asked.append("own")
+backend.empty_cache()
+def gap():
+    raise RuntimeError("Allocator for acme is not a DeviceAllocator")
+torch.accelerator.empty_cache = gap
+backend.empty_cache()
+assert asked == ["general", "own"], asked
+fill_stream_functions("acme")
+assert all(hasattr(torch.acme, name) for name in ("Stream", "Event", "stream", "current_stream"))
 assert "torch has no device 'unheard'" in says(Backend(BackendInfo("unheard", "unheard", "")).device_count)
 del torch.accelerator.get_memory_info
 assert "no torch.accelerator.get_memory_info" in says(backend.memory_info)

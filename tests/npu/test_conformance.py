@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hwrl
-from hwrl.testing.suite import *  # noqa: F403 - every class of the kit
+from hwrl.testing.suites.backend import *  # noqa: F403 - every class of the kit
 
 
 @pytest.fixture

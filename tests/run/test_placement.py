@@ -16,7 +16,6 @@ from hwrl.run.cluster.placement import (
     Reservation,
     assign_devices,
     check_devices,
-    check_ranks,
     choose_senders,
     choose_transport,
     find_held_devices,
@@ -109,6 +108,7 @@ def test_what_may_not_be_shared_is_not() -> None:
         ({"shared": False}, {Capability.DEVICE_IPC}, "ipc", "no collectives (collectives: no)"),
         ({"shared": False}, set(), "host", "no collectives (collectives: no), and IPC is not possible"),
         ({"bypass_cpu": False}, set(), "host", "bypass_cpu is false"),
+        ({"one_machine": False}, {Capability.DEVICE_IPC}, "device", "groups are staged through the host"),
     ],
 )
 def test_the_transport_follows_from_what_the_device_can(
@@ -129,7 +129,6 @@ def test_the_transport_follows_from_what_the_device_can(
     [
         (True, {Capability.COLLECTIVES, Capability.DEVICE_IPC}, "share a device"),
         (False, {Capability.COLLECTIVES}, "bypass_cpu is false"),
-        (True, {Capability.DEVICE_IPC}, "no collectives(.|\n)*unset RAY_ADDRESS"),
     ],
 )
 def test_what_does_not_reach_all_machines_is_refused(bypass_cpu: bool, able: set[Capability], why: str) -> None:
@@ -168,13 +167,6 @@ def test_several_senders_that_a_transport_does_not_allow_are_refused(transport: 
     with pytest.raises(ConfigError, match=rf"(?s)weights\.senders=2.*travel by {transport}.*weights\.senders=1"):
         choose_senders(2, **facts)
     assert choose_senders(1, **facts)[0] == 1
-
-
-def test_several_ranks_need_collectives() -> None:
-    check_ranks(1, collectives=Support("unsupported", "no library"))
-    check_ranks(2, collectives=Support("unverified", "torch's"))
-    with pytest.raises(ConfigError, match=r"(?s)train\.ranks=2.*no library.*train\.ranks=1"):
-        check_ranks(2, collectives=Support("unsupported", "no library"))
 
 
 def test_a_process_sees_others_devices_behind_its_own() -> None:

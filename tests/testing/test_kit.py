@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
+import argparse
+import json
+import os
+import re
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from torch.nn import functional
 
+from hwrl.cli import conformance
 from hwrl.discovery import Registry
-from hwrl.errors import ConfigError
+from hwrl.errors import ConfigError, HwrlError
 from hwrl.interfaces import Backend
+from hwrl.testing import CheckResult, Kind, KitReport, Level, Subject
 from hwrl.testing.conformance import run_kit
+from tests.support.faulty_packages import installed
 
 FAULTS = {
     "module imports torch": "test_it_is_probed_without_torch",
@@ -67,65 +75,127 @@ FAULTS = {
     "anything is exported": "test_what_is_no_piece_of_memory_is_refused",
 }
 """Each fault, and the check that must fail because of it."""
+IN_TWO_PROCESSES = {
+    "test_collectives_are_right",
+    "test_the_default_group_is_torchs",
+    "test_abort_ends_what_is_blocked_or_is_refused",
+    "test_a_killed_peer_is_noticed_and_replaced",
+}
+"""Checks of groups. The reference backend, the faulty one's twin, passes them below."""
+
+BACKEND = Subject(Kind.BACKEND, "faulty")
 
 
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """The faulty backend, as a distribution of its own that child processes find too."""
-    shutil.copy(Path(__file__).with_name("faulty_backend.py"), tmp_path)
-    metadata = tmp_path / "faulty-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[hwrl.backends]\nfaulty = faulty_backend\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    backend = Registry(env={"HWRL_BACKEND": "faulty"}).get_backend()
-    faults = sys.modules["faulty_backend"].attention_over(functional.scaled_dot_product_attention)
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", faults)
-    yield backend
-    sys.modules.pop("faulty_backend")
+    with installed(Path(__file__).with_name("faulty_backend.py"), {"hwrl.backends": "faulty_backend"}, tmp_path):
+        backend = Registry(env={"HWRL_BACKEND": "faulty"}).get_backend()
+        faults = sys.modules["faulty_backend"].attention_over(functional.scaled_dot_product_attention)
+        monkeypatch.setattr(functional, "scaled_dot_product_attention", faults)
+        yield backend
+
+
+def reference() -> Backend:
+    return Registry(env={"HWRL_BACKEND": "cpu"}).get_backend()
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_kit_catches(name: str, faulty: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HWRL_FAULT", name)
-    status, failed = run_kit(faulty, keyword=FAULTS[name])
-    assert status == pytest.ExitCode.TESTS_FAILED
-    assert failed
+    report = run_kit(BACKEND, backend=faulty, keyword=FAULTS[name])
+    assert report.failed
+    assert not report.ok and report.reached is None, "a part of the checks reaches no level"
 
 
-def test_the_checks_that_catch_faults_pass_without_them(faulty: Backend) -> None:
+def test_the_good_twin_passes_the_checks_that_catch_faults(faulty: Backend) -> None:
     cheap = " or ".join(set(FAULTS.values()))
-    assert run_kit(faulty, keyword=f"not TestComm and ({cheap})") == (pytest.ExitCode.OK, [])
+    report = run_kit(BACKEND, backend=faulty, level=Level.DEVICE, keyword=cheap)
+    assert report.failed == []
+    passed = {name.partition("::")[2].partition("[")[0] for name in report.names("passed")}
+    caught = {check.partition(" ")[0] for check in FAULTS.values()}
+    assert caught - passed == IN_TWO_PROCESSES
 
 
-def test_a_device_without_collectives_passes_with_skips_that_say_so(
+def test_a_device_without_collectives_conforms_on_groups_staged_through_the_host(
     faulty: Backend, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HWRL_FAULT", "it has no collectives")
-    checks = "TestComm or unsupported_raises or bit_for_bit[device]"
-    assert run_kit(faulty, keyword=checks) == (pytest.ExitCode.OK, [])
-    assert "faulty lacks collectives: nobody wrote the library" in capfd.readouterr().out
+    report = run_kit(BACKEND, backend=faulty, keyword="TestComm or unsupported_raises or (bit_for_bit and device)")
+    assert report.ok and not any(
+        check.level is Level.COLLECTIVES for check in report.checks if check.outcome != "passed"
+    )
+    assert "10 passed" in capfd.readouterr().out
 
 
-def test_a_keyword_that_selects_nothing_is_an_error() -> None:
-    backend = Registry(env={"HWRL_BACKEND": "cpu"}).get_backend()
+def test_a_keyword_or_a_level_that_selects_nothing_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"nothing was checked(.|\n)*matches 'no_such'(.|\n)*like TestDeviceMap"):
-        run_kit(backend, keyword="no_such")
-    assert run_kit(backend, keyword="TestDeviceMap")[0] == pytest.ExitCode.OK
+        run_kit(Subject(Kind.BACKEND, "cpu"), backend=reference(), keyword="no_such")
+    with pytest.raises(ConfigError, match=r"a transport has no checks up to the level compute"):
+        run_kit(Subject(Kind.TRANSPORT, "host"), backend=reference(), level=Level.COMPUTE)
 
 
-def test_the_reference_backend_conforms() -> None:
-    assert run_kit(Registry(env={"HWRL_BACKEND": "cpu"}).get_backend()) == (pytest.ExitCode.OK, [])
-
-
-def test_the_command_checks_a_backend_by_name(tmp_path: Path) -> None:
-    hwrl = str(Path(sysconfig.get_path("scripts")) / "hwrl")
+@pytest.mark.long(30)
+def test_the_command_checks_the_reference_backend_and_writes_its_report_and_badge(tmp_path: Path) -> None:
+    """All levels, the short run included."""
     (tmp_path / "conftest.py").write_text("raise AssertionError('the kit must not read the conftest of this folder')")
-    command = [hwrl, "conformance", "cpu", "-k", "TestDeviceMap or TestCapability"]
-    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False)
+    files = ["--json", "report.json", "--badge", "badge.svg"]
+    ended = run_command("conformance", "cpu", *files, folder=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert " passed" in ended.stdout
-    command = [hwrl, "conformance", "cup"]
-    ended = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    assert "did you mean 'cpu'?" in ended.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["kind"], report["name"], report["level"], report["reached"]) == ("backend", "cpu", "full", "full")
+    assert report["ok"] and all(counts["passed"] for counts in report["levels"].values())
+    assert list(report["levels"]) == [level.value for level in Level]
+    badge = ElementTree.fromstring((tmp_path / "badge.svg").read_text())
+    assert "".join(badge.itertext()) == f"hwrl {report['hwrl']} backendfull"
+
+
+def test_the_command_refuses_what_it_cannot_do_before_any_check(tmp_path: Path) -> None:
+    wrong = {
+        ("conformance", "cup"): "did you mean 'cpu'?",
+        ("conformance", "cpu", "--badge", "badge.png"): "FILE.svg",
+        ("conformance", "cpu", "--badge", "badge.svg", "-k", "TestRun"): "earns no badge",
+        ("conformance", "cpu", "--options", '{"room": 8}'): "takes no options",
+        ("conformance", "embedded", "--options", "room"): "JSON object",
+        ("conformance", "cpu", "--kind", "transport"): "there is no transport 'cpu'",
+    }
+    for words, answer in wrong.items():
+        with pytest.raises(HwrlError, match=re.escape(answer)):
+            args = parser_of(*words).parse_args(words[1:])
+            conformance.run(args)
+
+
+def parser_of(*words: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    conformance.configure(parser)
+    return parser
+
+
+def run_command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    hwrl = str(Path(sysconfig.get_path("scripts")) / "hwrl")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # several processes of the kit compute at once
+    return subprocess.run([hwrl, *words], env=env, cwd=folder, text=True, capture_output=True, timeout=240, check=False)
+
+
+# -- reports --------------------------------------------------------------------------------------------------------
+
+
+def report_of(*outcomes: tuple[Level, str], level: Level = Level.FULL) -> KitReport:
+    checks: Any = [CheckResult(f"Test{each}::test", each, outcome, "", 0.0) for each, outcome in outcomes]  # type: ignore[arg-type] # texts
+    return KitReport(Subject(Kind.BACKEND, "acme"), reference(), level, tuple(checks))
+
+
+def test_a_level_is_reached_if_something_passed_there_and_nothing_failed_up_to_it() -> None:
+    good = [(level, "passed") for level in Level]
+    assert report_of(*good).verdict() == "full"
+    assert report_of(*good[:3], (Level.TRAIN, "failed"), *good[4:]).reached is Level.COLLECTIVES
+    assert report_of((Level.COMPUTE, "failed"), *good[1:]).reached is None
+    alone = report_of(*good[:2], (Level.COLLECTIVES, "skipped"), *good[3:])
+    assert alone.verdict() == "full without collectives" and alone.badge()["color"] == "green"
+    assert report_of(*good[:2], (Level.COLLECTIVES, "skipped"), level=Level.COLLECTIVES).reached is Level.DEVICE
+
+
+def test_the_badge_of_a_failure_says_so(tmp_path: Path) -> None:
+    report_of((Level.COMPUTE, "passed"), (Level.DEVICE, "failed")).write_badge(tmp_path / "badge.json")
+    badge = json.loads((tmp_path / "badge.json").read_text())
+    assert (badge["schemaVersion"], badge["message"], badge["color"]) == (1, "failing", "red")

@@ -140,8 +140,10 @@ def choose_transport(
         why = "processes share a device, and cannot form a group on it"
     if bypass_cpu and not collectives.usable:
         why = f"the device has no collectives ({collectives.reason})"
+        if not one_machine:
+            return "device", f"{why}, so groups are staged through the host"
     if not one_machine:
-        raise _not_across_machines(why, one_machine_only=not collectives.usable)
+        raise _not_across_machines(why)
     if not bypass_cpu:
         return "host", why
     if not ipc.usable:
@@ -199,25 +201,13 @@ def choose_senders(
     return most, f"{ranks} ranks on {len(set(machines.ranks))} machines have devices, a receiving machine {widest}"
 
 
-def _not_across_machines(why: str, *, one_machine_only: bool) -> ConfigError:
-    own_devices = (
-        "use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one machine"
-    )
+def _not_across_machines(why: str) -> ConfigError:
     return ConfigError(
         "weights cannot reach the other machines of this cluster",
         why=f"{why}; IPC and host memory work on one machine only",
-        fix="use one machine: unset RAY_ADDRESS" if one_machine_only else own_devices,
+        fix="use fewer replicas, so that each process has a device of its own, with weights.bypass_cpu=true, or one "
+        "machine",
     )
-
-
-def check_ranks(ranks: int, *, collectives: Support) -> None:
-    """Raise ConfigError for several trainer ``ranks`` on a device without collectives."""
-    if ranks > 1 and not collectives.usable:
-        raise ConfigError(
-            f"train.ranks={ranks} is not possible on this device",
-            why=f"ranks share their work by collectives, and the device has none: {collectives.reason}",
-            fix="set train.ranks=1",
-        )
 
 
 def has_devices(backend: Backend) -> bool:
@@ -236,7 +226,6 @@ class PlacementPlan:
 
 def plan_placement(config: Config, backend: Backend, *, devices: int, one_machine: bool) -> PlacementPlan:
     """Place the run's processes on ``devices`` devices. Raises ConfigError if that is impossible."""
-    check_ranks(config.train.ranks, collectives=backend.supports(Capability.COLLECTIVES))
     width, divided = config.rollout.tensor_parallel, has_devices(backend)
     if width > 1 and divided and backend.devices.visible_variable is None:
         raise ConfigError(
@@ -361,14 +350,22 @@ class HeldDevices:
 
 
 def find_held_devices(own: Sequence[int], backend: Backend) -> HeldDevices:
-    """Return the devices of this process. A process with one device reports the current one."""
-    indices = own if len(own) > 1 else (backend.current_index(),)
+    """Return the devices of this process. A process with one device reports the device of a new tensor."""
+    indices = own if len(own) > 1 else (_index_in_use(backend),)
     host = socket.gethostname()
     boot = Path("/proc/sys/kernel/random/boot_id")  # two hosts may have the same name
     machine = f"{host} {boot.read_text().strip()}" if boot.is_file() else host
     names = tuple(backend.devices.name(index, os.environ) for index in indices)
     keys = (backend.device_uuid(index) or f"{machine} {name}" for index, name in zip(indices, names, strict=True))
     return HeldDevices(host, names, tuple(keys))
+
+
+def _index_in_use(backend: Backend) -> int:
+    """Return the number of the device with this thread's new tensors: ``set_device`` may have had no effect on them."""
+    import torch
+
+    index = torch.empty(1, device=backend.info.device_type).device.index
+    return backend.current_index() if index is None else index
 
 
 class DeviceReports:

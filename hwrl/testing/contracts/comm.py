@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import cast
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from hwrl.errors import CommAbortedError, CommTimeoutError, PeerLostError, Unsup
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
+from hwrl.testing.levels import Level
 from hwrl.testing.processes import Processes, run_processes
 
 _DTYPES = (
@@ -38,6 +39,8 @@ _SUM = 3.0
 
 class CommContract:
     """Groups of two processes with only a store in common: right results, named missing ranks, a working abort."""
+
+    level: ClassVar[Level] = Level.COLLECTIVES
 
     @pytest.fixture(autouse=True)
     def _only_where_two_ranks_fit(self, backend: Backend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hwrl.discovery import Registry
 from hwrl.interfaces import Backend, Kernels
 from hwrl.testing.compute import ATTENTIONS, TOLERANCES, why_refused, wrong_attention, wrong_training
 from hwrl.testing.kernels import ROWS, wrong_rms_norm, wrong_swiglu
+from hwrl.testing.levels import Level
 from hwrl.testing.varlen import PACKED, wrong_varlen
 
 
@@ -29,6 +31,8 @@ class _InEachDtype:
 
 class ComputeContract(_InEachDtype):
     """A small model computes the host's double-precision numbers, up to rounding."""
+
+    level: ClassVar[Level] = Level.COMPUTE
 
     @pytest.mark.parametrize("shape", ATTENTIONS)
     def test_attention_is_right(self, backend: Backend, shape: str, dtype: torch.dtype) -> None:
@@ -55,6 +59,8 @@ class ComputeContract(_InEachDtype):
 
 class KernelsContract(_InEachDtype):
     """Each fused operation of the hook ``hwrl_kernels`` computes its definition, up to rounding."""
+
+    level: ClassVar[Level] = Level.COMPUTE
 
     @pytest.fixture
     def kernels(self, backend: Backend) -> Kernels:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from hwrl.comm import Comm, HashStore
 from hwrl.errors import ConfigError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
+from hwrl.testing.levels import Level
 
 _MANY = 1 << 20
 
 
 class DeviceContract:
     """Work on the device runs in order, can be waited for, and gives the same results again."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     def test_it_sees_a_device(self, backend: Backend) -> None:
         """There is at least one; ``device`` and ``set_device`` agree on its number."""
@@ -105,6 +107,8 @@ class DeviceContract:
 class CapabilityContract:
     """``supports`` tells the truth, and unsupported calls raise."""
 
+    level: ClassVar[Level] = Level.DEVICE
+
     @pytest.mark.parametrize("capability", Capability)
     def test_each_has_an_answer_with_a_reason(self, backend: Backend, capability: Capability) -> None:
         """This includes capabilities newer than the backend."""
@@ -126,7 +130,6 @@ class CapabilityContract:
         [
             Capability.PINNED_MEMORY,
             Capability.REGISTERED_MEMORY,
-            Capability.COLLECTIVES,
             Capability.COMM_ABORT,
             Capability.DEVICE_IPC,
         ],
@@ -136,7 +139,6 @@ class CapabilityContract:
         calls: dict[Capability, Callable[[], Any]] = {
             Capability.PINNED_MEMORY: lambda: backend.pinned_empty(16),
             Capability.REGISTERED_MEMORY: lambda: backend.register_host_memory(torch.empty(16, dtype=torch.uint8)),
-            Capability.COLLECTIVES: lambda: Comm(backend).standalone_group(HashStore(), rank=0, size=1, name="refused"),
             Capability.COMM_ABORT: lambda: backend.abort_process_group(_NoGroup()),  # type: ignore[arg-type] # refused unseen
             Capability.DEVICE_IPC: lambda: backend.export_memory(torch.ones(1, device=backend.device())),
         }
@@ -152,6 +154,8 @@ class _NoGroup:
 
 class DeviceMapContract:
     """A process's visible devices are read from an environment, and written to one."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     @pytest.mark.parametrize("ids", [(0,), (0, 1), (1, 3, 6)])
     def test_what_is_rendered_is_visible(self, backend: Backend, ids: tuple[int, ...]) -> None:

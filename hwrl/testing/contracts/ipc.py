@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need
 from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
+from hwrl.testing.levels import Level
 from hwrl.testing.processes import run_processes
 
 _WAIT_S = 60.0
@@ -24,6 +25,8 @@ _FIRST, _END, _LENGTH = 100, 612, 1000
 
 class DeviceIpcContract:
     """One process exports memory, another opens it: the same bytes, on the same device, under any device number."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     @pytest.fixture(autouse=True)
     def _only_where_memory_can_be_opened(self, backend: Backend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hwrl.errors import MemoryStateError
 from hwrl.interfaces import Backend, Capability
 from hwrl.memory import Offloader
 from hwrl.testing.contracts.need import need
+from hwrl.testing.levels import Level
 
 MIB = 1 << 20
 _SLACK_NBYTES = 2 * MIB
@@ -19,6 +21,8 @@ _SLACK_NBYTES = 2 * MIB
 
 class PinnedMemoryContract:
     """Page-locked host memory is separate host memory, and copies through it are exact."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
@@ -69,6 +73,8 @@ class PinnedMemoryContract:
 class RegisteredMemoryContract:
     """Existing host memory can be page-locked in place, if the backend supports it."""
 
+    level: ClassVar[Level] = Level.DEVICE
+
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
         need(backend, Capability.REGISTERED_MEMORY)
@@ -89,6 +95,8 @@ class RegisteredMemoryContract:
 
 class DeviceMemoryContract:
     """The statistics are true, and freed memory is really free."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     @pytest.fixture(autouse=True)
     def _only_where_usable(self, backend: Backend) -> None:
@@ -135,6 +143,8 @@ class DeviceMemoryContract:
 
 class OffloadContract:
     """A model is unchanged after its way to the host and back, and its device memory is free meanwhile."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     def test_a_model_survives_the_way(self, backend: Backend) -> None:
         """Parameters and optimizer state are equal bit for bit, and training continues with the same results."""

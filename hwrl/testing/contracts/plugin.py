@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hwrl.discovery import Plugin, Probed, Registry
 from hwrl.interfaces import Backend, ProbeContext
+from hwrl.testing.levels import Level
 
 MAX_PROBE_MS = 50.0
 
@@ -25,6 +26,8 @@ print(json.dumps({"torch": "torch" in sys.modules, "env": before == dict(os.envi
 
 class PluginContract:
     """The plugin is found, its identity is right, and its probe is quick, pure and never raises."""
+
+    level: ClassVar[Level] = Level.DEVICE
 
     def test_it_is_found_by_its_name(self, backend: Backend) -> None:
         """An installed entry point has the backend's name and info."""

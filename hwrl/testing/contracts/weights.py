@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 
@@ -9,42 +11,67 @@ from hwrl.comm import PrefixStore, Store, connect_store, raw_bytes
 from hwrl.interfaces import Backend, Capability
 from hwrl.testing.contracts.need import need, need_two_ranks
 from hwrl.testing.contracts.pair import StoreAddress, backend_of_rank
+from hwrl.testing.levels import Level
 from hwrl.testing.processes import run_processes
-from hwrl.weights import TransportName, WeightReceiver, WeightSender
+from hwrl.testing.subject import Subject
+from hwrl.weights import WeightReceiver, WeightSender, with_transport
 
 _VERSIONS = (1, 2, 3)
 _PLACES = ("apart", "in place")
 _SLAB_NBYTES = 1 << 16
 
 
-class WeightsContract:
-    """Every version arrives complete and bit for bit, over each transport."""
+class TransportContract:
+    """Every version arrives complete and bit for bit, in another process."""
 
-    @pytest.mark.parametrize("transport", ["device", "ipc", "host"])
-    def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: TransportName) -> None:
+    level: ClassVar[Level] = Level.COLLECTIVES
+
+    @pytest.fixture
+    def transport(self, subject: Subject) -> str:
+        """The name of the transport."""
+        return subject.name
+
+    def test_weights_arrive_bit_for_bit(self, backend: Backend, transport: str) -> None:
         """Scalars, odd sizes, mixed dtypes, every NaN, strided and tied tensors, and one larger than a slab.
 
         They arrive in new memory of the receiver, and in given tensors.
         """
-        if transport == "device":
-            need_two_ranks(backend)
-        if transport == "ipc":
-            need(backend, Capability.DEVICE_IPC)
+        need_transport(backend, transport)
         address = StoreAddress()
         sent, received = run_processes(_send_or_receive, 2, backend.info.name, str(address), transport)
         assert sent == {place: list(_VERSIONS) for place in _PLACES}
         assert received == {place: {version: [] for version in _VERSIONS} for place in _PLACES}
 
 
-def _send_or_receive(rank: int, name: str, address: str, transport: TransportName) -> object:
+class WeightsContract(TransportContract):
+    """The backend carries each built-in transport."""
+
+    level = Level.ROLLOUT
+
+    @pytest.fixture(params=["device", "ipc", "host"])
+    def transport(self, request: pytest.FixtureRequest) -> str:
+        """The name of the transport."""
+        return str(request.param)
+
+
+def need_transport(backend: Backend, transport: str) -> None:
+    """Skip the test if the backend lacks what the built-in ``transport`` needs."""
+    if transport == "device":
+        need_two_ranks(backend)
+    if transport == "ipc":
+        need(backend, Capability.DEVICE_IPC)
+
+
+def _send_or_receive(rank: int, name: str, address: str, transport: str) -> object:
     backend, store = backend_of_rank(rank, name), connect_store(address)
     if rank == 0:
         return {link: _send(backend, PrefixStore(link, store), transport) for link in _PLACES}
-    return {link: _receive(backend, PrefixStore(link, store), link) for link in _PLACES}
+    return {link: _receive(backend, PrefixStore(link, store), link, transport) for link in _PLACES}
 
 
-def _send(backend: Backend, store: Store, transport: TransportName) -> list[int]:
-    with WeightSender(store, backend=backend, transport=transport, slab_nbytes=_SLAB_NBYTES) as sender:
+def _send(backend: Backend, store: Store, transport: str) -> list[int]:
+    options: dict[str, Any] = {"backend": backend, "transport": transport, "transports": with_transport(transport)}
+    with WeightSender(store, slab_nbytes=_SLAB_NBYTES, **options) as sender:
         sender.wait_for_receivers(1)
         sent = []
         for version in _VERSIONS:
@@ -53,12 +80,13 @@ def _send(backend: Backend, store: Store, transport: TransportName) -> list[int]
         return sent
 
 
-def _receive(backend: Backend, store: Store, link: str) -> dict[int, list[str]]:
+def _receive(backend: Backend, store: Store, link: str, transport: str) -> dict[int, list[str]]:
     """Return for each version the names of tensors with wrong values."""
     wrong = {}
     given = {key: torch.zeros_like(tensor).contiguous() for key, tensor in _weights(backend, 0).items()}
     into = given if link == "in place" else None
-    with WeightReceiver(store, replica="conformance", backend=backend, into=into) as receiver:
+    transports = with_transport(transport)
+    with WeightReceiver(store, replica="kit", backend=backend, into=into, transports=transports) as receiver:
         for _ in _VERSIONS:
             got = receiver.receive()
             wanted = _weights(backend, got.version)

@@ -41,6 +41,8 @@ with warnings.catch_warnings(action="ignore"):  # verl's own
     from verl.workers.rollout import BaseRollout, RolloutReplica
     from verl.workers.utils.losses import sft_loss
 
+    from hwrl_verl.platform import HwrlPlatform as HwrlPlatform
+
 from tests.plugins.verl import nccl_on_gloo
 
 REPO = Path(__file__).parents[3]
@@ -76,12 +78,13 @@ class SeveralEngines:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def use_engine(self, sync: CheckpointEngineConfig) -> None:
         self.engines = getattr(self, "engines", {})
-        if sync.backend not in self.engines:
+        key = _key_of(sync)
+        if key not in self.engines:
             import_external_libs(sync.custom_backend_module)
             options = {**sync.engine_kwargs.get(sync.backend, {}), **self.master()}
             bucket_size = sync.update_weights_bucket_megabytes << 20
-            self.engines[sync.backend] = CheckpointEngineRegistry.new(sync.backend, bucket_size=bucket_size, **options)
-        self.checkpoint_engine = self.engines[sync.backend]
+            self.engines[key] = CheckpointEngineRegistry.new(sync.backend, bucket_size=bucket_size, **options)
+        self.checkpoint_engine = self.engines[key]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def install_nccl_on_gloo(self, store: str) -> None:
@@ -89,6 +92,10 @@ class SeveralEngines:
 
     def master(self) -> dict[str, bool]:
         return {}
+
+
+def _key_of(sync: CheckpointEngineConfig) -> str:
+    return f"{sync.backend} {sync.engine_kwargs}"
 
 
 class Actor(SeveralEngines, TrainingWorker):
@@ -188,7 +195,7 @@ class Rollout(SeveralEngines, CheckpointEngineWorker):
 
     def __init__(self, rollout_config: RolloutConfig, model_config: HFModelConfig) -> None:
         super().__init__(rollout_config, model_config, KeptWeights(rollout_config, model_config))
-        self.engines = {rollout_config.checkpoint_engine.backend: self.checkpoint_engine}
+        self.engines = {_key_of(rollout_config.checkpoint_engine): self.checkpoint_engine}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def kept(self) -> tuple[dict[str, torch.Tensor], list[int | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,26 @@ def test_each_update_brings_the_exact_weights_and_the_step(run: Run) -> None:
     seconds = [run.update() for _ in range(3)]
     run.check(0, 1, 2)
     print("seconds of updates:", seconds)
+
+
+@pytest.mark.parametrize("options", [{"whole": True}, {"transport": "ipc"}, {"transport": "host"}], ids=str)
+def test_each_option_brings_the_exact_weights(run: Run, options: dict[str, Any]) -> None:
+    before = run.manager
+    sync = actors.sync_config(timeout_s=TIMEOUT_S, **options)
+    for group in (run.actors, run.rollouts):
+        group.use_engine(sync)
+    run.manager = actors.CheckpointEngineManager(sync, run.actors, run.replicas)
+    for _ in range(2):
+        run.update()
+        run.check(0, 1, 2)
+    run.fail(1, "at once")
+    with pytest.raises(RuntimeError, match="this worker fails at once"):
+        run.update()
+    run.update()
+    run.check(0, 1, 2)
+    run.manager = before
+    for group in (run.actors, run.rollouts):
+        group.use_engine(before.config)
 
 
 @pytest.mark.parametrize("fault", ["at once", "after a tensor"])

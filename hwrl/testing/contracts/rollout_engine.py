@@ -1,0 +1,318 @@
+"""The contracts of rollout engines, by level. The fixture ``subject`` names the engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from hwrl.comm import serve_store, store_address
+from hwrl.errors import EngineError, UnsupportedError
+from hwrl.interfaces import Backend, GenerationRequest, Response, RolloutEngine, RolloutSettings, Sampling
+from hwrl.rollout import EngineModels
+from hwrl.testing.contracts.model import (
+    END,
+    VOCABULARY,
+    model_directory,
+    model_weights,
+    reference_logprobs,
+    reference_model,
+)
+from hwrl.testing.levels import Level
+from hwrl.testing.subject import Subject
+from hwrl.weights import POLICY, WeightSender
+
+_MAX_LENGTH = 64
+_RUNNING = 4
+_LOGPROB_OFF = 2e-2
+_ALMOST = 1e-2
+"""Two tokens with log-probabilities as close as this may change places by rounding."""
+_MANY = 1500
+_WAIT_S = 60.0
+
+
+class _OfRolloutEngine:
+    """Has an engine of the subject, with the model's weights as version 1. All checks of a class share it."""
+
+    level: ClassVar[Level]
+    may_sleep: ClassVar[bool] = False
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engines(cls) -> Iterator[dict[str, RolloutEngine]]:
+        """The class's engines by name; closed at its end."""
+        made: dict[str, RolloutEngine] = {}
+        yield made
+        for engine in made.values():
+            engine.close()
+
+    @pytest.fixture
+    def engine(self, backend: Backend, subject: Subject, engines: dict[str, RolloutEngine]) -> RolloutEngine:
+        """The class's engine, awake and idle, with version 1."""
+        if subject.name not in engines:
+            engines[subject.name] = self._make(backend, subject)
+        engine = engines[subject.name]
+        engine.abort()
+        engine.load_weights(model_weights().items(), version=1)
+        return engine
+
+    def _make(self, backend: Backend, subject: Subject) -> RolloutEngine:
+        settings = RolloutSettings(
+            model_directory=model_directory(),
+            dtype=torch.float32,
+            eos_ids=[END],
+            max_running=_RUNNING,
+            max_length=_MAX_LENGTH,
+            may_sleep=self.may_sleep,
+        )
+        try:
+            return subject.make_rollout_engine(settings, backend=backend)
+        except UnsupportedError as error:
+            pytest.skip(f"{error.what}: {error.why}")
+
+
+class RolloutNumbersContract(_OfRolloutEngine):
+    """Tokens and log-probabilities are those of the model in double precision, up to rounding."""
+
+    level = Level.COMPUTE
+
+    def test_greedy_tokens_are_the_models(self, engine: RolloutEngine) -> None:
+        """Each token is the most probable one, with its log-probability, whatever requests run beside."""
+        requests = [request_of(number, 3 + 2 * number, Sampling(4 + 3 * number, 0.0)) for number in range(9)]
+        model = reference_model()
+        for request, response in zip(requests, generate(engine, requests), strict=True):
+            own, best = _scores(model, request, response, temperature=1.0)
+            assert np.abs(response.logprobs - own).max() < _LOGPROB_OFF
+            assert (best - own).max() < _ALMOST, "a more probable token was passed over"
+
+    def test_logprobs_are_at_the_temperature(self, engine: RolloutEngine) -> None:
+        """A sampled token's log-probability is the one in the distribution that it was drawn from."""
+        requests = [request_of(number, 4, Sampling(12, 0.6)) for number in range(6)]
+        model = reference_model()
+        for request, response in zip(requests, generate(engine, requests), strict=True):
+            own, _ = _scores(model, request, response, temperature=0.6)
+            assert np.abs(response.logprobs - own).max() < _LOGPROB_OFF
+
+    def test_sampling_follows_the_distribution(self, engine: RolloutEngine) -> None:
+        """The share of each token, in many responses of one token to the same prompt."""
+        requests = [request_of(number, 6, Sampling(1, 5.0), seed=0) for number in range(_MANY)]
+        tokens = [int(response.token_ids[0]) for response in generate(engine, requests)]
+        prompt = torch.from_numpy(requests[0].prompt_ids.astype(np.int64))[None]
+        wanted = (reference_model()(prompt).logits[0, -1] / 5.0).softmax(-1).detach().numpy()
+        seen = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
+        assert np.abs(seen - wanted).sum() < 0.16  # the expected total deviation is about 0.07
+
+    def test_filters_shape_the_distribution(self, engine: RolloutEngine) -> None:
+        """``top_k=1`` leaves the most probable token, with probability 1. An engine may refuse filters."""
+        requests = [request_of(number, 5, Sampling(6, 1.0, top_k=1)) for number in range(3)]
+        try:
+            filtered = generate(engine, requests)
+        except EngineError as error:
+            pytest.skip(f"the engine refuses filters: {error.why}")
+        plain = generate(engine, [request_of(number, 5, Sampling(6, 0.0)) for number in range(3)])
+        assert [one.token_ids.tolist() for one in filtered] == [one.token_ids.tolist() for one in plain]
+        assert all(bool((np.abs(one.logprobs) < _ALMOST).all()) for one in filtered)
+
+
+class RolloutSleepContract(_OfRolloutEngine):
+    """An engine that sleeps gives its memory back, and generates the same after it wakes."""
+
+    level = Level.DEVICE
+    may_sleep = True
+
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_it_generates_the_same_after_a_sleep(self, engine: RolloutEngine, level: int) -> None:
+        """A second sleep frees nothing. Level 1 keeps the version; level 2 drops it until weights are loaded."""
+        requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(3)]
+        before = generate(engine, requests)
+        try:
+            engine.sleep(level=level)
+        except UnsupportedError as error:
+            pytest.skip(f"{error.what}: {error.why}")
+        assert engine.sleep(level=level) == 0, "a second sleep frees memory again"
+        assert engine.version == (1 if level == 1 else -1)
+        engine.wake(["weights"])
+        if level == 2:
+            engine.load_weights(model_weights().items(), version=1)
+        engine.wake()
+        assert _same(generate(engine, requests), before)
+
+    def test_it_does_not_sleep_with_requests(self, engine: RolloutEngine) -> None:
+        """It raises EngineError, and the requests finish."""
+        engine.submit([request_of(0, 4, Sampling(5, 0.0))])
+        try:
+            with pytest.raises(EngineError):
+                engine.sleep(level=1)
+        except UnsupportedError as error:
+            engine.abort()
+            pytest.skip(f"{error.what}: {error.why}")
+        assert len(finish(engine)) == 1
+
+
+class RolloutReceiversContract(_OfRolloutEngine):
+    """An engine with receivers takes a version from a weight link straight into its weights."""
+
+    level = Level.COLLECTIVES
+
+    def test_a_version_arrives_from_a_link(self, engine: RolloutEngine, backend: Backend) -> None:
+        """The next tokens come from it, and equal those of loaded weights."""
+        if not engine.receivers:
+            pytest.skip("the engine has no receivers: versions are received for it")
+        requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(3)]
+        engine.load_weights(model_weights(seed=1).items(), version=2)
+        wanted = generate(engine, requests)
+        engine.load_weights(model_weights().items(), version=1)
+        store = serve_store()
+        where: dict[str, Any] = {"address": store_address(store), "name": POLICY, "replica": "kit"}
+        models = EngineModels(engine, store, timeout_s=_WAIT_S, **where)
+        with WeightSender(store, backend=backend, transport="host", timeout_s=_WAIT_S) as sender:
+            weights = {name: tensor.to(backend.device()) for name, tensor in model_weights(seed=1).items()}
+            publishing = threading.Thread(target=sender.publish, args=(7, weights.items()))
+            publishing.start()
+            loaded, deadline = None, time.monotonic() + _WAIT_S
+            while loaded is None and time.monotonic() < deadline:
+                loaded = models.load(incarnation=0)
+            publishing.join(_WAIT_S)
+            models.close()
+        assert engine.version == 7
+        assert _same(generate(engine, requests), wanted)
+
+
+class RolloutContract(_OfRolloutEngine):
+    """Queues, ends of responses, and new weights between two tokens."""
+
+    level = Level.ROLLOUT
+
+    def test_a_response_ends_as_asked(self, engine: RolloutEngine) -> None:
+        """At the limit (truncated), at an end token, at a stop token (with its number); the last token stays."""
+        (limited,) = generate(engine, [request_of(0, 5, Sampling(7, 0.0))])
+        assert (len(limited.token_ids), limited.truncated) == (7, END not in limited.token_ids)
+        many = generate(engine, [request_of(number, 5, Sampling(40, 5.0)) for number in range(8)])
+        ended = [one for one in many if not one.truncated]
+        assert ended, "of 8 long responses at a high temperature none met the end token"
+        assert all(one.token_ids[-1] == END and END not in one.token_ids[:-1] for one in ended)
+        stop = int(limited.token_ids[3])
+        try:
+            (stopped,) = generate(engine, [request_of(0, 5, Sampling(7, 0.0, stop_token_ids=(stop,)))])
+        except EngineError as error:
+            pytest.skip(f"the engine refuses stop tokens: {error.why}")
+        first = limited.token_ids.tolist().index(stop)
+        assert stopped.token_ids.tolist() == limited.token_ids[: first + 1].tolist()
+        assert (stopped.stop, stopped.truncated) == (stop, False)
+
+    def test_each_request_comes_back_once(self, engine: RolloutEngine) -> None:
+        """``pending`` counts them until then, and ``capacity`` says how many more would run at once."""
+        assert (engine.step(), engine.pending(), engine.capacity()) == ([], 0, _RUNNING)
+        requests = [request_of(number, 4, Sampling(3 + number, 1.0)) for number in range(3 * _RUNNING)]
+        engine.submit(requests)
+        assert (engine.pending(), engine.capacity() <= 0) == (len(requests), True)
+        assert sorted(finish(engine)) == [request.request_id for request in requests]
+        assert (engine.pending(), engine.capacity()) == (0, _RUNNING)
+
+    def test_abort_drops_every_request(self, engine: RolloutEngine) -> None:
+        """It returns their number; later requests are not disturbed."""
+        engine.submit([request_of(number, 4, Sampling(20, 1.0)) for number in range(2 * _RUNNING)])
+        left = engine.pending() - len(engine.step())
+        assert engine.abort() == left
+        assert engine.pending() == 0
+        (response,) = generate(engine, [request_of(99, 4, Sampling(3, 1.0))])
+        assert len(response.token_ids) in (1, 2, 3)
+
+    def test_a_request_without_room_is_refused(self, engine: RolloutEngine) -> None:
+        """EngineError at once: it could never run."""
+        with pytest.raises(EngineError):
+            engine.submit([request_of(0, 10, Sampling(_MAX_LENGTH, 1.0))])
+        engine.abort()
+
+    def test_each_token_has_its_version(self, engine: RolloutEngine) -> None:
+        """A response goes on with new weights; its versions never fall, and its log-probabilities are theirs."""
+        request = request_of(0, 4, Sampling(40, 1.0))
+        engine.submit([request])
+        done = {one.request_id: one.response for _ in range(3) for one in engine.step()}
+        if done:
+            pytest.skip("the response was complete after three steps")
+        engine.load_weights(model_weights(seed=1).items(), version=5)
+        response = finish(engine)[0]
+        versions = response.versions.tolist()
+        assert versions == sorted(versions) and set(versions) <= {1, 5} and versions[0] == 1
+        assert engine.version == 5
+        old = versions.count(1)
+        own, _ = _scores(reference_model(), request, response, temperature=1.0)
+        assert np.abs(response.logprobs - own)[:old].max() < _LOGPROB_OFF
+        (fresh,) = generate(engine, [request_of(1, 4, Sampling(6, 0.0))])
+        assert set(fresh.versions.tolist()) == {5}
+        own, _ = _scores(reference_model(seed=1), request_of(1, 4, Sampling(6, 0.0)), fresh, temperature=1.0)
+        assert np.abs(fresh.logprobs - own).max() < _LOGPROB_OFF
+
+    @pytest.mark.parametrize("damage", ["missing", "unknown"])
+    def test_incomplete_weights_are_refused(self, engine: RolloutEngine, damage: str) -> None:
+        """EngineError; the old version stays, and serves."""
+        requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(2)]
+        before = generate(engine, requests)
+        wrong = dict(model_weights(seed=1))
+        if damage == "missing":
+            del wrong[sorted(wrong)[-1]]
+        else:
+            wrong["unknown.weight"] = torch.ones(3)
+        with pytest.raises(EngineError):
+            engine.load_weights(wrong.items(), version=9)
+        assert engine.version == 1
+        assert _same(generate(engine, requests), before)
+
+    def test_loaded_weights_are_copied(self, engine: RolloutEngine) -> None:
+        """The caller may overwrite its tensors as soon as ``load_weights`` has returned."""
+        requests = [request_of(number, 5, Sampling(6, 0.0)) for number in range(2)]
+        before = generate(engine, requests)
+        lent = {name: tensor.clone() for name, tensor in model_weights().items()}
+        engine.load_weights(lent.items(), version=2)
+        for tensor in lent.values():
+            tensor.zero_()
+        assert _same(generate(engine, requests), before)
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
+
+
+def request_of(number: int, length: int, sampling: Sampling, *, seed: int | None = None) -> GenerationRequest:
+    """Return request ``number`` with a random prompt, which depends on ``seed`` (by default the number)."""
+    random = np.random.default_rng(number if seed is None else seed)
+    return GenerationRequest(number, random.integers(3, VOCABULARY, size=length).astype(np.int32), sampling)
+
+
+def finish(engine: RolloutEngine) -> dict[int, Response]:
+    """Step until no request is pending; return the responses by request."""
+    done: dict[int, Response] = {}
+    deadline = time.monotonic() + _WAIT_S
+    while engine.pending():
+        assert time.monotonic() < deadline, f"{engine.pending()} requests are pending after {_WAIT_S:g} s"
+        for completion in engine.step():
+            assert completion.request_id not in done, f"request {completion.request_id} came back twice"
+            done[completion.request_id] = completion.response
+    return done
+
+
+def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> list[Response]:
+    """Run ``requests`` to their ends; return the responses in the same order."""
+    engine.submit(requests)
+    done = finish(engine)
+    assert sorted(done) == sorted(request.request_id for request in requests), "requests got lost"
+    return [done[request.request_id] for request in requests]
+
+
+def _scores(model: Any, request: GenerationRequest, response: Response, *, temperature: float) -> tuple[Any, Any]:
+    """Return the reference's log-probability of each response token, and of the most probable token there."""
+    ids = np.concatenate([request.prompt_ids, response.token_ids]).astype(np.int64)
+    tokens, first = torch.from_numpy(ids)[None], len(request.prompt_ids) - 1
+    with torch.no_grad():
+        own = reference_logprobs(model, tokens, temperature=temperature)[0, first:]
+        best = (model(tokens).logits[0, first:-1] / temperature).log_softmax(-1).amax(-1)
+    return own.numpy(), best.numpy()
+
+
+def _same(found: Iterable[Response], wanted: Iterable[Response]) -> bool:
+    return [one.token_ids.tolist() for one in found] == [one.token_ids.tolist() for one in wanted]

@@ -1,0 +1,1 @@
+"""The test modules of ``hwrl conformance``, one for each kind of subject."""

@@ -1,0 +1,90 @@
+"""docs/conformance.md and docs/new_backend.md say what the code does."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import hwrl
+from hwrl import testing
+from hwrl.cli.commands import BUILT_IN, Commands
+from hwrl.testing import CheckResult, Kind, KitReport, Level, Subject, conformance
+
+DOCS = Path(__file__).parents[2] / "docs"
+CONFORMANCE = (DOCS / "conformance.md").read_text()
+NEW = (DOCS / "new_backend.md").read_text()
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_report_has_the_fields_of_the_page() -> None:
+    check = CheckResult("Test::test", Level.COMPUTE, "passed", "", 0.0)
+    report = KitReport(Subject(Kind.BACKEND, "cpu"), hwrl.get_backend(), Level.FULL, (check,))
+    section = CONFORMANCE.partition("## Report")[2].partition("##")[0]
+    documented = {name for row in re.findall(r"^\| (`.*?) \|", section, re.M) for name in re.findall(r"`(\w+)`", row)}
+    assert documented == set(report.as_json())
+
+
+def test_each_contract_is_on_the_page_with_its_level() -> None:
+    rows = re.findall(r"^\| (`\w+Contract`.*?) \| (.*?) \|", CONFORMANCE, re.MULTILINE)
+    shown: dict[str, str] = {}
+    for names, levels in rows:
+        contracts, each = re.findall(r"`(\w+)`", names), levels.split(", ")
+        shown |= dict(zip(contracts, each * len(contracts) if len(each) == 1 else each, strict=False))
+    contracts = [getattr(testing, name) for name in testing.__all__ if name.endswith("Contract")]
+    assert shown == {contract.__name__: contract.level.value for contract in contracts}
+
+
+def test_the_levels_are_those_of_the_code_in_order() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", CONFORMANCE.partition("## Levels")[2].partition("##")[0], re.MULTILINE)
+    assert rows == [level.value for level in Level]
+
+
+def test_the_python_of_the_pages_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    (contracts,), (link,) = blocks(CONFORMANCE, "python"), blocks(NEW, "python")
+    names: dict[str, object] = {"__name__": "hwrl_documented"}
+    exec(compile(contracts, "conformance.md", "exec"), names)
+    assert issubclass(names["TestRollout"], conformance.RolloutContract)  # type: ignore[arg-type] # a class
+    exec(compile(link, "new_backend.md", "exec"), names := {})
+    for end in ("sender", "receiver"):
+        names[end].close()  # type: ignore[attr-defined] # an end of a link
+
+
+def test_the_commands_of_the_pages_have_arguments_that_exist() -> None:
+    own = {"conformance", *(name for name in BUILT_IN if name.startswith("new-"))}
+    lines = [line for page in (CONFORMANCE, NEW) for block in blocks(page, "sh") for line in block.splitlines()]
+    words = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("hwrl ")]
+    assert {each[0] for each in words} >= own
+    for name, *arguments in words:
+        command = Commands().find(name)
+        assert command is not None
+        parser = argparse.ArgumentParser()
+        command.configure(parser)
+        parser.parse_args([word for word in arguments if name in own or "=" not in word])
+
+
+@pytest.mark.parametrize("page", ["conformance.md", "new_backend.md"])
+def test_links_lead_to_pages_and_sections(page: str) -> None:
+    for target, section in re.findall(r"\]\((\w+\.md)(?:#([\w-]+))?\)", (DOCS / page).read_text()):
+        headings = re.findall(r"^#+ (.*)$", (DOCS / target).read_text(), re.MULTILINE)
+        known = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not section or section in known, f"{page} links to {target}#{section}"
+
+
+def test_the_numbers_of_faults_on_the_page_are_those_of_the_tests() -> None:
+    tables = {}
+    for file in ("test_kit.py", "test_kit_engines.py"):
+        for node in ast.parse(Path(__file__).with_name(file).read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                tables[ast.unparse(node.targets[0])] = len(node.value.keys)
+    shown = re.findall(
+        r"\((\d+) of backends, (\d+) of train engines, (\d+) of rollout engines, (\d+) of transports", CONFORMANCE
+    )
+    names = ("FAULTS", "TRAIN_FAULTS", "ROLLOUT_FAULTS", "TRANSPORT_FAULTS")
+    assert shown == [tuple(str(tables[name]) for name in names)]

@@ -1,0 +1,153 @@
+"""Packages of ``hwrl new-backend``, ``new-engine`` and ``new-transport`` install and pass the kit as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hwrl.cli import main
+from hwrl.run.demo import write_demo
+
+COMMANDS = {
+    "acme": ["new-backend", "acme"],
+    "acme-roll": ["new-engine", "acme-roll"],
+    "acme-train": ["new-engine", "acme-train", "--kind", "train"],
+    "acme-wire": ["new-transport", "acme-wire"],
+}
+SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+COMMAND = "import sys; from hwrl.cli import main; sys.exit(main())"
+RUFF = ["--isolated", "--line-length", "120", "--select", "E,F,W,B,UP,C4,SIM,RUF"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the four packages."""
+    folder = tmp_path_factory.mktemp("packages")
+    for words in COMMANDS.values():
+        assert main([*words, "--into", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(written: Path) -> Path:
+    """The interpreter of an environment over this one, with the packages installed by pip."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", written / "venv"], check=True)
+    fresh = written / "venv" / "bin" / "python"
+    site = Path(subprocess.run([fresh, "-c", SITE], text=True, capture_output=True, check=True).stdout.strip())
+    (site / "over.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    packages = [str(written / f"hwrl-{name}") for name in COMMANDS]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--no-compile", "--disable-pip-version-check", "-qq"]
+    subprocess.run([sys.executable, "-m", "pip", "--python", fresh, "install", *offline, *packages], check=True)
+    return fresh
+
+
+def run(python: Path, words: Sequence[str], **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "HWRL_BACKEND"}
+    env = clean | {"OMP_NUM_THREADS": "1"} | env
+    return subprocess.run(
+        [python, *words], env=env, cwd=python.parents[2], text=True, capture_output=True, check=False, timeout=280
+    )
+
+
+def conformance(python: Path, name: str, level: str, **env: str) -> dict[str, object]:
+    report = python.parents[2] / f"{name}.json"
+    ended = run(python, ["-c", COMMAND, "conformance", name, "--level", level, "--json", str(report)], **env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found: dict[str, object] = json.loads(report.read_text())
+    return found
+
+
+@pytest.mark.long(15)
+def test_a_new_backend_passes_compute_and_device_untouched(python: Path) -> None:
+    report = conformance(python, "acme", "device", HWRL_BACKEND="acme")
+    assert (report["kind"], report["backend"], report["reached"]) == ("backend", "acme", "device")
+
+
+def test_a_new_transport_passes_every_check_untouched(python: Path) -> None:
+    report = conformance(python, "acme-wire", "rollout", HWRL_BACKEND="cpu")
+    assert (report["kind"], report["reached"]) == ("transport", "rollout")
+    outcomes = {check["outcome"] for check in report["checks"]}  # type: ignore[attr-defined] # a list of dicts
+    assert outcomes == {"passed"}
+
+
+@pytest.mark.parametrize("name, kind", [("acme-roll", "rollout-engine"), ("acme-train", "train-engine")])
+def test_a_new_engine_computes_right_untouched(name: str, kind: str, python: Path) -> None:
+    report = conformance(python, name, "compute", HWRL_BACKEND="cpu")
+    assert (report["kind"], report["reached"]) == (kind, "compute")
+
+
+@pytest.mark.extended  # the levels above, with a short run of each
+@pytest.mark.parametrize("name, backend", [("acme", "acme"), ("acme-roll", "cpu"), ("acme-train", "cpu")])
+def test_what_is_new_passes_every_level_untouched(name: str, backend: str, python: Path) -> None:
+    assert conformance(python, name, "full", HWRL_BACKEND=backend)["reached"] == "full"
+
+
+@pytest.mark.extended  # as above, with the commands of the README
+def test_a_run_trains_on_the_new_backend(python: Path, tmp_path: Path) -> None:
+    config = write_demo(tmp_path, seed=1, prompts=64)
+    short = ["train.steps=2", "train.batch_groups=4", "rollout.n=4", "eval.prompts=16", "goals={}"]
+    ended = run(python, ["-c", COMMAND, "train", str(config), *short], HWRL_BACKEND="acme")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_the_tests_in_the_packages_are_collected(written: Path, python: Path) -> None:
+    tests = [str(written / f"hwrl-{name}" / "tests") for name in COMMANDS]
+    alone = ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", os.devnull, "--rootdir", str(written)]
+    ended = run(python, ["-m", "pytest", "--collect-only", "-q", "-W", "error", *alone, *tests])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert all(f"hwrl-{name}/tests/test_conformance.py::Test" in ended.stdout for name in COMMANDS)
+
+
+def test_the_new_backend_is_not_chosen_by_detection(python: Path) -> None:
+    """It computes on the host only where HWRL_BACKEND asks for it."""
+    report = json.loads(run(python, ["-c", COMMAND, "doctor", "--json"]).stdout)
+    (acme,) = [one for one in report["backends"] if one["name"] == "acme"]
+    assert (acme["answer"], acme["reason"]) == ("no", "torch_acme is not installed")
+
+
+def test_the_packages_are_clean_and_say_which_interface_they_were_written_for(written: Path) -> None:
+    pytest.importorskip("ruff", reason="ruff comes with hwrl[dev]")
+    for arguments in (["check", *RUFF], ["format", "--isolated", "--line-length", "120", "--check"]):
+        command = [sys.executable, "-m", "ruff", *arguments, *(str(written / f"hwrl-{name}") for name in COMMANDS)]
+        ended = subprocess.run(command, text=True, capture_output=True, check=False)
+        assert ended.returncode == 0, ended.stdout
+    assert "api=(1, 0)," in (written / "hwrl-acme" / "hwrl_acme" / "__init__.py").read_text()
+
+
+@pytest.mark.parametrize("name", ["", "Acme", "2x", "a b", "../acme", "acme-", "a--b", "a" * 41, "é"])
+def test_a_malformed_name_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-backend", name, "--into", str(tmp_path)]) == 1
+    assert "cannot be the name of a backend" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words, owner",
+    [
+        (["new-backend", "cpu"], "a backend 'cpu' is installed"),
+        (["new-engine", "embedded"], "a rollout-engine 'embedded' is installed"),
+        (["new-transport", "host"], "a transport 'host' is installed"),
+    ],
+)
+def test_a_taken_name_is_refused(
+    words: list[str], owner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--into", str(tmp_path)]) == 1
+    assert owner in capsys.readouterr().err
+
+
+def test_what_exists_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hwrl-acme").mkdir()
+    (tmp_path / "hwrl-acme" / "mine").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    for into in (tmp_path, tmp_path / "file"):
+        assert main(["new-backend", "acme", "--into", str(into)]) == 1
+        assert "cannot write" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "hwrl-acme").iterdir()] == ["mine"]
