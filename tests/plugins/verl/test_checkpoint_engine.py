@@ -16,13 +16,14 @@ from tests.support.tiny_model import tiny_model
 pytestmark = pytest.mark.filterwarnings("default")  # verl's own
 
 TIMEOUT_S = 15.0
+OPTIONS: dict[str, Any] = {"timeout_s": TIMEOUT_S, "slab_nbytes": 4096, "slabs": 2}  # a version is many slabs
 
 
 class Run:
     """Two actors with verl's own FSDP2 engine, three rollout workers, verl's manager."""
 
     def __init__(self, model: Path) -> None:
-        sync = actors.sync_config(timeout_s=TIMEOUT_S)
+        sync = actors.sync_config(**OPTIONS)
         self.actors = actors.actors(model, 2, sync=sync, vendor="nvidia")
         self.rollouts, self.replicas = actors.rollouts(model, 3, sync=sync)
         self.manager = actors.CheckpointEngineManager(sync, self.actors, self.replicas)
@@ -72,7 +73,7 @@ def test_each_update_brings_the_exact_weights_and_the_step(run: Run) -> None:
 @pytest.mark.parametrize("options", [{"whole": True}, {"transport": "ipc"}, {"transport": "host"}], ids=str)
 def test_each_option_brings_the_exact_weights(run: Run, options: dict[str, Any]) -> None:
     before = run.manager
-    sync = actors.sync_config(timeout_s=TIMEOUT_S, **options)
+    sync = actors.sync_config(**OPTIONS, **options)
     for group in (run.actors, run.rollouts):
         group.use_engine(sync)
     run.manager = actors.CheckpointEngineManager(sync, run.actors, run.replicas)
