@@ -97,6 +97,7 @@ def test_asynchronous_grpo_learns_with_weight_transfer(
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert rewards[0] < 0.15 and max(rewards) > 0.25
+    trainer.model.set_attn_implementation("eager")
     with torch.no_grad():
         logits = trainer.model.eval()(torch.tensor([[1, 2]])).logits[0, -1]
     assert logprob_of_seven(url, str(model_directory)) == pytest.approx(logits.log_softmax(-1)[7].item(), abs=1e-4)
@@ -112,12 +113,16 @@ def logprob_of_seven(url: str, model: str) -> float:
     return value
 
 
-def attend(query: Any, key: Any, value: Any, cu_q: Any, *_: Any, softmax_scale: float, **__: Any) -> Any:
-    """Causal attention of each sequence by itself; tensors are (tokens, heads, head dimension)."""
+def attend(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any
+) -> torch.Tensor:
+    """Attention of each segment to the keys before its last token; tensors are (tokens, heads, head dimension)."""
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     attention = torch.nn.functional.scaled_dot_product_attention
     parts = []
-    for begin, end in pairwise(cu_q.tolist()):
-        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
-        parts.append(attention(q, k, v, is_causal=True, scale=softmax_scale))
+    for (begin_q, end_q), (begin_k, end_k) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        q = query[begin_q:end_q].transpose(0, 1)
+        k, v = (tensor[begin_k:end_k].transpose(0, 1) for tensor in (key, value))
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        parts.append(attention(q, k, v, attn_mask=seen, scale=softmax_scale))
     return torch.cat(parts, 1).transpose(0, 1)

@@ -65,8 +65,7 @@ def test_it_learns_and_is_saved_where_transformers_saves(undisturbed: Any) -> No
     assert undisturbed["step"] == len(losses) == 8 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("make", [make_trainer, make_offloading])
+@pytest.mark.parametrize(("make", "async_save"), [(make_trainer, False), (make_offloading, True)])
 def test_killed_within_and_between_epochs_it_resumes_equal(
     undisturbed: Any, tmp_path: Path, make: Any, async_save: bool
 ) -> None:
