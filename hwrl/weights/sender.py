@@ -127,17 +127,11 @@ class WeightSender:
                 self._check_turn(version, again=again)
                 self._check_choice(to)
                 source = self._source_of(weights)
-                self._check_ranks(source)
-                link = self._link or self._connect(source)
-                if not link.is_planned:
-                    link.plan_again(source)
+                link = self._link_for(source)
             self._content += again or version != self.version
             outcome = link.commit(Offer(version, self._content, checked_metadata(metadata), source, to), clock)
-            if source.chapters is not None and source.chapters.ended:
-                link.plan_again(WeightSource(source.chapters.metadata, source.read))
         except BaseException as exc:
-            if self._channel.proposed == shown:  # else the receivers of the proposal know
-                self._abandon(version, exc)
+            self._abandon(version, exc, shown=shown)
             raise
         finally:
             if isinstance(weights, Iterator):
@@ -205,8 +199,10 @@ class WeightSender:
             return len(self._membership.members) >= receivers
         return not self._membership.absent(receivers)
 
-    def _abandon(self, version: int, exc: BaseException) -> None:
+    def _abandon(self, version: int, exc: BaseException, *, shown: int) -> None:
         """Tell waiting receivers that ``version`` does not come, unless they belong to another sender."""
+        if self._channel.proposed > shown:
+            return  # the receivers of the proposal know
         with contextlib.suppress(CommError):  # the store is lost, too
             if self._channel.epoch() == self._epoch:
                 self._channel.abandon(self._epoch, version, f"{type(exc).__name__}: {first_line(exc)[:WHY_CHARACTERS]}")
@@ -251,6 +247,14 @@ class WeightSender:
                 why=f"{ranks} rank(s) read them together",
                 fix="give publish() a source of SharedReads with a group of as many ranks or more",
             )
+
+    def _link_for(self, source: WeightSource) -> SenderLink:
+        """Return the link, with a layout for ``source``."""
+        self._check_ranks(source)
+        link = self._link or self._connect(source)
+        if not link.is_planned:
+            link.plan_again(source)
+        return link
 
     def _connect(self, source: WeightSource) -> SenderLink:
         """Plan the layout, show it to the receivers, and open the transport."""

@@ -113,7 +113,10 @@ class SenderLink:
         if self.transport.keeps_versions:
             return store_version(self, offer, clock)
         self._newest = Transaction(self, offer, clock)
-        return self._newest.run()
+        outcome, chapters = self._newest.run(), offer.source.chapters
+        if chapters is not None and chapters.ended:  # all tensors are known now
+            self.plan_again(WeightSource(chapters.metadata, offer.source.read))
+        return outcome
 
     def stop_sending_to(self, members: Collection[int]) -> None:
         """End a transfer that is under way to one of ``members``, from another thread."""

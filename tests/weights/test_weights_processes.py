@@ -274,7 +274,7 @@ def _publish_and_stop_in_mid_write(rank: int, address: str, directory: Path) -> 
             store.set("in mid-write", "")
             await_keys(store, ["never"], timeout_s=50.0)
 
-    backend = LateBackend(at=3, reach=reach)
+    backend = LateBackend(at=3, reach=reach, and_later=True)
     sender = WeightSender(store, backend=backend, transport="host", slab_nbytes=SLAB_NBYTES, directory=directory)
     for version in (1, 2):
         sender.publish(version, _model(version))
