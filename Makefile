@@ -63,11 +63,20 @@ test-all: TESTS := -m ''
 test-all: export EXTENDED := yes
 test-all: test
 
-# `make -k test-stacks` goes on after a stack with a failure.
+# `make -k test-stacks` goes on after a stack with a failure. A stack's tests are in tests/plugins, or in the part's own folder.
 test-stacks: $(patsubst ci/stacks/%.txt,test-stack-%,$(wildcard ci/stacks/*.txt))
 
 test-stack-%: $(INSTALLED)
-	ci/stack $* python -m pytest tests/plugins/$*
+	ci/stack $* python -m pytest $(or $(wildcard tests/plugins/$*),tests/$*)
+
+test-stack-memory: $(INSTALLED)
+	ci/stack memory python -m pytest tests/memory/test_offload_stacks.py
+
+# The oldest torch; `make test-stack-torch TORCH=torch==2.11.0` for another one.
+TORCH ?= torch
+test-stack-torch: $(INSTALLED)
+	ci/stack $(TORCH) python -m pytest -m "not extended" -n 2 --dist worksteal tests/comm tests/memory tests/weights \
+	    tests/checkpoint tests/train tests/interfaces
 
 test-vllm: test-stack-vllm
 

@@ -77,6 +77,8 @@ _setup_privateuseone_for_python_backend("acme", backend_module=Module())
 backend = Backend(BackendInfo("acme", "acme", "a device that torch computes with, and knows little of"))
 for call in (backend.memory_info, backend.synchronize, backend.empty_cache, backend.rng_state):
     said = says(call)
+    if said is None and call == backend.synchronize and torch.__version__ < "2.12":
+        continue  # torch 2.10 and 2.11 do nothing there
     assert "device 'acme' has no" in said, said
 assert "Allocator for acme is not a DeviceAllocator" in says(backend.empty_cache)
 assert "no torch.acme.get_rng_state" in says(backend.rng_state)

@@ -54,6 +54,13 @@ class DyingBackend(FaultyBackend):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class HangingBackend(FaultyBackend):
+    """Stops its process, as a debugger or a hung driver would."""
+
+    def fail(self, received: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class LateBackend(CpuBackend):
     """The CPU with a late event: number ``at``, from 1, is reached when ``reach`` returns; ``and_later`` ones, too.
 

@@ -70,7 +70,7 @@ def _send_and_receive(rank: int, address: str, transport: Any, directory: Path) 
             sender.wait_for_receivers(2)
             reports = []
             for version in (3, 4, 9):
-                reports.append(sender.publish(version, iter(_model(version)), {"step": version, "note": "x"}))
+                reports.append(sender.publish(version, _model(version), {"step": version, "note": "x"}))
                 assert not await_keys(store, [f"got {version}/{peer}" for peer in (1, 2)], timeout_s=60.0)
             return [(report.version, report.receivers, dict(report.excluded)) for report in reports]
     with WeightReceiver(store, replica=f"r{rank}", backend=_cpu()) as receiver:
