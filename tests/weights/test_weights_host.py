@@ -241,7 +241,7 @@ class EagerEvents(CpuBackend):
 
     def __init__(self) -> None:
         super().__init__(INFO)
-        self.waited: set[int] = set()
+        self.waited: list[Any] = []  # kept alive, so that no later event has the id of one
         self.again = 0
 
     def event(self, *, timing: bool = False) -> Any:
@@ -249,7 +249,7 @@ class EagerEvents(CpuBackend):
 
         class Event:
             def record(self, *args: Any) -> Any:
-                backend.again += id(self) in backend.waited
+                backend.again += any(self is event for event in backend.waited)
                 return inner.record(*args)
 
             def __getattr__(self, name: str) -> Any:
@@ -262,7 +262,7 @@ class EagerEvents(CpuBackend):
 
         class Stream:
             def wait_event(self, event: Any) -> Any:
-                backend.waited.add(id(event))
+                backend.waited.append(event)
 
             def __enter__(self) -> Any:
                 return inner.__enter__()
