@@ -76,7 +76,7 @@ test-stack-docs: $(INSTALLED)
 test-vllm: test-stack-vllm
 
 docs: $(INSTALLED)
-	ci/stack docs mkdocs build --strict --quiet --config-file ci/docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 ci/stack docs mkdocs build --strict --quiet --config-file ci/docs/mkdocs.yml
 	@echo "open build/site/index.html; with search: python3 -m http.server -d build/site"
 
 crash-test: $(INSTALLED)

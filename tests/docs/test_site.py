@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import Browser, browser
+from tests.support.browser import Browser
+from tests.support.browser import browser as browser
 
-__all__ = ["browser"]  # a fixture
 pytestmark = pytest.mark.skipif(
     find_spec("material") is None, reason="mkdocs-material is not installed: run make test-stack-docs"
 )
@@ -64,7 +64,7 @@ def test_every_page_is_in_the_navigation_and_linked_files_are_in_the_site(built:
 
 
 def test_the_pages_in_a_browser(browser: Browser, address: str) -> None:
-    titles = {"index": "hwrl", "configuration": "Configuration - hwrl", "backends": "Backends - hwrl"}
+    titles = {"index": "Quickstart - hwrl", "configuration": "Configuration - hwrl", "backends": "Backends - hwrl"}
     for page, title in titles.items():
         browser.open(f"{address}/{page}.html")
         assert browser.evaluate("document.title") == title
