@@ -17,7 +17,7 @@ DEMO := demo/seed-$(SEED)
 # Some images of containers forbid bytecode. Every one of the thousands of processes of the tests would then compile hwrl.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks test-stack-docs crash-test fault-test clean
+.PHONY: help install demo check docs test test-all test-wheel test-npu test-vllm test-stacks crash-test fault-test clean
 
 help:
 	@echo "make demo    make a tiny model and a data set, and train: reward from below 0.2 to above 0.9 (SEED=1 ENGINE=vllm)"
@@ -64,14 +64,20 @@ test-all: TESTS := -m ''
 test-all: export EXTENDED := yes
 test-all: test
 
-# `make -k test-stacks` goes on after a stack with a failure.
+# `make -k test-stacks` goes on after a stack with a failure. A stack's tests are in tests/plugins, or in the part's own folder.
 test-stacks: $(patsubst ci/stacks/%.txt,test-stack-%,$(wildcard ci/stacks/*.txt))
 
 test-stack-%: $(INSTALLED)
-	ci/stack $* python -m pytest tests/plugins/$*
+	ci/stack $* python -m pytest $(or $(wildcard tests/plugins/$*),tests/$*)
 
-test-stack-docs: $(INSTALLED)
-	ci/stack docs python -m pytest tests/docs
+test-stack-memory: $(INSTALLED)
+	ci/stack memory python -m pytest tests/memory/test_offload_stacks.py
+
+# The oldest torch; `make test-stack-torch TORCH=torch==2.11.0` for another one.
+TORCH ?= torch
+test-stack-torch: $(INSTALLED)
+	ci/stack $(TORCH) python -m pytest -m "not extended" -n 2 --dist worksteal tests/comm tests/memory tests/weights \
+	    tests/checkpoint tests/train tests/interfaces
 
 test-vllm: test-stack-vllm
 

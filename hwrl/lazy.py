@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
 
 def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for ``package``, which has each name from a module inside.
 
-    Nothing is kept in the package, so that it always shows the module's present value.
+    Nothing is kept in the package, so that it always shows the module's present value. ``__dir__`` also has the
+    package's own names, among them the hooks of a plugin.
 
     >>> get, names = lazy_names("hwrl", {"HwrlError": "errors"})
-    >>> get("HwrlError").__module__, names()
-    ('hwrl.errors', ['HwrlError'])
+    >>> get("HwrlError").__module__, {"HwrlError", "__name__"} <= set(names())
+    ('hwrl.errors', True)
     """
 
     def get(name: str) -> object:
@@ -23,7 +25,7 @@ def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[st
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
 
-    return get, lambda: list(module_of)
+    return get, lambda: [*vars(sys.modules[package]), *module_of]
 
 
 @contextlib.contextmanager

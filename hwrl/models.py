@@ -7,7 +7,6 @@ import functools
 import hashlib
 import importlib.util
 import inspect
-import itertools
 import json
 import logging
 import pickle
@@ -21,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.initialization import no_init_weights
 
 from hwrl.errors import ConfigError, DataError
+from hwrl.memory import own_memory
 
 _log = logging.getLogger("hwrl.models")
 
@@ -156,9 +156,7 @@ def load_model(directory: Path, *, dtype: torch.dtype) -> Any:
             output_loading_info=True,
         )
     _require_complete(directory, model, found)
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if not tensor.untyped_storage().resizable():  # mapped from the file: cannot be offloaded
-            tensor.data = tensor.data.clone()
+    own_memory(model)  # it is mapped from the file, and could not be offloaded
     return model
 
 

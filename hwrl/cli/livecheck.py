@@ -84,7 +84,10 @@ def _why_unusable(backend: Backend) -> str:
     backend.synchronize()
     if not bool((back == 2).all()):
         return "a copy from host memory did not arrive on the device"
-    wrong = wrong_at_a_glance(backend)
+    try:
+        wrong = wrong_at_a_glance(backend)
+    except RuntimeError as exc:
+        return f"a small model fails on the device: {type(exc).__name__}: {str(exc).splitlines()[0]}"
     return f"a small model computes wrong numbers: {'; '.join(wrong[:_SHOWN])}" if wrong else ""
 
 

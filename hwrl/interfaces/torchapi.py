@@ -16,6 +16,10 @@ from hwrl.errors import UnsupportedError
 _GAP_MESSAGES = ("is not a DeviceAllocator", "doesn't support", "not implemented")
 """torch 2.13's messages when a vendor's extension does not implement a function of torch.accelerator."""
 
+_SILENT = ("empty_cache", "memory_stats")
+"""Functions of torch.accelerator that do nothing while torch's general allocator is not in use. Before torch 2.12, an
+extension with an allocator of its own looks like this."""
+
 
 def device_module(device_type: str) -> Any:
     """Return torch's module for the device; raise UnsupportedError if torch does not know it."""
@@ -63,9 +67,9 @@ def fill_stream_functions(device_type: str) -> None:
         "current_stream": torch.accelerator.current_stream,
         "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
     }
-    for name, function in general.items():
+    for name, call in general.items():
         if not hasattr(module, name):
-            setattr(module, name, function)
+            setattr(module, name, call)
 
 
 def _serves(device_type: str) -> bool:
@@ -75,10 +79,18 @@ def _serves(device_type: str) -> bool:
     return accelerator is not None and accelerator.type == device_type
 
 
+def _has_general_allocator() -> bool:
+    import torch
+
+    return bool(torch._C._accelerator_isAllocatorInitialized())
+
+
 def _call_accelerator(
     device_type: str, name: str, call: Callable[..., Any], own: Callable[..., Any] | None, *args: Any
 ) -> Any:
     try:
+        if own is not None and name in _SILENT and not _has_general_allocator():
+            return own(*args)
         return call(*args)
     except RuntimeError as exc:
         message = str(exc).strip().partition("\n")[0]

@@ -6,5 +6,16 @@ from hwrl.memory.lending import HostCopies, HostCopy
 from hwrl.memory.offload import Offloader
 from hwrl.memory.pagelock import PageLocked
 from hwrl.memory.pool import PinnedPool
+from hwrl.memory.storages import own_memory
 
-__all__ = ["HostCopies", "HostCopy", "Moved", "Offloader", "PageLocked", "PinnedPool", "Transfer", "bytes_of"]
+__all__ = [
+    "HostCopies",
+    "HostCopy",
+    "Moved",
+    "Offloader",
+    "PageLocked",
+    "PinnedPool",
+    "Transfer",
+    "bytes_of",
+    "own_memory",
+]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hwrl.errors import MemoryStateError
 
 _Hook = Callable[..., None]
+_NO_NAME = ".hwrl"  # no parameter can have it: names have no dots
 
 
 class Offloaded(nn.Parameter):
@@ -23,6 +24,15 @@ class Offloaded(nn.Parameter):
     Compiled code ignores hooks from after its compilation, but checks the class of each parameter. The new class makes
     torch trace the code again, and the trace runs the hooks. With the old class back, the old code runs as before.
     """
+
+
+def _note_change(parameters: dict[str, nn.Parameter | None]) -> None:
+    """Change the version of a module's dict of parameters, and not its content.
+
+    In torch 2.10 and 2.11, compiled code does not check the parameters in a dict of the same version. Remove with them.
+    """
+    parameters[_NO_NAME] = None
+    del parameters[_NO_NAME]
 
 
 class Guards:
@@ -36,6 +46,7 @@ class Guards:
         self._name, self._model, self._optimizer, self._lending = name, model, optimizer, lending
         self._handles: list[Any] = []
         self._parameters: list[nn.Parameter] = []
+        self._tables: list[dict[str, nn.Parameter | None]] = []
         self._wrapper_class: str | None = None
         self._on = False  # a hook left behind by an error does nothing
 
@@ -51,15 +62,20 @@ class Guards:
                 self._guard_module(module, refuse, refuse_state)
             for parameter in self._model.parameters():
                 self._mark(parameter)
+            self._tables = [module._parameters for module in self._model.modules() if module._parameters]
+            for table in self._tables:
+                _note_change(table)
 
     def remove(self) -> None:
         """Allow everything again. May be called at any time."""
         self._on = False
         for parameter in self._parameters:
             parameter.__class__ = nn.Parameter
+        for table in self._tables:
+            _note_change(table)
         for handle in self._handles:
             handle.remove()
-        self._handles, self._parameters = [], []
+        self._handles, self._parameters, self._tables = [], [], []
 
     def _guard_optimizer(self, optimizer: Optimizer, refuse: _Hook, refuse_state: _Hook) -> None:
         self._handles.append(optimizer.register_step_pre_hook(refuse))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -165,7 +166,7 @@ def _movable_storage(stored: StoredTensor, part: str) -> torch.UntypedStorage:
         _refuse(part, stored, why=why, fix=f"give {kind} __tensor_flatten__ and __tensor_unflatten__, or don't offload")
     if not storage.resizable():
         why = f"has {storage.nbytes():,} bytes that belong to a file, an array or another process"
-        fix = "give each parameter and buffer memory of its own: tensor.data = tensor.data.clone()"
+        fix = "give the model memory of its own: hwrl.memory.own_memory(model)"
         _refuse(part, stored, why=why, fix=fix)
     return storage
 
@@ -198,6 +199,22 @@ def local_tensor(tensor: torch.Tensor, *, is_offloaded: Callable[[torch.Tensor],
             fix="read it inside `with offloader.loaded():`",
         )
     return tensors[0].tensor if len(tensors) == 1 else tensor
+
+
+def own_memory(model: nn.Module) -> None:
+    """Copy each parameter and buffer whose memory cannot be freed: it belongs to a file, an array or another process.
+
+    The tensors stay the same objects; equal views of one memory share the copy. transformers' ``from_pretrained`` maps
+    its files on the CPU. Tensors of other classes than torch's own stay as they are.
+    """
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.untyped_storage().resizable():
+            continue
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if view not in copies:
+            copies[view] = tensor.detach().clone()
+        tensor.data = copies[view]
 
 
 def require_resizing(device: torch.device) -> None:

@@ -66,7 +66,7 @@ class PolicyClient:
         vocabulary: int,
         serve: Callable[[], EndpointServer],
     ) -> None:
-        self._generate, self._vocabulary, self._serve = generate, vocabulary, serve
+        self._generate, self.vocabulary, self._serve = generate, vocabulary, serve
         self.tokenizer, self.chat = chat.tokenizer, chat
         self.sampling, self.max_length = sampling, max_length
 
@@ -85,10 +85,10 @@ class PolicyClient:
                 why=f"a conversation has 1 to {self.max_length} tokens with the generated ones (rollout.max_model_len)",
                 fix="end the trajectory before that, or raise rollout.max_model_len",
             )
-        if ids.min() < 0 or ids.max() >= self._vocabulary:
+        if ids.min() < 0 or ids.max() >= self.vocabulary:
             raise EngineError(
                 f"the model has no token {ids.max() if ids.min() >= 0 else ids.min()}",
-                why=f"its tokens are 0 to {self._vocabulary - 1}",
+                why=f"its tokens are 0 to {self.vocabulary - 1}",
                 fix="encode text with client.tokenizer",
             )
         sampling = sampling or self.sampling

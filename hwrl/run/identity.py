@@ -206,6 +206,8 @@ def _find_files(config: Config) -> dict[str, Path]:
         target = str(getattr(getattr(config, section), name))
         if ":" in target and (path := function_file(target)) is not None and path.is_file():  # else it is built in
             paths[key] = path
+    files = {key: Path(target.rpartition(":")[0]) for key, target in config.rollout.workflow_functions.items()}
+    paths |= {key: path for key, path in files.items() if path.is_file()}
     models = {MODEL: config.model.path}
     if config.algorithm.has_critic and config.critic.path is not None:
         models[CRITIC] = config.critic.path
@@ -242,6 +244,8 @@ def _reads(role: Role, key: str) -> bool:
     """
     if key in _FUNCTIONS:
         return role == _FUNCTIONS[key]
+    if key.startswith(f"{WORKFLOW}_options"):
+        return role == "rollout"
     if role == "trainer":
         return key.startswith((TRAIN, MODEL, CRITIC))
     return not key.startswith((TRAIN, EVAL, CRITIC)) and not key.endswith(_WEIGHTS)

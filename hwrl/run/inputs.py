@@ -38,6 +38,8 @@ def check_inputs(config: Config) -> None:
         load_function(config.data.curriculum, key="data.curriculum")
     if config.rollout.workflow is not None:
         load_function(config.rollout.workflow, key="rollout.workflow")
+    for key, target in config.rollout.workflow_functions.items():
+        load_function(target, key=key)
     for key, target in (("algorithm.loss", config.algorithm.loss), ("algorithm.advantage", config.algorithm.advantage)):
         if ":" in target:
             load_function(target, key=key)

@@ -7,6 +7,7 @@ transports a fixture ``subject``. If a capability is missing, a class skips its 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 from pathlib import Path
 from typing import Any
@@ -160,4 +161,8 @@ def _reason(report: pytest.TestReport) -> str:
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    return "" if crash is None else str(crash.message)
+    if crash is None:
+        return ""
+    if crash.message == "AssertionError":  # without a text of its own: the line says more
+        return f"{linecache.getline(crash.path, crash.lineno).strip()} is not so"
+    return str(crash.message)

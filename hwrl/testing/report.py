@@ -86,11 +86,11 @@ class KitReport:
         """Yield a table of outcomes by level and contract, then the capabilities, then the failed checks."""
         backend = self.backend
         yield f"\n{self.subject}, on backend {backend.info.name} with {backend.device_count()} device(s)"
-        yield f"  {'level':<12}{'contract':<26}" + "".join(f"{outcome:>9}" for outcome in _OUTCOMES)
+        yield f"  {'level':<12}{'contract':<29}" + "".join(f"{outcome:>9}" for outcome in _OUTCOMES)
         for level, contract in dict.fromkeys((check.level, check.contract) for check in self.checks):
             ended = [check.outcome for check in self.checks if check.contract == contract]
             counts = "".join(f"{ended.count(outcome) or '-':>9}" for outcome in _OUTCOMES)
-            yield f"  {level.value:<12}{contract:<26}{counts}"
+            yield f"  {level.value:<12}{contract:<29}{counts}"
         for capability in Capability:
             support = backend.supports(capability)
             yield f"  {capability.value:<24}{support.state:<13} {support.reason}"

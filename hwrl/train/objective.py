@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,24 @@ import torch
 from hwrl.errors import DataError
 from hwrl.interfaces import LossInputs, TokenLoss
 from hwrl.train.choices import KlEstimator, RejectionMode
+
+_TAKEN = frozenset(
+    [
+        "loss",
+        "entropy",
+        "mismatch_kl",
+        "kl",
+        "rejected",
+        "grad_norm",
+        "learning_rate",
+        "padding_share",
+        "recompilations",
+        "clipped",
+        "is_weight",
+    ]
+)
+"""Metrics of a step with these names are hwrl's own."""
+_NAME = re.compile(r"\w[\w./@+-]{0,99}")
 
 _Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -109,6 +128,7 @@ class UserLoss:
     needs_proximal: bool = False
     needs_reference: bool = False
     needs_entropy_gradient: bool = False
+    _names: list[frozenset[Any]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, function: Callable[[LossInputs], Any]) -> UserLoss:
@@ -123,6 +143,7 @@ class UserLoss:
             case (torch.Tensor() as per_token, dict() as metrics):
                 tensors = [per_token, *metrics.values()]
                 if all(isinstance(one, torch.Tensor) and one.shape == inputs.logprobs.shape for one in tensors):
+                    self._check_names(metrics)
                     return per_token, {name: value.detach() for name, value in metrics.items()}
         raise DataError(
             f"the loss {getattr(self.function, '__name__', self.function)!r} returned no losses of tokens",
@@ -130,6 +151,28 @@ class UserLoss:
             fix="return (loss, metrics) from algorithm.loss: a tensor shaped like inputs.logprobs, and a dict of such "
             "tensors",
         )
+
+    def _check_names(self, metrics: Iterable[Any]) -> None:
+        """Raise DataError unless the names can be metrics, and are those of the first call: ranks add them up."""
+        names = frozenset(metrics)
+        if not self._names:
+            self._names.append(names)
+            if wrong := sorted(map(repr, (one for one in names if not _is_free(one)))):
+                raise DataError(
+                    f"the loss {getattr(self.function, '__name__', self.function)!r} cannot return these metrics",
+                    why=f"{', '.join(wrong)}: a name has letters, digits and _ . / @ + -, and is none of hwrl's own",
+                    fix=f"rename them; hwrl's own are {', '.join(sorted(_TAKEN))}",
+                )
+        elif names != self._names[0]:
+            raise DataError(
+                f"the loss {getattr(self.function, '__name__', self.function)!r} returned other metrics than before",
+                why=f"only one of the calls returned {', '.join(sorted(map(repr, names ^ self._names[0])))}",
+                fix="return the same metrics every time, with zeros where there is nothing to tell",
+            )
+
+
+def _is_free(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None and name not in _TAKEN
 
 
 def _described(result: object) -> str:

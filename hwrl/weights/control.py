@@ -162,7 +162,8 @@ class Proposal:
     join numbers of the receivers, in rank order from 1; empty if the transport keeps versions. ``timeout_s`` is the
     sender's: receivers derive their own limits from it. ``last_stored_number`` is the number of the
     last proposal whose version was stored whole, 0 if there is none or if the transport keeps no versions. ``senders``
-    share the slabs (:class:`~hwrl.weights.shares.Shares`).
+    share the slabs (:class:`~hwrl.weights.shares.Shares`). ``chapters`` is 1 if tensors of further layouts follow: the
+    sender learns of them while it reads (:class:`~hwrl.weights.chapters.Chapters`).
     """
 
     number: int
@@ -176,6 +177,7 @@ class Proposal:
     metadata: dict[str, str | int | float]
     payload: TransportPayload
     senders: int = 1
+    chapters: int = 0
 
     @classmethod
     def read(cls, text: bytes, payloads: Mapping[str, type[TransportPayload]]) -> Proposal:

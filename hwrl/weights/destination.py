@@ -151,6 +151,11 @@ class TensorStream:
         if empty:
             self._loader.load(empty)
 
+    def further(self, layout: WeightLayout) -> TensorStream:
+        """Return the place of more tensors of the version that was begun, those of ``layout``."""
+        assert self.slots is not None
+        return TensorStream(layout, _Further(self._loader), backend=self._backend, slots=self.slots)
+
     def memory_for(self, index: int) -> SlabLease:
         """Return memory of the only tensor in the slab, or a slot of the ring."""
         pieces = self._layout.slabs[index].pieces
@@ -197,6 +202,19 @@ class TensorStream:
             raw = torch.empty(entry.nbytes, dtype=torch.uint8, device=self._backend.device())
         current.wait_stream(self._stream)
         return view_bytes(raw, entry)
+
+
+class _Further:
+    """A loader of more tensors for a version that another place begins and ends."""
+
+    def __init__(self, loader: TensorLoader) -> None:
+        self.load = loader.load
+
+    def begin(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def cancel(self) -> None: ...
 
 
 def _names_of(layout: WeightLayout) -> dict[int, list[str]]:

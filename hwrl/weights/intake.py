@@ -8,6 +8,7 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.interfaces import Backend
+from hwrl.weights.chapters import ChapteredPlace
 from hwrl.weights.control import ControlChannel, Proposal, Vote, VoteKind
 from hwrl.weights.destination import Destination, DestinationFactory
 from hwrl.weights.layout import WeightLayout
@@ -62,10 +63,12 @@ class WeightIntake:
 
         Raises LayoutMismatchError if there is no place for a tensor.
         """
-        if self._prepared is None or self._prepared[0].hash != proposal.layout:
+        if self._prepared is None or not _suits(self._prepared[0], self._prepared[1], proposal):
             self._prepared = None  # its memory is free before the next is taken
             layout = self._channel.layout(proposal)
             destination = self._place(layout)
+            if proposal.chapters:
+                destination = ChapteredPlace(layout, destination, self._place)
             self._prepared = layout, destination, Checksums(layout, device=self._backend.device())
         return self._prepared[0], self._prepared[1]
 
@@ -89,7 +92,9 @@ class WeightIntake:
         receiving = ReceiverRound(
             proposal, self._channel, member, replica, self._timing, self._cancellation, layout, deadline
         )
-        participant = Participant(transport, self._end_of(proposal.transport), destination)
+        participant = Participant(
+            transport, self._end_of(proposal.transport), destination, device=self._backend.device()
+        )
         try:
             taken = participant.take(receiving, self._prepared[2], clock, after=after)
         except BaseException:
@@ -124,3 +129,7 @@ class WeightIntake:
             context = ReceiverContext(self._channel.store, self._backend, self._slabs)
             self._ends[transport] = self._transports[transport].receiver(context)
         return self._ends[transport]
+
+
+def _suits(layout: WeightLayout, destination: Destination, proposal: Proposal) -> bool:
+    return layout.hash == proposal.layout and isinstance(destination, ChapteredPlace) == bool(proposal.chapters)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from hwrl.errors import CommError, TransferFailedError
+from hwrl.weights.chapters import ChapteredPlace
 from hwrl.weights.control import DecisionKind, Proposal, Vote, VoteKind
 from hwrl.weights.destination import Destination
 from hwrl.weights.report import StageClock
@@ -20,8 +21,10 @@ _log = logging.getLogger("hwrl.weights")
 class Participant:
     """Receives proposals of one transport into ``destination``, after the sender's word to begin."""
 
-    def __init__(self, transport: Transport, end: TransportReceiver, destination: Destination) -> None:
-        self._transport, self._end, self._destination = transport, end, destination
+    def __init__(
+        self, transport: Transport, end: TransportReceiver, destination: Destination, *, device: torch.device
+    ) -> None:
+        self._transport, self._end, self._destination, self._device = transport, end, destination, device
 
     def take(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock, *, after: int) -> Proposal | None:
         """Receive the round's proposal; return the proposal now whole here, None if none is.
@@ -54,12 +57,30 @@ class Participant:
     def _receive_and_compare(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Vote:
         try:
             theirs = self._receive(receiving, sums, clock)
-            return Vote(VoteKind.TORN, "it was replaced") if theirs is None else sums.compare(theirs)
+            if theirs is None:
+                return Vote(VoteKind.TORN, "it was replaced")
+            return self._receive_chapters(receiving, sums.compare(theirs), clock)
         except CommError as exc:
             return Vote(VoteKind.TORN, exc.what)
         except BaseException as exc:  # at once: the others wait for this vote
             receiving.cast(Vote(VoteKind.TORN, type(exc).__name__))
             raise
+
+    def _receive_chapters(self, receiving: ReceiverRound, vote: Vote, clock: StageClock) -> Vote:
+        """Receive what follows chapter 0, whose vote is ``vote``; return the vote about all."""
+        if not isinstance(self._destination, ChapteredPlace):
+            return vote
+        try:
+            for chapter in receiving.further_chapters():  # to the last one, else the other receivers would wait
+                self._destination.add(chapter.layout)
+                sums = Checksums(chapter.layout, device=self._device)
+                theirs = self._end.receive(chapter, self._destination, sums, clock)
+                assert theirs is not None, "transports that keep versions have no chapters"
+                vote = sums.compare(theirs) if vote.kind is VoteKind.WHOLE else vote
+        except BaseException:
+            self._end.abort()
+            raise
+        return vote
 
     def _fetch(self, receiving: ReceiverRound, sums: Checksums, clock: StageClock) -> Proposal | None:
         """Copy a stored version, also while it is being written; None if a newer one replaced it."""

@@ -10,8 +10,9 @@ import torch
 
 from hwrl.comm import Store
 from hwrl.discovery import backend_or_default
-from hwrl.errors import CommAbortedError, CommTimeoutError, ConfigError, LayoutMismatchError
+from hwrl.errors import CommTimeoutError, ConfigError, LayoutMismatchError
 from hwrl.interfaces import Backend
+from hwrl.weights.chapters import ChapteredPlace
 from hwrl.weights.control import Proposal
 from hwrl.weights.destination import (
     RING_NBYTES,
@@ -97,7 +98,8 @@ class WeightReceiver:
         waiting: dict[str, Any] = {"timing": timing, "transports": transports, "cancellation": self._cancellation}
         self._intake = WeightIntake(store, name=name, backend=backend, place=place, slabs=slabs, **waiting)
         self._members = LinkMembers(store, name=name, replicas=[replica], newest=newest, **waiting)
-        self._taking = self._left = False  # in a transfer; by a cancelled receive
+        self._taking = False  # in a transfer
+        self._took_part = self._left = False  # in a proposal, during this receive; the link, when it was cancelled
 
     version: int | None
     """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
@@ -136,8 +138,16 @@ class WeightReceiver:
         it was received ``into`` tensors. Raises ReceiverExcludedError if this receiver was excluded; ``join`` again.
         Raises CommAbortedError if another thread called :meth:`cancel`.
         """
+        self._took_part = False
         try:
             return self._receive(timeout_s)
+        except Exception:
+            if self._cancellation.is_wanted:
+                self._left = self._took_part
+                if self._left:
+                    self._members.leave()  # the sender need not wait for a receiver that went away
+                self._cancellation.check()
+            raise
         finally:
             self._cancellation.clear()
 
@@ -167,15 +177,12 @@ class WeightReceiver:
                     deadline=deadline, timeout_s=timeout_s, aborted=aborted, have=self.version
                 )
             layout, destination = self._prepare(proposal)
-            try:
-                taken = self._take(proposal, deadline, clock)
-            except CommAbortedError:
-                self._members.leave()  # the sender need not wait for a receiver that went away
-                self._left = True
-                raise
+            self._took_part = True
+            taken = self._take(proposal, deadline, clock)
             if taken is not None:
                 self.version = taken.version
-                return Received(taken, destination.tensors, layout.payload_nbytes, clock)
+                nbytes = destination.nbytes if isinstance(destination, ChapteredPlace) else layout.payload_nbytes
+                return Received(taken, destination.tensors, nbytes, clock)
             if not self._members.keeps_versions(proposal):
                 aborted, deadline = proposal, self._members.next_deadline(proposal, deadline)
 

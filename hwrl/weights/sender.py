@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,12 +14,13 @@ from hwrl.comm import Store, first_line
 from hwrl.discovery import backend_or_default
 from hwrl.errors import CommError, CommTimeoutError, ConfigError, TransferFailedError
 from hwrl.interfaces import Backend, Capability
+from hwrl.weights.chapters import Chapters, described
 from hwrl.weights.control import ControlChannel, Limits, Metadata, checked_metadata
 from hwrl.weights.layout import ALIGNMENT_NBYTES, NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock, TransferReport
 from hwrl.weights.shares import Shares, sender_ranks
-from hwrl.weights.source import WeightSource
+from hwrl.weights.source import WeightSource, drain
 from hwrl.weights.transaction import WHY_CHARACTERS, Offer, SenderLink
 from hwrl.weights.transport import SenderContext, Transport
 from hwrl.weights.transports import TRANSPORTS
@@ -64,7 +65,10 @@ class WeightSender:
         _check_timeout(timeout_s)
         self.transport, self._transport = transport, transports[transport]
         self._backend = backend_or_default(backend)
-        self.senders, self._slab_nbytes, self._slabs = senders, slab_nbytes, slabs
+        self.senders, self._slabs = senders, slabs
+        streams = self._backend.supports(Capability.STREAMS).usable
+        nbytes, own_nbytes = slab_sizes(streams=streams, senders=senders, slab_nbytes=slab_nbytes)
+        self._slab_sizes = nbytes, nbytes if self._transport.packs_large_tensors else own_nbytes
         self._versions, self._directory = versions, directory
         self._limits = Limits(float(timeout_s))
         self._channel = ControlChannel(store, name=name, payloads={transport: self._transport.payload})
@@ -101,15 +105,17 @@ class WeightSender:
 
         ``weights`` is a :class:`WeightSource` or any iterable of names and tensors, such as ``state_dict().items()``.
         It is read during the transfer, and again if the transfer is repeated. Only some slabs of tensors that are made
-        while they are read are held at a time; an iterator is read once, to its end, and all of it is held. Reading may
-        be collective: a read that has begun goes on to the end, also if this raises. Tensors must not change until
-        this returns.
+        while they are read are held at a time. An iterator (a generator) is read once, always to its end; a transfer
+        that breaks then fails (TransferFailedError), unless nothing was read or so little that it is held. Its tensors
+        must own their memory. Reading may be collective: a read that has begun goes on to the end, also if this
+        raises. Tensors must not change until this returns.
 
-        The first call plans the layout, from the source's metadata. Later calls must bring the same names, dtypes and
-        shapes in the same order (LayoutMismatchError). A version names its content: publishing the newest one again
-        reaches only receivers that have not got it (with the host transport, all). ``again`` says that the number is
-        the caller's, a step for example: the tensors are sent to all receivers, also if they have this version, and
-        the number may be any. Without receivers the device and ipc transports send nothing.
+        The first call plans the layout, from the source's metadata; from an iterator, while it is read. Later calls
+        must bring the same names, dtypes and shapes in the same order (LayoutMismatchError). A version names its
+        content: publishing the newest one again reaches only receivers that have not got it (with the host transport,
+        all). ``again`` says that the number is the caller's, a step for example: the tensors are sent to all receivers,
+        also if they have this version, and the number may be any. Without receivers the device and ipc transports send
+        nothing.
 
         Raises TransferFailedError if another sender has taken over, if ``version`` is older than the newest, or if the
         transfer fails repeatedly with no receiver to blame; no attempt begins later than four times ``timeout_s`` after
@@ -118,17 +124,18 @@ class WeightSender:
         clock, shown = StageClock(), self._channel.proposed
         try:
             with clock("gather"), torch.no_grad():
-                source = WeightSource.of(weights)
                 self._check_turn(version, again=again)
                 self._check_choice(to)
-                self._check_ranks(source)
-                link = self._link or self._connect(source)
+                source = self._source_of(weights)
+                link = self._link_for(source)
             self._content += again or version != self.version
             outcome = link.commit(Offer(version, self._content, checked_metadata(metadata), source, to), clock)
         except BaseException as exc:
-            if self._channel.proposed == shown:  # else the receivers of the proposal know
-                self._abandon(version, exc)
+            self._abandon(version, exc, shown=shown)
             raise
+        finally:
+            if isinstance(weights, Iterator):
+                drain(weights)
         self.version = version
         nbytes = link.layout.payload_nbytes
         return TransferReport(version, nbytes, clock.seconds, outcome.receivers, outcome.excluded, clock.span_s())
@@ -192,11 +199,26 @@ class WeightSender:
             return len(self._membership.members) >= receivers
         return not self._membership.absent(receivers)
 
-    def _abandon(self, version: int, exc: BaseException) -> None:
+    def _abandon(self, version: int, exc: BaseException, *, shown: int) -> None:
         """Tell waiting receivers that ``version`` does not come, unless they belong to another sender."""
+        if self._channel.proposed > shown:
+            return  # the receivers of the proposal know
         with contextlib.suppress(CommError):  # the store is lost, too
             if self._channel.epoch() == self._epoch:
                 self._channel.abandon(self._epoch, version, f"{type(exc).__name__}: {first_line(exc)[:WHY_CHARACTERS]}")
+
+    def _source_of(self, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
+        """Return ``weights`` as a source; an iterator is read as far as it can be held."""
+        if not isinstance(weights, Iterator):
+            return WeightSource.of(weights)
+        if self._link is not None and self._link.is_planned:
+            return WeightSource(lambda: iter(()), lambda: weights, once=True)
+        if self.keeps_versions:  # the size of a stored version must be known: the first one is held on the host
+            return WeightSource.of([(name, tensor.to("cpu")) for name, tensor in weights])
+        chapters = Chapters(weights, nbytes=self._slabs * self._slab_sizes[0])
+        if chapters.ended:
+            return WeightSource.of(chapters.first)
+        return WeightSource(lambda: iter(described(chapters.first)), lambda: iter(chapters.first), chapters=chapters)
 
     def _check_turn(self, version: int, *, again: bool) -> None:
         self._channel.check_epoch(self._epoch)
@@ -226,12 +248,17 @@ class WeightSender:
                 fix="give publish() a source of SharedReads with a group of as many ranks or more",
             )
 
+    def _link_for(self, source: WeightSource) -> SenderLink:
+        """Return the link, with a layout for ``source``."""
+        self._check_ranks(source)
+        link = self._link or self._connect(source)
+        if not link.is_planned:
+            link.plan_again(source)
+        return link
+
     def _connect(self, source: WeightSource) -> SenderLink:
         """Plan the layout, show it to the receivers, and open the transport."""
-        streams = self._backend.supports(Capability.STREAMS).usable
-        slab_nbytes, own_nbytes = slab_sizes(streams=streams, senders=self.senders, slab_nbytes=self._slab_nbytes)
-        if self._transport.packs_large_tensors:
-            own_nbytes = slab_nbytes
+        slab_nbytes, own_nbytes = self._slab_sizes
         layout = WeightLayout.plan(source.metadata(), slab_nbytes=slab_nbytes, own_nbytes=own_nbytes)
         self._channel.put_layout(layout)
         context = SenderContext(
@@ -252,8 +279,10 @@ class WeightSender:
             name=self.transport,
             transport=self._transport,
             end=self._transport.sender(context),
+            slab_sizes=self._slab_sizes,
             shares=self._shares(layout, source),
         )
+        self._link.is_planned = source.chapters is None
         return self._link
 
     def _shares(self, layout: WeightLayout, source: WeightSource) -> Shares | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,9 +16,8 @@ from hwrl.interfaces import Backend
 from hwrl.weights.control import Vote, VoteKind
 from hwrl.weights.layout import Entry, NamedTensor, Piece, Slab, WeightLayout, view_bytes
 from hwrl.weights.shares import Shares
-from hwrl.weights.source import WeightSource
+from hwrl.weights.source import WeightSource, drain
 
-_log = logging.getLogger("hwrl.weights")
 # Tensors are copied as integers of the same item size: a batched copy of small floats goes through a wider type, which
 # may change the bits of a NaN. torch has no integer of 16 bytes, but it copies complex128 without a conversion.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -38,7 +36,7 @@ class TensorReader:
     def __init__(
         self, layout: WeightLayout, source: WeightSource, *, shares: Shares | None = None, share: int = 0
     ) -> None:
-        self._layout, self._source = layout, source
+        self.layout, self._source = layout, source
         self._numbers = range(len(layout.entries)) if shares is None else shares.entries_of(share)
         self._others = frozenset[str]() if shares is None else shares.names_beside(share)
         self._iteration: Iterator[NamedTensor] | None = None  # None: not begun, and then close() reads nothing
@@ -64,7 +62,7 @@ class TensorReader:
             self._read(slab.entries[-1] + 1)
         tensors = [self._tensors[index] for index in slab.entries]
         last = slab.pieces[-1]
-        continues = last.start + last.nbytes < self._layout.entries[last.entry].nbytes
+        continues = last.start + last.nbytes < self.layout.entries[last.entry].nbytes
         self._divided = last.entry if continues else None
         for index in slab.entries[:-1] if continues else slab.entries:
             self._tensors[index] = None
@@ -86,26 +84,17 @@ class TensorReader:
 
     def finish(self) -> None:
         """Read the tensors after the last slab (tied and empty ones); raise LayoutMismatchError if more follow."""
-        self._read(len(self._layout.entries))
+        self._read(len(self.layout.entries))
         if next(self._iterator(), None) is not None:
             raise _changed(f"{len(self._numbers)} tensors were planned and more came")
 
     def close(self) -> None:
-        """Drop the tensors. If the source was begun, read it to its end.
-
-        Making the tensors may be a collective operation: other ranks would wait forever for a rank that stops early.
-        """
+        """Drop the tensors. If the source was begun, read it to its end."""
         self._tensors = []
         self._tied_to = {}
         iteration, self._iteration = self._iteration, None
-        if iteration is None:
-            return
-        try:
-            with torch.no_grad():
-                for _ in iteration:
-                    pass
-        except Exception:  # noqa: BLE001 - the caller is about to get the first error, which says more
-            _log.warning("the weights could not be read to their end", exc_info=True)
+        if iteration is not None:
+            drain(iteration)
 
     def _iterator(self) -> Iterator[NamedTensor]:
         if self._iteration is None:
@@ -114,7 +103,7 @@ class TensorReader:
         return self._iteration
 
     def _read(self, stop: int) -> None:
-        entries = self._layout.entries
+        entries = self.layout.entries
         end = bisect.bisect_left(self._numbers, stop, self._next)
         for number, (name, tensor) in zip(self._numbers[self._next : end], self._iterator(), strict=False):
             entry = entries[number]
@@ -212,7 +201,7 @@ class SlabRing:
     """
 
     def __init__(self, layout: WeightLayout, *, backend: Backend, slabs: int = 2) -> None:
-        self._layout, self._device = layout, backend.device()
+        self.layout, self._device = layout, backend.device()
         self._slots: list[_RingSlot | None] = [None] * slabs
         self._last_slab = self._last_slot = -1
         self._slot_nbytes = 0
@@ -220,20 +209,33 @@ class SlabRing:
 
     def pack(self, index: int, tensors: Sequence[torch.Tensor]) -> SlabLease:
         """Return the bytes of slab ``index``, ready to be sent. ``tensors`` are those of the slab's pieces."""
-        in_place = self._in_place(self._layout.slabs[index], tensors)
+        in_place = self._in_place(self.layout.slabs[index], tensors)
         if in_place is not None:
             return SlabLease(index, in_place)
         lease = self.lease(index)
         targets = lease.views(lambda memory: self._views(memory, index))
         for to, (dtype, numbers) in zip(targets, self._groups(index), strict=True):
-            pieces = self._layout.slabs[index].pieces
+            pieces = self.layout.slabs[index].pieces
             torch._foreach_copy_(to, [_piece_as(dtype, pieces[number], tensors[number]) for number in numbers])
         return lease
 
     def lease(self, index: int) -> SlabLease:
         """Return a ring slot for slab ``index``."""
         slot = self._next_slot(index)
-        return SlabLease(index, slot.memory[: self._layout.slabs[index].nbytes], slot, slot.generation)
+        return SlabLease(index, slot.memory[: self.layout.slabs[index].nbytes], slot, slot.generation)
+
+    def use(self, layout: WeightLayout) -> None:
+        """Take slabs of ``layout`` from now on. The memory stays if its slabs are no larger than slabs were so far."""
+        if layout is self.layout:
+            return
+        self.layout = layout
+        self._groups_of = {}
+        if self._slot_nbytes < _slot_nbytes(layout):
+            self._slot_nbytes = 0
+            self.release()
+        for slot in self._slots:
+            if slot is not None:
+                slot.views.clear()
 
     def release(self) -> None:
         """Free the ring's memory; no operation may use it. The next lease allocates it again."""
@@ -275,8 +277,7 @@ class SlabRing:
         self._last_slab, number = index, self._last_slot
         slot = self._slots[number]
         if slot is None:
-            largest = max(slab.nbytes for slab in self._layout.slabs)
-            self._slot_nbytes = self._slot_nbytes or largest + -largest % max(INTEGERS)  # for views as any dtype
+            self._slot_nbytes = self._slot_nbytes or _slot_nbytes(self.layout)
             memory = torch.empty(self._slot_nbytes, dtype=torch.uint8, device=self._device)
             slot = self._slots[number] = _RingSlot(memory)
         in_use, slot.in_use = slot.in_use, None  # another thread may forget it, to end the transfer
@@ -289,21 +290,26 @@ class SlabRing:
         """Return the pieces of slab ``index`` that are copied together, with the integer type to copy them as."""
         if index not in self._groups_of:
             groups: dict[torch.dtype, list[int]] = {}
-            for number, piece in enumerate(self._layout.slabs[index].pieces):
-                size = self._layout.entries[piece.entry].dtype.itemsize if piece.whole else 1
+            for number, piece in enumerate(self.layout.slabs[index].pieces):
+                size = self.layout.entries[piece.entry].dtype.itemsize if piece.whole else 1
                 groups.setdefault(INTEGERS[size], []).append(number)
             self._groups_of[index] = list(groups.items())
         return self._groups_of[index]
 
     def _views(self, memory: torch.Tensor, index: int) -> list[list[torch.Tensor]]:
         """Return the pieces of slab ``index`` as views of a slot's ``memory``, in one list for each item size."""
-        pieces, entries = self._layout.slabs[index].pieces, self._layout.entries
+        pieces, entries = self.layout.slabs[index].pieces, self.layout.entries
         raw = [memory[piece.at : piece.at + piece.nbytes] for piece in pieces]
         shaped = [
             view_bytes(one, entries[piece.entry]) if piece.whole else one
             for one, piece in zip(raw, pieces, strict=True)
         ]
         return [[shaped[number].view(dtype) for number in numbers] for dtype, numbers in self._groups(index)]
+
+
+def _slot_nbytes(layout: WeightLayout) -> int:
+    largest = max((slab.nbytes for slab in layout.slabs), default=0)
+    return largest + -largest % max(INTEGERS)  # for views as any dtype
 
 
 def _piece_as(dtype: torch.dtype, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:

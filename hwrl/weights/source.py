@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from hwrl.errors import WeightsError
 from hwrl.weights.layout import NamedTensor
 
 if TYPE_CHECKING:
+    from hwrl.weights.chapters import Chapters
     from hwrl.weights.shared_reads import SharedRead
 
 AHEAD_NBYTES = 512 << 20
+_log = logging.getLogger("hwrl.weights")
 _DENSE = torch.contiguous_format
 _HOLDS_TENSORS: tuple[type, ...] = (list, tuple, type({}.items()))
 """Collections that keep their items alive; others may make them as they are read."""
@@ -31,21 +34,25 @@ class WeightSource:
 
     ``metadata`` yields the names with tensors of the right dtype and shape; meta tensors are enough. Aliases of one
     meta tensor mean tied weights. ``read`` yields the tensors themselves, in the same order. With
-    ``holds_tensors`` all tensors stay alive between two reads; False: they are made during a read. ``shared`` is set
-    by :class:`~hwrl.weights.SharedReads`: several ranks read together.
+    ``holds_tensors`` all tensors stay alive between two reads; False: they are made during a read. ``once`` says that
+    ``read`` works only once: a transfer that breaks then fails instead of being repeated. ``shared`` is set by
+    :class:`~hwrl.weights.SharedReads`: several ranks read together. ``chapters`` is set by a sender.
     """
 
     metadata: Callable[[], Iterator[NamedTensor]]
     read: Callable[[], Iterator[NamedTensor]]
     holds_tensors: bool = False
     shared: SharedRead | None = None
+    once: bool = False
+    chapters: Chapters | None = None
 
     @classmethod
     def of(cls, weights: WeightSource | Iterable[NamedTensor]) -> WeightSource:
         """Return ``weights`` as a source.
 
-        An iterator can be read only once, so it is read here to its end, and its tensors are held. Any other iterable
-        is read again for each attempt.
+        An iterator can be read only once, so it is read here to its end, and its tensors are held; give it to
+        :meth:`~hwrl.weights.WeightSender.publish` itself, which holds some of them. Any other iterable is read again
+        for each attempt.
         """
         if isinstance(weights, WeightSource):
             return weights
@@ -76,6 +83,7 @@ class WeightSource:
             lambda: _chained(self.read, other.read),
             self.holds_tensors and other.holds_tensors,
             None if self.shared is None or other.shared is None else self.shared + other.shared,
+            self.once or other.once,
         )
 
 
@@ -138,6 +146,19 @@ class _ModuleWeights:
     def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def drain(weights: Iterator[NamedTensor]) -> None:
+    """Read ``weights`` to their end, and drop them. An error of theirs is logged.
+
+    Making tensors may be a collective operation: other ranks would wait forever for a rank that stops early.
+    """
+    try:
+        with torch.no_grad():
+            for _ in weights:
+                pass
+    except Exception:  # noqa: BLE001 - the caller is about to get the first error, which says more
+        _log.warning("the weights could not be read to their end", exc_info=True)
 
 
 def _chained(*reads: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:

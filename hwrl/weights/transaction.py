@@ -7,9 +7,10 @@ proposal, the transfer and the votes; the second phase is the decision.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,14 +18,23 @@ import torch
 
 from hwrl.comm import first_line
 from hwrl.errors import CommError, TransferFailedError
+from hwrl.weights.chapters import Chapters, described
 from hwrl.weights.co_sender import Reports
 from hwrl.weights.control import ControlChannel, Decision, DecisionKind, Proposal, Start, VoteKind
+from hwrl.weights.layout import NamedTensor, WeightLayout
 from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import Shares
 from hwrl.weights.slabs import TensorReader
 from hwrl.weights.source import WeightSource
-from hwrl.weights.transport import SenderContext, SenderRound, Transport, TransportSender
+from hwrl.weights.transport import (
+    BROKEN_OFF,
+    NO_CHAPTER,
+    SenderContext,
+    SenderRound,
+    Transport,
+    TransportSender,
+)
 
 _log = logging.getLogger("hwrl.weights")
 _ROUNDS_WITHOUT_CULPRIT = 3
@@ -57,7 +67,7 @@ class CommitOutcome(NamedTuple):
 class SenderLink:
     """The long-lived parts of a sender. ``end`` is the sender's end of ``transport``, called ``name`` in proposals.
 
-    ``shares`` is None with one sender.
+    ``slab_sizes`` are those of :func:`~hwrl.weights.slab_sizes`. ``shares`` is None with one sender.
     """
 
     def __init__(
@@ -69,10 +79,14 @@ class SenderLink:
         name: str,
         transport: Transport,
         end: TransportSender,
+        slab_sizes: tuple[int, int],
         shares: Shares | None = None,
     ) -> None:
         self.channel, self.membership, self.transport, self.end = channel, membership, transport, end
         self.layout, self.backend = context.layout, context.backend
+        self._slab_nbytes, self._own_nbytes = slab_sizes
+        self.is_planned = True
+        """Whether ``layout`` has all tensors; False: only those of a version's first chapter."""
         self.epoch, self.limits = context.epoch, context.limits
         self.reports = Reports((0,) if shares is None else shares.ranks, context.limits)
         self._shares = shares
@@ -84,12 +98,25 @@ class SenderLink:
         self.sending: SenderRound | None = None
         """The round whose bytes are under way."""
 
+    def plan(self, named: Iterable[NamedTensor]) -> WeightLayout:
+        """Plan a layout with the slabs of this link, and show it to the receivers."""
+        layout = WeightLayout.plan(named, slab_nbytes=self._slab_nbytes, own_nbytes=self._own_nbytes)
+        self.channel.put_layout(layout)
+        return layout
+
+    def plan_again(self, source: WeightSource) -> None:
+        """Plan for ``source``, because only a part of the tensors was known."""
+        self.layout, self.is_planned = self.plan(source.metadata()), source.chapters is None
+
     def commit(self, offer: Offer, clock: StageClock) -> CommitOutcome:
         """Bring ``offer`` to its receivers, as the transport does it."""
         if self.transport.keeps_versions:
             return store_version(self, offer, clock)
         self._newest = Transaction(self, offer, clock)
-        return self._newest.run()
+        outcome, chapters = self._newest.run(), offer.source.chapters
+        if chapters is not None and chapters.ended:  # all tensors are known now
+            self.plan_again(WeightSource(chapters.metadata, offer.source.read))
+        return outcome
 
     def stop_sending_to(self, members: Collection[int]) -> None:
         """End a transfer that is under way to one of ``members``, from another thread."""
@@ -112,6 +139,7 @@ class SenderLink:
             metadata=offer.metadata,
             payload=self.end.open(number, tuple(to), clock),
             senders=1 if self._shares is None else len(self._shares.ranks),
+            chapters=int(offer.source.chapters is not None),
         )
 
     def reader(self, proposal: Proposal, source: WeightSource) -> TensorReader:
@@ -193,6 +221,7 @@ class Transaction:
         self._seen: set[int] = set()  # members seen ready in some round
         self._excluded: dict[str, str] = {}
         self._last_failure = ""
+        self._spent = False  # whether the source was read, and can be read only once
 
     def run(self) -> CommitOutcome:
         """Repeat rounds until each member has the version or is excluded.
@@ -233,6 +262,7 @@ class Transaction:
             sending = self._propose(to)
             if self._run_round(sending):
                 return
+            self._check_not_spent()
             without_culprit += len(self._excluded) == excluded and not sending.gone()
             rounds, passed_s = rounds + 1, time.monotonic() - begin
         raise TransferFailedError(
@@ -258,9 +288,12 @@ class Transaction:
             self.give_up(exc)  # at once: reading the source to its end may take long
             raise
         finally:
+            source = self._offer.source
+            self._spent = (source.once and reader.begun) or (source.chapters is not None and source.chapters.read > 1)
             reader.close()
             self._link.end.end_round(sending)
             self._link.reports.forget(sending)
+            sending.forget_chapters()
 
     def _rendezvous(self, sending: SenderRound, reader: TensorReader) -> bool:
         """Wait until all receivers are ready. Returns False, and excludes the late ones, if some are not."""
@@ -296,9 +329,13 @@ class Transaction:
             with self._clock(link.transport.stage), torch.no_grad():
                 self._check_members(sending)
                 link.end.send(sending, reader, self._clock)
+                if self._offer.source.chapters is not None:
+                    self._send_chapters(sending, self._offer.source.chapters)
                 link.reports.wait_until_sent(sending)
         except CommError as exc:
             link.end.abort()
+            if self._offer.source.chapters is not None:
+                sending.begin_chapter(BROKEN_OFF)
             if reader.begun:  # else they were not told of the round
                 link.reports.stop(sending)
             return exc
@@ -309,6 +346,30 @@ class Transaction:
         finally:
             link.sending = None
         return None
+
+    def _send_chapters(self, sending: SenderRound, chapters: Chapters) -> None:
+        """Send what follows chapter 0."""
+        link = self._link
+        chapters.first.clear()
+        while not chapters.ended:
+            with self._clock("gather"):
+                tensors = chapters.take()
+            layout = link.plan(described(tensors))
+            link.end.end_round(sending)  # its notes are read
+            sending.begin_chapter(layout.hash)
+            reader = TensorReader(layout, WeightSource(lambda: iter(()), functools.partial(iter, tensors)))
+            link.end.send(sending, reader, self._clock)
+            del tensors, reader  # before the next ones are made
+        link.end.end_round(sending)
+        sending.begin_chapter(NO_CHAPTER)
+
+    def _check_not_spent(self) -> None:
+        if self._spent:
+            raise TransferFailedError(
+                f"version {self._offer.version} could not be sent again: its weights can be read only once",
+                why=f"the transfer broke; {self._last_failure}",
+                fix="publish it again with a new iterator, or give a WeightSource that can be read several times",
+            )
 
     def _check_members(self, sending: SenderRound) -> None:
         """Raise CommError if another thread has removed a receiver of the round: it does not take part."""

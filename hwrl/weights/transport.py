@@ -5,10 +5,11 @@ A new transport is one file with a payload and the two ends, and one line in ``h
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -24,6 +25,8 @@ from hwrl.weights.membership import Membership
 from hwrl.weights.report import StageClock
 from hwrl.weights.slabs import Checksums, TensorReader
 
+NO_CHAPTER = "end"
+BROKEN_OFF = "broken off"
 _LOOK_S = 0.5  # the sender looks for receivers that left meanwhile
 _Found = TypeVar("_Found")
 
@@ -139,6 +142,7 @@ class SenderRound:
         """The members seen ready for this round."""
         self.votes_counted = False
         """Whether the votes are counted: no receiver uses the sender's memory."""
+        self._chapter = 0
         self._channel, self._membership = channel, membership
 
     def gone(self) -> list[int]:
@@ -153,9 +157,9 @@ class SenderRound:
     def wait_for_ready(self, timeout_s: float) -> Sequence[int]:
         """Wait for all receivers; return the late ones, or at once the gone ones."""
         late: Sequence[int] = self.proposal.to
-        for looks, late in enumerate(self._look(self._missing_ready, timeout_s)):
+        for late in self._look(self._missing_ready, timeout_s):
             self.seen.update(member for member in self.proposal.to if member not in late)
-            gone = self.gone() if late or looks else []
+            gone = self.gone()  # a receiver may have been ready, and was cancelled
             if gone:
                 return gone
         return late
@@ -168,9 +172,19 @@ class SenderRound:
                 break
         return silent
 
+    def begin_chapter(self, layout: str) -> None:
+        """Tell the receivers that tensors of another layout follow, by its hash; NO_CHAPTER: none do."""
+        self._chapter += 1
+        self._channel.put_transport_note(self.proposal, _chapter_key(self._chapter), layout)
+
+    def forget_chapters(self) -> None:
+        """Delete the notes about chapters."""
+        for number in range(1, self._chapter + 1):
+            self._channel.forget_transport_note(self.proposal, _chapter_key(number))
+
     def tell(self, key: str, text: str) -> None:
         """Write a transport note to all receivers."""
-        self._channel.put_transport_note(self.proposal, key, text)
+        self._channel.put_transport_note(self.proposal, _in_chapter(self._chapter, key), text)
 
     def note(self, key: str, *, timeout_s: float) -> bytes | None:
         """Wait for the transport note ``key`` of the sender's side; None after ``timeout_s``."""
@@ -187,7 +201,8 @@ class SenderRound:
         """
 
         def missing(members: Sequence[int], slice_s: float) -> list[int]:
-            return self._channel.missing_transport_note(self.proposal, key, members, timeout_s=slice_s)
+            in_chapter = _in_chapter(self._chapter, key)
+            return self._channel.missing_transport_note(self.proposal, in_chapter, members, timeout_s=slice_s)
 
         late: Sequence[int] = ()
         for late in self._look(missing, timeout_s):
@@ -207,7 +222,7 @@ class SenderRound:
     def forget(self, key: str, *, of_receivers: bool) -> None:
         """Delete the transport note ``key`` of the receivers, or of the sender."""
         for member in self.proposal.to if of_receivers else [None]:
-            self._channel.forget_transport_note(self.proposal, key, member=member)
+            self._channel.forget_transport_note(self.proposal, _in_chapter(self._chapter, key), member=member)
 
     def _look(self, missing: Callable[[Sequence[int], float], list[int]], timeout_s: float) -> Iterator[Sequence[int]]:
         """Yield the late members every half second, until none is late or ``timeout_s`` have passed."""
@@ -248,9 +263,14 @@ class Cancellation:
         """Let receives go on."""
         self._wanted.clear()
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another thread wants the receive to end."""
+        return self._wanted.is_set()
+
     def check(self) -> None:
         """Raise CommAbortedError if another thread wants the receive to end."""
-        if self._wanted.is_set():
+        if self.is_wanted:
             raise CommAbortedError("the receive was cancelled", why="its owner wanted it to end", fix="receive again")
 
 
@@ -279,10 +299,6 @@ class MemberRound:
         """Return whether the proposal is the newest one."""
         return self.channel.newest() == self.proposal.number
 
-    def tell(self, key: str) -> None:
-        """Write this receiver's transport note ``key``."""
-        self.channel.put_transport_note(self.proposal, key, "", member=self.member)
-
     def cast(self, vote: Vote) -> None:
         """Vote."""
         self.channel.cast_vote(self.proposal, self.member, vote)
@@ -295,25 +311,6 @@ class MemberRound:
         """Wait for the sender's decision; None if another proposal or sender came instead."""
         return self._wait(Note.DECISION, self.channel.wait_for_decision, self.limits.decision_s)
 
-    def find_note(self, key: str) -> bytes | None:
-        """Return the sender's transport note ``key`` if it is there. One short wait."""
-        return self.channel.wait_for_transport_note(self.proposal, key, timeout_s=0.0)
-
-    def wait_for_note(self, key: str) -> bytes:
-        """Wait for the sender's transport note ``key``; raises CommError if the proposal ended without it."""
-
-        def find(proposal: Proposal, *, timeout_s: float) -> bytes | None:
-            return self.channel.wait_for_transport_note(proposal, key, timeout_s=timeout_s)
-
-        found = self._wait(key, find, self.limits.decision_s)
-        if found is None:
-            raise CommError(
-                "the sender gave up",
-                why=f"it decided about version {self.proposal.version} without writing {key!r}",
-                fix="look at the sender; this receiver continues with the version that it has",
-            )
-        return found
-
     def _wait(self, name: str, find: Callable[..., _Found | None], limit_s: float) -> _Found | None:
         """Wait for a note of the sender; None if its decision, or another proposal or sender, came instead."""
         deadline = time.monotonic() + limit_s
@@ -321,9 +318,9 @@ class MemberRound:
             left_s = deadline - time.monotonic()
             found = find(self.proposal, timeout_s=min(self.timing.look_s, max(0.0, left_s)))
             self.channel.check_member(self.member, self.replica)
-            self.cancellation.check()
             if found is not None:
                 return found
+            self.cancellation.check()
             if self._is_over() or (name != Note.DECISION and self.channel.decision(self.proposal) is not None):
                 return find(self.proposal, timeout_s=0.0)  # the note may have come just before
             if left_s <= 0:
@@ -340,7 +337,58 @@ class MemberRound:
 
 @dataclass(frozen=True)
 class ReceiverRound(MemberRound):
-    """One attempt to receive a proposal's tensors. ``deadline`` is on the monotonic clock."""
+    """One attempt to receive a proposal's tensors. ``deadline`` is on the monotonic clock.
+
+    ``layout`` is that of chapter number ``chapter``; most versions have only chapter 0.
+    """
 
     layout: WeightLayout
     deadline: float
+    chapter: int = 0
+
+    def further_chapters(self) -> Iterator[ReceiverRound]:
+        """Yield a round for each further layout of the version, when the sender begins it.
+
+        Raises CommError if the sender broke off, LayoutMismatchError if a layout is malformed.
+        """
+        for number in itertools.count(1):
+            layout = self._wait_for_note(_chapter_key(number)).decode()
+            if layout == NO_CHAPTER:
+                return
+            if layout == BROKEN_OFF:
+                raise CommError("the sender broke off", why="it or another receiver failed", fix="look at its log")
+            found = self.channel.layout(replace(self.proposal, layout=layout))
+            yield replace(self, layout=found, chapter=number)
+
+    def tell(self, key: str) -> None:
+        """Write this receiver's transport note ``key``."""
+        self.channel.put_transport_note(self.proposal, _in_chapter(self.chapter, key), "", member=self.member)
+
+    def find_note(self, key: str) -> bytes | None:
+        """Return the sender's transport note ``key`` if it is there. One short wait."""
+        return self.channel.wait_for_transport_note(self.proposal, _in_chapter(self.chapter, key), timeout_s=0.0)
+
+    def wait_for_note(self, key: str) -> bytes:
+        """Wait for the sender's transport note ``key``; raises CommError if the proposal ended without it."""
+        return self._wait_for_note(_in_chapter(self.chapter, key))
+
+    def _wait_for_note(self, key: str) -> bytes:
+        def find(proposal: Proposal, *, timeout_s: float) -> bytes | None:
+            return self.channel.wait_for_transport_note(proposal, key, timeout_s=timeout_s)
+
+        found = self._wait(key, find, self.limits.decision_s)
+        if found is None:
+            raise CommError(
+                "the sender gave up",
+                why=f"it decided about version {self.proposal.version} without writing {key!r}",
+                fix="look at the sender; this receiver continues with the version that it has",
+            )
+        return found
+
+
+def _chapter_key(number: int) -> str:
+    return f"chapter/{number}"
+
+
+def _in_chapter(number: int, key: str) -> str:
+    return f"{number}/{key}" if number else key

@@ -51,7 +51,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
     weights once more, as ``save_pretrained`` writes them, and ``trainer_state.json``.
 
     TRL may take several steps on the same responses (``steps_per_generation``, ``num_iterations``). Then a save waits
-    until they are used up. Parameters may be in use by :class:`OffloadCallback`; nothing is loaded for a save.
+    until they are used up. With :class:`OffloadCallback` a save reads the optimizer's state on the host.
 
     Raises :class:`~hwrl.errors.ConfigError` for FSDP and DeepSpeed through accelerate, because transformers reads their
     weights from formats of its own, and the errors of the manager.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=30, help="train until this step (default: %(default)s)")
     parser.add_argument("--save-steps", type=int, default=5, help="save every so many (default: %(default)s)")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state on the host between steps")
+    parser.add_argument("--server", metavar="URL", help="generate on this vLLM server of DIRECTORY/model")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, or go on; TRL prints the metrics of each step."""
-    from hwrl_trl import CheckpointCallback, OffloadCallback
+    from hwrl_trl import CheckpointCallback, OffloadCallback, weights_by_hwrl
 
+    for part in tiny_policy():
+        part.save_pretrained(args.directory / "model")
+    settings: dict[str, Any] = {"max_steps": args.steps, "save_steps": args.save_steps}
     callbacks = [OffloadCallback()] if args.offload else []
-    trainer = tiny_trainer(args.directory, callbacks=callbacks, max_steps=args.steps, save_steps=args.save_steps)
+    sending = weights_by_hwrl() if args.server else nullcontext()
+    if args.server:
+        settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": args.server}
+    with sending:
+        trainer = tiny_trainer(args.directory, callbacks=callbacks, **settings)
     with CheckpointCallback(trainer, args.directory / "checkpoints", max_ckpt_to_keep=2) as checkpoints:
         trainer.train(resume_from_checkpoint=checkpoints.resume_path())
     return 0
@@ -88,7 +97,7 @@ def tiny_policy() -> tuple[Any, Any]:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,  # the least that vLLM computes on CPUs
-        max_position_embeddings=64,
+        max_position_embeddings=128,
         tie_word_embeddings=False,
         eos_token_id=words["<end>"],
         pad_token_id=words["<pad>"],

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from hwrl.comm import connect_store, serve_store, store_address
-from hwrl.errors import TransferFailedError
+from hwrl.errors import HwrlError, TransferFailedError
 from hwrl.weights import IncomingVersion, NamedTensor, StreamReceiver, WeightSender
 
 _LINK = "verl"
@@ -32,8 +34,8 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
     worker's engine gets each tensor as it comes, and the verdict last. With ``whole`` it gets
     nothing before the verdict, and the worker holds a whole model for that time.
 
-    A worker that fails, dies or is removed leaves the link; the others get the version. It joins again in a later
-    update.
+    If a worker's engine fails, the others get the version. If a worker dies, the update fails for all, because verl's
+    tensors can be read only once. Each worker of the next update joins again.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, *, whole: bool = False, **sending: Any) -> None:
@@ -46,10 +48,12 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
         self._incoming: IncomingVersion | None = None
 
     def prepare(self) -> dict[str, str]:
-        if self._receiver is not None and self._incoming is not None and self._incoming.received is None:
-            self._incoming.close()  # of an update that failed: join anew
-            self._receiver[1].close()
-            self._receiver = self._incoming = None
+        if self._receiver is not None and self._incoming is not None:
+            missed = self._incoming.received is None or self._receiver[1].poll() is not None
+            if missed:  # an update that failed, or went to others: join anew, for later ones
+                self._incoming.close()
+                self._receiver[1].close()
+                self._receiver = self._incoming = None
         return {"replica": self._replica} if self._sender is None else {"store": store_address(self._store)}
 
     @classmethod
@@ -81,39 +85,27 @@ class HwrlCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # verl's typ
         report = self._sender.publish(global_steps or 0, weights, to=to, again=True)
         return {f"hwrl/{stage}_s": seconds for stage, seconds in report.seconds.items()}
 
-    def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Begin at once: the others need not wait for an engine that fails before it takes a tensor."""
+    def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[NamedTensor]:
+        """Begin at once; what verl's call leaves when it ends, with an error, is read and forgotten.
+
+        So the other workers never wait for an engine that failed.
+        """
         assert self._receiver is not None, "verl calls init_process_group first"
-        self._incoming = self._receiver[1].stream(timeout_s=_PROPOSAL_S)
-        return _Tensors(self, self._incoming, global_steps or 0, whole=self._whole)
+        self._incoming = incoming = self._receiver[1].stream(timeout_s=_PROPOSAL_S)
+        call = asyncio.current_task()
+        assert call is not None, "verl's workers are asynchronous"
+        call.add_done_callback(lambda _: threading.Thread(target=_read_the_rest, args=(incoming,), daemon=True).start())
+        return self._tensors(incoming, global_steps or 0)
 
-    def give_up(self, incoming: IncomingVersion) -> None:
-        """End the receive of ``incoming`` soon, if it is this worker's newest and not whole."""
-        if self._incoming is incoming and incoming.received is None:
-            incoming.cancel()
-
-
-class _Tensors:
-    """The tensors of a version. An engine that drops it before the end gives the version up."""
-
-    def __init__(self, engine: HwrlCheckpointEngine, incoming: IncomingVersion, step: int, *, whole: bool) -> None:
-        self._engine, self._incoming, self._step = engine, incoming, step
-        self._all: Iterator[NamedTensor] | None = None if whole else incoming
-
-    def __aiter__(self) -> _Tensors:
-        return self
-
-    async def __anext__(self) -> NamedTensor:
-        if self._all is None:
-            self._all = iter(await asyncio.to_thread(list, self._incoming))
-        named = await asyncio.to_thread(next, self._all, None)
-        if named is not None:
-            return named
-        received = self._incoming.received
-        if received is None or received.version != self._step:
-            what, why = f"other weights came than those of step {self._step}", "the two ends began different updates"
+    async def _tensors(self, incoming: IncomingVersion, step: int) -> AsyncIterator[NamedTensor]:
+        tensors = iter(await asyncio.to_thread(list, incoming)) if self._whole else incoming
+        while (named := await asyncio.to_thread(next, tensors, None)) is not None:
+            yield named
+        if incoming.received is None or incoming.received.version != step:
+            what, why = f"other weights came than those of step {step}", "the two ends began different updates"
             raise TransferFailedError(what, why=why, fix="update the weights again")
-        raise StopAsyncIteration
 
-    def __del__(self) -> None:
-        self._engine.give_up(self._incoming)
+
+def _read_the_rest(incoming: IncomingVersion) -> None:
+    with contextlib.suppress(HwrlError):  # verl has the engine's error
+        collections.deque(incoming, maxlen=0)

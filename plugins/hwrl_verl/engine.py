@@ -80,19 +80,14 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
             self._manager.wait()
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        if local_path is None:
-            return
         contents = self.checkpoint_config.load_contents
         with self._open_manager(local_path) as manager, self._offloader.loaded():
             state = self._state(contents)
             resumed = manager.resume(state, step=int(Path(local_path).parent.name.rpartition("_")[2]))
             assert resumed is not None, "a step that is not there is an error"
-            set_state_dict(
-                self.module,
-                self.optimizer if "optimizer" in state else [],
-                model_state_dict=state["model"],
-                optim_state_dict=state.get("optimizer", {}),
-            )
+            optimizer = self.optimizer if "optimizer" in state else []
+            found = {"model_state_dict": state["model"], "optim_state_dict": state.get("optimizer", {})}
+            set_state_dict(self.module, optimizer, **found)
         if "extra" in contents:
             self.lr_scheduler.load_state_dict(resumed.extra["lr_scheduler"])
             checkpoint.set_rng_state(resumed.rank_extras[self.rank]["rng"])

@@ -6,8 +6,8 @@ verl imports this module by its entry point ``verl.plugins``, and logs an error 
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,25 +19,26 @@ from hwrl import get_backend
 from hwrl.interfaces import Backend, Capability
 
 
+def _method(name: str) -> Callable[..., Any]:
+    """Return a method of a platform: the backend's ``name``."""
+    return lambda self, *args: operator.attrgetter(name)(self._backend)(*args)
+
+
 @PlatformRegistry.register(platform="hwrl")
 class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not followed
     """Any backend of hwrl, as a device of verl. Selected by ``VERL_PLATFORM=hwrl`` only."""
 
-    @functools.cached_property
-    def _backend(self) -> Backend:
-        return get_backend()
-
-    @property
-    def device_name(self) -> str:
-        return self._backend.info.device_type
-
-    @property
-    def vendor_name(self) -> str:
-        return self._backend.info.name
-
-    @functools.cached_property
-    def device_module(self) -> Any:
-        return _DeviceModule(self._backend)
+    _backend = functools.cached_property(lambda self: get_backend())
+    device_name = property(lambda self: self._backend.info.device_type)
+    vendor_name = property(lambda self: self._backend.info.name)
+    device_module = functools.cached_property(lambda self: _DeviceModule(self._backend))
+    device_count = _method("device_count")
+    set_device = _method("set_device")
+    empty_cache = _method("empty_cache")
+    manual_seed = _method("seed")
+    nvtx_range = _method("range")
+    communication_backend_name = _method("comm_library")
+    ray_resource_options = _method("devices.ray_options")
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
         """Return False: otherwise verl's detection would choose this platform where nobody asked for it."""
@@ -46,23 +47,14 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
     def is_available(self) -> bool:
         return self._backend.device_count() > 0
 
-    def device_count(self) -> int:
-        return self._backend.device_count()
-
     def current_device(self) -> Any:
         """Return the current index; the device's name if torch would take an index for another device."""
         accelerator = torch.accelerator.current_accelerator()
         served = accelerator is not None and accelerator.type == self.device_name
         return self._backend.current_index() if served else self.device_name
 
-    def set_device(self, device_index: int) -> None:
-        self._backend.set_device(device_index)
-
     def synchronize(self, device_index: int | None = None) -> None:
         self.device_module.synchronize(device_index)
-
-    def manual_seed(self, seed: int) -> None:
-        self._backend.seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
         torch.manual_seed(seed)  # of all devices
@@ -72,22 +64,13 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
         memory = getattr(self._backend.device_module, "memory", None)
         getattr(memory, "_set_allocator_settings", _nothing)(settings)
 
-    def empty_cache(self) -> None:
-        self._backend.empty_cache()
-
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         find = getattr(self._backend.device_module, "get_device_capability", _nothing)
         found = find(device_index) if self.is_available() else None
         return found if isinstance(found, tuple) else (None, None)
 
-    def communication_backend_name(self) -> str:
-        return self._backend.comm_library()
-
     def visible_devices_envvar(self) -> str:
         return self._backend.devices.visible_variable or "HWRL_VISIBLE_DEVICES"
-
-    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[Any]:
-        return self._backend.range(msg)
 
     def profiler_start(self) -> None:
         getattr(getattr(self._backend.device_module, "profiler", None), "start", _nothing)()
@@ -97,9 +80,6 @@ class HwrlPlatform(PlatformBase):  # type: ignore[misc] # verl's types are not f
 
     def ray_resource_name(self) -> str:
         return self._backend.devices.ray_resource or "CPU"
-
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return self._backend.devices.ray_options(num_gpus)
 
     def ray_noset_envvars(self) -> list[str]:
         variable = self._backend.devices.visible_variable
@@ -135,6 +115,7 @@ class _DeviceModule:
 
 _FROM_BACKEND: dict[str, Callable[..., Any]] = {
     "empty_cache": lambda backend: backend.empty_cache(),
+    "get_device_name": lambda backend, *_: backend.info.description,
     "get_rng_state": lambda backend, *_: backend.rng_state(),
     "ipc_collect": lambda backend: None,
     "max_memory_allocated": lambda backend, *_: backend.memory_info().peak_nbytes,

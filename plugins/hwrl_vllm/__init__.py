@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hwrl_vllm.trainer import TransferTrainer as TransferTrainer
     from hwrl_vllm.trainer import TransferTrainerInit as TransferTrainerInit
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, _ = lazy_names(  # its own dir() stays: the hooks must be found there
     __name__,
     {
         "LocalClient": "clients",

@@ -117,7 +117,7 @@ class TransferTrainer:
     def _update(self, source: _OnePass) -> None:
         self._client.start_weight_update()
         try:
-            if not self._transfer(WeightSource(source.metadata, source.read)):
+            if not self._transfer(WeightSource(source.metadata, source.read, once=True)):
                 raise TransferFailedError(
                     f"version {self.version} is not in vLLM; {self._workers.consequence}",
                     why=self._workers.failure or "the workers did not take it",
@@ -143,6 +143,10 @@ class TransferTrainer:
             receiving = thread.submit(self._receive, ended)
             try:
                 self._sender.publish(self.version, source)
+            except TransferFailedError:
+                ended.set()
+                receiving.result()  # a worker's own failure says more
+                raise
             finally:
                 ended.set()
             return receiving.result()
@@ -231,12 +235,6 @@ class _OnePass:
             yield meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")
 
     def read(self) -> Iterator[NamedTensor]:
-        if self._is_read:
-            raise TransferFailedError(
-                "a part of the workers was lost in the transfer",
-                why="each update reads the weights once",
-                fix="send them again",
-            )
         self._is_read = True
         yield from self._source
 

@@ -172,7 +172,8 @@ def subcommands() -> set[str]:
 
 @cache
 def targets() -> set[str]:
-    return set(re.findall(r"^([a-z][\w-]*):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    stacks = {f"test-stack-{file.stem}" for file in REPO.glob("ci/stacks/*.txt")}
+    return stacks | set(re.findall(r"^([a-z][\w-]*):", (REPO / "Makefile").read_text(), re.MULTILINE))
 
 
 def check_command(words: list[str], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from hwrl.comm import HashStore
 from hwrl.errors import MemoryStateError
-from hwrl.memory import Offloader
+from hwrl.memory import Offloader, own_memory
 from hwrl_cpu import INFO, CpuBackend
 
 BACKEND = CpuBackend(INFO)
@@ -303,8 +303,9 @@ def _check_refused(case: Case, why: str) -> None:
 
 def test_mapped_memory_moves_after_the_fix_of_the_message(tmp_path: Path) -> None:
     case = _mapped(tmp_path)
-    for tensor in [*case.model.parameters(), *case.model.buffers()]:
-        tensor.data = tensor.data.clone()
+    (weight, *_), before = case.model.parameters(), next(case.model.parameters()).detach().clone()
+    own_memory(case.model)
+    assert next(case.model.parameters()) is weight and torch.equal(weight, before)
     with Offloader(case.model, case.optimizer, backend=BACKEND) as offloader:
         assert offloader.offload().nbytes > 0
 

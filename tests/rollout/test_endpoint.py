@@ -270,6 +270,8 @@ async def test_bad_messages_are_refused_with_their_number(endpoint: Endpoint, po
         assert answer.status == 400 and reason in answer.body["error"]["message"]
     for content in (b"{", b"[]", b"null"):
         assert (await ask(endpoint, "chat/completions", content=content)).status == 400
+    answer = await ask(endpoint, "completions", {"model": "policy", "prompt": [1, 2**31 - 1]})
+    assert answer.status == 400 and "and no 2147483647" in answer.body["error"]["message"]
     answer = await ask(endpoint, "embeddings", {})
     assert answer.status == 404 and "chat/completions" in answer.body["error"]["message"]
     assert (await ask(endpoint, "chat/completions")).status == 405

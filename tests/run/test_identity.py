@@ -312,3 +312,29 @@ def test_a_chat_template_is_a_text_or_a_file_of_the_run(config: Config, tmp_path
     assert tokenizer_of("{{ messages[0] }}") == "{{ messages[0] }}"
     with pytest.raises(ConfigError, match=r"there is no file /no/file\.jinja\n  why: data\.chat_template names it"):
         check_inputs(with_sets(config, "data.chat_template=/no/file.jinja"))
+
+
+def test_the_file_of_a_workflows_tool_is_an_input_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tool.py").write_text("def look(name: str) -> str:\n    return name\n")
+    monkeypatch.chdir(tmp_path)
+    tools = {"tools": ["tool.py:look"], "max_turns": 2}
+    workflow = ["rollout.workflow=hwrl.rollout:tool_use", f"rollout.workflow_options={json.dumps(tools)}"]
+    config = load_config(write_demo(tmp_path, seed=1, prompts=16), workflow)
+    assert config.rollout.workflow_options == {"tools": [f"{tmp_path}/tool.py:look"], "max_turns": 2}
+    inputs = identify_inputs(config)
+    with inputs.unchanged("rollout"), inputs.unchanged("trainer"):
+        pass
+    add_line(tmp_path / "tool.py")
+    with inputs.unchanged("trainer"):
+        pass
+    with (
+        pytest.raises(InputChangedError, match=r"tools\.0 names it, and its content has changed"),
+        inputs.unchanged("rollout"),
+    ):
+        pass
+    (tmp_path / "tool.py").write_text("def other(name: str) -> str:\n    return name\n")
+    with pytest.raises(HwrlError, match="no function 'look'"):
+        check_inputs(config)
+    (tmp_path / "tool.py").unlink()
+    with pytest.raises(HwrlError, match="there is no file"):
+        check_inputs(config)

@@ -28,6 +28,7 @@ class ScriptedPolicy:
     texts: Sequence[str] = ()
     sampling: Sampling = field(default_factory=lambda: Sampling(100))
     max_length: int = 2000
+    vocabulary: int = 1 << 20
     error: EngineError | None = None
 
     def __post_init__(self) -> None:

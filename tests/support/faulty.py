@@ -54,19 +54,28 @@ class DyingBackend(FaultyBackend):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class LateBackend(CpuBackend):
-    """The CPU with a late event: number ``at``, from 1, is reached when ``reach`` returns.
+class HangingBackend(FaultyBackend):
+    """Stops its process, as a debugger or a hung driver would."""
 
-    In a host sender events 1, 2, … are the slabs' arrivals on the host.
+    def fail(self, received: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class LateBackend(CpuBackend):
+    """The CPU with a late event: number ``at``, from 1, is reached when ``reach`` returns; ``and_later`` ones, too.
+
+    Events with timing do not count. In a host sender of n slabs, events 1 to n are the slabs' arrivals on the host, and
+    2n + 1 to 3n those of the next version.
     """
 
-    def __init__(self, *, at: int, reach: Callable[[], None]) -> None:
+    def __init__(self, *, at: int, reach: Callable[[], None], and_later: bool = False) -> None:
         super().__init__(INFO)
-        self._at, self._reach, self._made = at, reach, 0
+        self._at, self._reach, self._made, self._and_later = at, reach, 0, and_later
 
     def event(self, *, timing: bool = False) -> InlineEvent:
-        self._made += 1
-        return _LateEvent(self._reach) if self._made == self._at else super().event(timing=timing)
+        self._made += not timing
+        late = not timing and (self._made >= self._at if self._and_later else self._made == self._at)
+        return _LateEvent(self._reach) if late else super().event(timing=timing)
 
 
 class _LateEvent(InlineEvent):

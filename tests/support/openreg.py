@@ -51,6 +51,9 @@ class OpenregBackend(Backend):
     def rng_state(self) -> Any:
         return host_backend().rng_state()  # torch.rand on openreg is computed by the host
 
+    def seed(self, value: int) -> None:
+        host_backend().seed(value)
+
     def set_rng_state(self, state: Any) -> None:
         host_backend().set_rng_state(state)
 

@@ -86,7 +86,7 @@ def content(info: CheckpointInfo) -> dict[str, Any]:
         "step": info.step,
         "tensors": read_tensors(info, prefix=""),
         "random numbers": read_extra(info)[1],
-        "hf": load_file(info.path / "hf" / "model.safetensors"),
+        "hf": load_file(next((info.path / "hf").glob("*model.safetensors"))),
         "log": [{name: value for name, value in entry.items() if name not in _TIMES} for entry in history],
     }
 

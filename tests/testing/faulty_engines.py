@@ -52,6 +52,10 @@ class Scaled:
 
 
 class FaultyTrainEngine(FsdpEngine):
+    @property
+    def data_parallel_rank(self) -> int:
+        return 0 if fault("all ranks take the first share") else super().data_parallel_rank
+
     @contextmanager
     def on_device(self, *, optimizer: bool) -> Iterator[Moved]:
         with super().on_device(optimizer=optimizer) as moved:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hwrl.errors import CommError
+from hwrl.errors import CommError, LayoutMismatchError
 from hwrl.weights import (
     TRANSPORTS,
     Checksums,
@@ -49,7 +49,7 @@ class FaultySender(Wrapped):
         self.rounds += 1
         if fault("keys stay in the store"):
             self._context.store.set(f"left/{self.rounds}", "behind")
-        if fault("a second version is not sent") and self.rounds > 1:
+        if (fault("a second version is not sent") and self.rounds > 1) or self._context.store.check(["left"]):
             raise CommError("nothing is sent", why="it is the fault", fix="remove it")
         self.kept = FaultyReader(reader, self._context.layout)
         self._end.send(sending, self.kept, clock)
@@ -71,7 +71,7 @@ class FaultyReader(Wrapped):
             return self.read[self._next - 1]
         try:
             tensors: list[torch.Tensor] = self._end.tensors_of(slab)
-        except ZeroDivisionError:
+        except (ZeroDivisionError, LayoutMismatchError):
             if not fault("a failing source is hidden"):
                 raise
             tensors = [torch.zeros(1024) for _ in slab.entries]
@@ -85,6 +85,11 @@ class FaultyReader(Wrapped):
 
 
 class FaultyReceiver(Wrapped):
+    def close(self) -> None:
+        self._end.close()
+        if fault("a receiver that leaves stops the sender"):
+            self._context.store.set("left", "")
+
     def receive(self, receiving: Any, destination: Any, sums: Checksums, clock: Any) -> Any:
         theirs = self._end.receive(receiving, destination, sums, clock)
         if fault("bytes change after their sums"):

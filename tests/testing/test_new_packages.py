@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import hwrl
 from hwrl.cli import main
-from hwrl.run.demo import write_demo
+from hwrl.testing import Kind, Level, find_subject
+from hwrl.testing.conformance import run_kit
 
 COMMANDS = {
     "acme": ["new-backend", "acme"],
@@ -70,31 +72,29 @@ def test_a_new_backend_passes_compute_and_device_untouched(python: Path) -> None
     assert (report["kind"], report["backend"], report["reached"]) == ("backend", "acme", "device")
 
 
-def test_a_new_transport_passes_every_check_untouched(python: Path) -> None:
-    report = conformance(python, "acme-wire", "rollout", HWRL_BACKEND="cpu")
-    assert (report["kind"], report["reached"]) == ("transport", "rollout")
-    outcomes = {check["outcome"] for check in report["checks"]}  # type: ignore[attr-defined] # a list of dicts
-    assert outcomes == {"passed"}
+@pytest.fixture
+def installed_here(python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same installed packages, in this process: it has imported torch already."""
+    (site,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    monkeypatch.syspath_prepend(str(site))
 
 
-@pytest.mark.parametrize("name, kind", [("acme-roll", "rollout-engine"), ("acme-train", "train-engine")])
-def test_a_new_engine_computes_right_untouched(name: str, kind: str, python: Path) -> None:
-    report = conformance(python, name, "compute", HWRL_BACKEND="cpu")
-    assert (report["kind"], report["reached"]) == (kind, "compute")
+def test_a_new_transport_passes_every_check_untouched(installed_here: None) -> None:
+    report = run_kit(find_subject("acme-wire"), backend=hwrl.get_backend(), level=Level.ROLLOUT)
+    assert (report.subject.kind, report.reached) == (Kind.TRANSPORT, Level.ROLLOUT)
+    assert {check.outcome for check in report.checks} == {"passed"}
 
 
-@pytest.mark.extended  # the levels above, with a short run of each
+@pytest.mark.parametrize("name, kind", [("acme-roll", Kind.ROLLOUT_ENGINE), ("acme-train", Kind.TRAIN_ENGINE)])
+def test_a_new_engine_computes_right_untouched(name: str, kind: Kind, installed_here: None) -> None:
+    report = run_kit(find_subject(name), backend=hwrl.get_backend(), level=Level.COMPUTE)
+    assert (report.subject.kind, report.reached) == (kind, Level.COMPUTE)
+
+
+@pytest.mark.extended  # the levels above, with a short run of `hwrl train`; ci/wheel always runs the first
 @pytest.mark.parametrize("name, backend", [("acme", "acme"), ("acme-roll", "cpu"), ("acme-train", "cpu")])
 def test_what_is_new_passes_every_level_untouched(name: str, backend: str, python: Path) -> None:
     assert conformance(python, name, "full", HWRL_BACKEND=backend)["reached"] == "full"
-
-
-@pytest.mark.extended  # as above, with the commands of the README
-def test_a_run_trains_on_the_new_backend(python: Path, tmp_path: Path) -> None:
-    config = write_demo(tmp_path, seed=1, prompts=64)
-    short = ["train.steps=2", "train.batch_groups=4", "rollout.n=4", "eval.prompts=16", "goals={}"]
-    ended = run(python, ["-c", COMMAND, "train", str(config), *short], HWRL_BACKEND="acme")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_the_tests_in_the_packages_are_collected(written: Path, python: Path) -> None:

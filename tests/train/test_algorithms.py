@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -229,3 +231,22 @@ def test_a_users_function_says_what_it_needs_and_is_checked() -> None:
 def test_a_users_loss_that_is_none_is_refused(result: Callable[[LossInputs], object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         UserLoss.of(result)(random_rows(seed=0).inputs())
+
+
+@pytest.mark.parametrize("name", ["loss", "mismatch_kl", "two words", 3])
+def test_a_metric_of_a_users_loss_has_a_name_of_its_own(name: Any) -> None:
+    with pytest.raises(DataError, match=re.escape(repr(name))):
+        UserLoss.of(lambda inputs: (inputs.logprobs, {name: inputs.logprobs}))(random_rows(seed=0).inputs())
+
+
+def test_a_users_loss_returns_the_same_metrics_every_time() -> None:
+    calls: list[str] = []
+
+    def fickle(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        calls.append(f"call{len(calls)}")
+        return inputs.logprobs, {calls[-1]: inputs.logprobs}
+
+    loss, inputs = UserLoss.of(fickle), random_rows(seed=0).inputs()
+    loss(inputs)
+    with pytest.raises(DataError, match="only one of the calls returned 'call0', 'call1'"):
+        loss(inputs)

@@ -370,6 +370,7 @@ _PROPOSAL: dict[str, Any] = {
     "metadata": {"step": 1, "note": "x", "loss": 0.5},
     "payload": {"group": "1.1", "lanes": 1},
     "senders": 1,
+    "chapters": 0,
 }
 
 

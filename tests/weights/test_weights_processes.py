@@ -70,7 +70,7 @@ def _send_and_receive(rank: int, address: str, transport: Any, directory: Path) 
             sender.wait_for_receivers(2)
             reports = []
             for version in (3, 4, 9):
-                reports.append(sender.publish(version, iter(_model(version)), {"step": version, "note": "x"}))
+                reports.append(sender.publish(version, _model(version), {"step": version, "note": "x"}))
                 assert not await_keys(store, [f"got {version}/{peer}" for peer in (1, 2)], timeout_s=60.0)
             return [(report.version, report.receivers, dict(report.excluded)) for report in reports]
     with WeightReceiver(store, replica=f"r{rank}", backend=_cpu()) as receiver:
@@ -274,7 +274,7 @@ def _publish_and_stop_in_mid_write(rank: int, address: str, directory: Path) -> 
             store.set("in mid-write", "")
             await_keys(store, ["never"], timeout_s=50.0)
 
-    backend = LateBackend(at=3, reach=reach)
+    backend = LateBackend(at=3, reach=reach, and_later=True)
     sender = WeightSender(store, backend=backend, transport="host", slab_nbytes=SLAB_NBYTES, directory=directory)
     for version in (1, 2):
         sender.publish(version, _model(version))

@@ -126,6 +126,10 @@ class Endpoint:
                 f"this request has {len(ids)} tokens; a conversation has 1 to {self.max_length}, the answer's included",
                 code="context_length_exceeded",
             )
+        if (largest := ids.max()) >= self._client.vocabulary:
+            raise EndpointError(
+                f"the model has tokens 0 to {self._client.vocabulary - 1}, and no {largest}", param="prompt"
+            )
         samplings = [asked.sampling(self._client.sampling, choice=choice) for choice in range(asked.n)]
         tasks = [asyncio.ensure_future(self._client.generate(ids, sampling)) for sampling in samplings]
         try:

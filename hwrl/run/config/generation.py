@@ -25,6 +25,8 @@ from hwrl.run.config.values import (
     TokenIds,
     TopK,
     TopP,
+    UserOptions,
+    functions_in,
 )
 
 EMBEDDED = "embedded"
@@ -60,8 +62,8 @@ class RolloutConfig(Section):
     """Responses in one replica at the same time."""
     workflow: Function | None = None
     """``package.module:factory`` or ``file.py:factory`` of a [workflow](workflows.md); null: one response, one turn."""
-    workflow_options: Options = Field(default_factory=dict)
-    """Further arguments of the factory."""
+    workflow_options: UserOptions = Field(default_factory=dict)
+    """Further arguments of the factory. The files of functions in them (``file.py:function``) are inputs of the run."""
     workflow_timeout_s: Seconds = 300.0
     """Time limit of one run of the workflow. A longer run is cancelled, and has failed."""
     workflow_attempts: Positive = 2
@@ -92,6 +94,11 @@ class RolloutConfig(Section):
     """An idle replica frees its device memory until it has work again."""
     sleep_level: Literal[1, 2] = 1
     """1: an idle replica keeps its weights in host memory; 2: it drops them, and they are sent again."""
+
+    @property
+    def workflow_functions(self) -> dict[str, str]:
+        """The functions of users' files in ``workflow_options``, by their keys."""
+        return functions_in(self.workflow_options, "rollout.workflow_options")
 
     @model_validator(mode="after")
     def _options_are_a_plugins(self) -> RolloutConfig:

@@ -17,6 +17,9 @@ _LARGEST_INT = (1 << 31) - 1
 _LARGEST_REAL = 1e9
 
 
+_FILE_FUNCTION = re.compile(r".*\.py:[A-Za-z_]\w*")
+
+
 def _check_no_boolean(value: Any) -> Any:
     if isinstance(value, bool):  # pydantic would convert it to 1 or 0
         raise ValueError("Input should be a number, not true or false")
@@ -57,6 +60,26 @@ def _check_kept(value: int) -> int:
 def _make_file_absolute(target: str) -> str:
     place, colon, name = target.rpartition(":")
     return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else target
+
+
+def functions_in(options: JsonValue, key: str) -> dict[str, str]:
+    """Return the functions of users' files (``file.py:function``) that ``options`` name, by their keys below ``key``.
+
+    >>> functions_in({"tools": ["a.py:f", "package:g"], "size": 3}, "options")
+    {'options.tools.0': 'a.py:f'}
+    """
+    if isinstance(options, str):
+        return {key: options} if _FILE_FUNCTION.fullmatch(options) else {}
+    items = options.items() if isinstance(options, dict) else enumerate(options) if isinstance(options, list) else ()
+    return {name: target for part, value in items for name, target in functions_in(value, f"{key}.{part}").items()}
+
+
+def _make_files_absolute(options: JsonValue) -> JsonValue:
+    if isinstance(options, str):
+        return _make_file_absolute(options) if _FILE_FUNCTION.fullmatch(options) else options
+    if isinstance(options, dict):
+        return {name: _make_files_absolute(value) for name, value in options.items()}
+    return [_make_files_absolute(value) for value in options] if isinstance(options, list) else options
 
 
 def is_template(value: str) -> bool:
@@ -137,3 +160,5 @@ Function = Annotated[Name, AfterValidator(_make_file_absolute)]
 """A user's function: ``package.module:function`` or ``file.py:function``. The file's path is made absolute."""
 Options = Annotated[dict[Name, JsonValue], AfterValidator(_check_finite)]
 """A plugin's own settings. The plugin checks them."""
+UserOptions = Annotated[Options, AfterValidator(_make_files_absolute)]
+"""Arguments of a user's function. The path in each ``file.py:function`` is made absolute."""

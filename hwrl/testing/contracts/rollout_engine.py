@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,31 +32,32 @@ _RUNNING = 4
 _LOGPROB_OFF = 2e-2
 _ALMOST = 1e-2
 """Two tokens with log-probabilities as close as this may change places by rounding."""
-_MANY = 1500
+_MANY = 600
 _WAIT_S = 60.0
 
 
+_kept = pytest.StashKey[tuple[tuple[str, bool], RolloutEngine]]()
+
+
 class _OfRolloutEngine:
-    """Has an engine of the subject, with the model's weights as version 1. All checks of a class share it."""
+    """Has an engine of the subject, with the model's weights as version 1. Neighbouring checks share it."""
 
     level: ClassVar[Level]
     may_sleep: ClassVar[bool] = False
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def engines(cls) -> Iterator[dict[str, RolloutEngine]]:
-        """The class's engines by name; closed at its end."""
-        made: dict[str, RolloutEngine] = {}
-        yield made
-        for engine in made.values():
-            engine.close()
-
     @pytest.fixture
-    def engine(self, backend: Backend, subject: Subject, engines: dict[str, RolloutEngine]) -> RolloutEngine:
-        """The class's engine, awake and idle, with version 1."""
-        if subject.name not in engines:
-            engines[subject.name] = self._make(backend, subject)
-        engine = engines[subject.name]
+    def engine(self, backend: Backend, subject: Subject, request: pytest.FixtureRequest) -> RolloutEngine:
+        """An engine, awake and idle, with version 1. There is one at a time: it may fill the device."""
+        stash, wanted = request.session.stash, (subject.name, self.may_sleep)
+        last, engine = stash.get(_kept, (None, None))
+        if engine is None or last != wanted:
+            if engine is not None:
+                del stash[_kept]
+                engine.close()
+            else:
+                request.session.addfinalizer(lambda: _close_kept(stash))
+            engine = self._make(backend, subject)
+            stash[_kept] = wanted, engine
         engine.abort()
         engine.load_weights(model_weights().items(), version=1)
         return engine
@@ -74,6 +75,12 @@ class _OfRolloutEngine:
             return subject.make_rollout_engine(settings, backend=backend)
         except UnsupportedError as error:
             pytest.skip(f"{error.what}: {error.why}")
+
+
+def _close_kept(stash: pytest.Stash) -> None:
+    _, engine = stash.get(_kept, (None, None))
+    if engine is not None:
+        engine.close()
 
 
 class RolloutNumbersContract(_OfRolloutEngine):
@@ -105,7 +112,7 @@ class RolloutNumbersContract(_OfRolloutEngine):
         prompt = torch.from_numpy(requests[0].prompt_ids.astype(np.int64))[None]
         wanted = (reference_model()(prompt).logits[0, -1] / 5.0).softmax(-1).detach().numpy()
         seen = np.bincount(tokens, minlength=VOCABULARY) / len(tokens)
-        assert np.abs(seen - wanted).sum() < 0.16  # the expected total deviation is about 0.07
+        assert np.abs(seen - wanted).sum() < 0.25  # the expected total deviation is about 0.12
 
     def test_filters_shape_the_distribution(self, engine: RolloutEngine) -> None:
         """``top_k=1`` leaves the most probable token, with probability 1. An engine may refuse filters."""

@@ -16,6 +16,7 @@ from hwrl.errors import CommError, UnsupportedError
 from hwrl.interfaces import Backend, Capability
 from hwrl.weights.control import Limits, Proposal, TransportPayload
 from hwrl.weights.destination import Destination
+from hwrl.weights.layout import WeightLayout
 from hwrl.weights.report import StageClock
 from hwrl.weights.shares import divide_slabs
 from hwrl.weights.slabs import Checksums, SlabLease, SlabRing, TensorReader
@@ -89,12 +90,10 @@ class DeviceSender:
 
     def __init__(self, context: SenderContext) -> None:
         self._context = context
-        shares = divide_slabs(context.layout, context.senders)
-        self._own_slabs = [index for index, share in enumerate(shares) if share == context.share]
         # With one slab under way, two senders could wait for each other's shards, and receivers for both.
         self._under_way = context.slabs if context.senders == 1 else max(2, context.slabs)
         self._buffer = SlabRing(context.layout, backend=context.backend, slabs=context.slabs)
-        self._sums = Checksums(context.layout, device=context.backend.device())
+        self._plan(context.layout)
         self._lanes: Lanes | None = None
 
     def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> DevicePayload:
@@ -111,14 +110,22 @@ class DeviceSender:
         if self._lanes is None or self._lanes.name != _payload(proposal).group:
             self.abort()
             self._lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
+        if reader.layout is not self._buffer.layout:
+            self._plan(reader.layout)
         with clock.span(context.backend):
             self._send_slabs(self._lanes, reader, clock)
+
+    def _plan(self, layout: WeightLayout) -> None:
+        shares = divide_slabs(layout, self._context.senders)
+        self._own_slabs = [index for index, share in enumerate(shares) if share == self._context.share]
+        self._sums = Checksums(layout, device=self._context.backend.device())
+        self._buffer.use(layout)
 
     def _send_slabs(self, lanes: Lanes, reader: TensorReader, clock: StageClock) -> None:
         under_way = collections.deque[tuple[Pending, SlabLease, list[torch.Tensor]]]()
         for index in self._own_slabs:
             with clock("gather"):
-                tensors = reader.tensors_of(self._context.layout.slabs[index])
+                tensors = reader.tensors_of(reader.layout.slabs[index])
             with clock("pack"):
                 lease = self._buffer.pack(index, tensors)
             pending = lanes.broadcast(lease.memory)
@@ -190,13 +197,14 @@ class DeviceReceiver:
         self.abort()
 
     def _lanes_for(self, receiving: ReceiverRound) -> list[Lanes]:
-        proposal = receiving.proposal
-        if not self._lanes or self._lanes[0].name != _payload(proposal).group:
+        proposal, lanes = receiving.proposal, self._lanes
+        if not lanes or lanes[0].name != _payload(proposal).group:
             self.abort()
+            lanes = self._lanes = []
             place: dict[str, Any] = {"rank": receiving.rank, "backend": self._context.backend}
             for share in range(proposal.senders):
-                self._lanes.append(Lanes(self._context.store, proposal, share=share, **place))
-        return self._lanes
+                lanes.append(Lanes(self._context.store, proposal, share=share, **place))
+        return list(lanes)  # another thread may abort meanwhile
 
     def _receive_slabs(
         self, receiving: ReceiverRound, lanes: list[Lanes], destination: Destination, sums: Checksums

@@ -7,7 +7,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -53,9 +52,7 @@ class HostSender:
         self._sums = Checksums(context.layout, device=context.backend.device())
         # Two streams: slabs are copied to the host without a gap while later ones are packed and summed.
         self._packing, self._copying = context.backend.stream(), context.backend.stream()
-        self._copied = [context.backend.event() for _ in context.layout.slabs]
-        # One event for each slab here, too: on some devices a queued wait follows a later record of its event.
-        self._packed = [context.backend.event() for _ in context.layout.slabs]
+        self._renew_events()
         self._newest_slot: int | None = None
 
     def open(self, number: int, to: tuple[int, ...], clock: StageClock) -> HostPayload:
@@ -84,7 +81,16 @@ class HostSender:
         finally:  # the caller may change the tensors, and the file gets another version
             self._packing.synchronize()
             self._copying.synchronize()
+            self._renew_events()
         self._newest_slot = slot
+
+    def _renew_events(self) -> None:
+        """Make an event for each slab of the next version: the ring will queue waits for those of this version.
+
+        On some devices a queued wait follows a later record of its event.
+        """
+        self._copied = [self._backend.event() for _ in self._layout.slabs]
+        self._packed = [self._backend.event() for _ in self._layout.slabs]
 
     def abort(self) -> None:
         """Do nothing: no receiver takes part."""
@@ -177,7 +183,6 @@ class HostReceiver:
         self._sender = ("", 0, 0)
         self._files: dict[int, VersionFile] = {}
         self._copying, self._summing = context.backend.stream(), context.backend.stream()
-        self._arrived: dict[int, Any] = {}  # an event for each slab, kept for the next version
 
     def receive(
         self, receiving: ReceiverRound, destination: Destination, sums: Checksums, clock: StageClock
@@ -236,8 +241,7 @@ class HostReceiver:
         with self._copying:
             lease = destination.memory_for(index)
             lease.memory.copy_(slab, non_blocking=True)
-            arrived = self._arrived[index] = self._arrived.get(index) or self._backend.event()
-            arrived.record(self._copying)
+            arrived = self._copying.record_event()
         with self._summing:
             self._summing.wait_event(arrived)
             sums.add(index, lease.memory)

@@ -53,7 +53,7 @@ class IpcSender:
 
     def __init__(self, context: SenderContext) -> None:
         context.backend.require(Capability.DEVICE_IPC, needed_for="send weights by the ipc transport")
-        self._layout, self._backend, self._limits = context.layout, context.backend, context.limits
+        self._backend, self._limits = context.backend, context.limits
         self._max_under_way = min(2, context.slabs)
         self._slots = context.slabs // self._max_under_way
         slabs = self._slots * self._max_under_way
@@ -70,13 +70,16 @@ class IpcSender:
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         """Show the slabs window by window, the checksums in the last one; wait until all windows are taken."""
         self._sending = sending
+        if reader.layout is not self._buffer.layout:
+            self._buffer.use(reader.layout)
+            self._sums = Checksums(reader.layout, device=self._backend.device())
         with clock.span(self._backend):
             self._show_slabs(sending, reader, clock)
 
     def _show_slabs(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         handles: dict[int, Handle] = {}
         window = _LentWindow(handles)
-        for index, slab in enumerate(self._layout.slabs):
+        for index, slab in enumerate(reader.layout.slabs):
             with clock("gather"):
                 tensors = reader.tensors_of(slab)
             if not window.memories:
@@ -85,19 +88,20 @@ class IpcSender:
                 lease = self._buffer.pack(index, tensors)
             self._sums.add(index, lease.memory)
             window.add(lease, stays=lease.copied or reader.source_holds)
-            if window.slots == self._slots or window.nbytes >= self._slots * self._layout.slab_nbytes:
+            if window.slots == self._slots or window.nbytes >= self._slots * reader.layout.slab_nbytes:
                 self._show(sending, window)
                 window = _LentWindow(handles)
         reader.finish()
-        if self._layout.slabs:
+        if reader.layout.slabs:
             window.memories.append((self._sums.values.view(torch.uint8), True))
             self._show(sending, window)
         self._wait_until_taken(sending, max_under_way=0)
 
     def abort(self) -> None:
         """Tell the receivers not to wait for another window."""
-        if self._sending is not None:
-            self._sending.tell(_window_key(self._shown), _NO_WINDOW)
+        sending = self._sending
+        if sending is not None:
+            sending.tell(_window_key(self._shown), _NO_WINDOW)
 
     def end_round(self, sending: SenderRound) -> None:
         """Drop the lent memory when no receiver reads it, or when the silent ones had their time; delete the notes."""
@@ -280,6 +284,8 @@ class IpcReceiver:
             note = None
             if theirs is None:
                 note = _find_early(receiving, _window_key(number), under_way[0].copied)
+            if theirs is not None:
+                opened.clear()  # before the sender hears of it: it may free its ring
             if note is None:
                 under_way.popleft().finish(receiving)
             if theirs is not None:

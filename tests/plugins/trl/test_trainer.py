@@ -65,8 +65,7 @@ def test_it_learns_and_is_saved_where_transformers_saves(undisturbed: Any) -> No
     assert undisturbed["step"] == len(losses) == 8 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("make", [make_trainer, make_offloading])
+@pytest.mark.parametrize(("make", "async_save"), [(make_trainer, False), (make_offloading, True)])
 def test_killed_within_and_between_epochs_it_resumes_equal(
     undisturbed: Any, tmp_path: Path, make: Any, async_save: bool
 ) -> None:
@@ -147,3 +146,20 @@ def test_the_example_of_the_page_runs_and_resumes(tmp_path: Path, monkeypatch: p
     exec(compile(block.replace("max_steps=4", "max_steps=6"), "trl.md", "exec"), more)
     assert more["trainer"].state.global_step == 6
     assert (tmp_path / "out/checkpoints/latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+def make_adapted(directory: Path) -> Any:
+    """Only an adapter is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    trainer = make_trainer(directory)
+    model = get_peft_model(trainer.model, LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "v_proj"]))
+    return type(trainer)(model, args=trainer.args, train_dataset=trainer.train_dataset)
+
+
+def test_an_adapter_resumes_equal_and_the_frozen_model_is_not_saved(tmp_path: Path) -> None:
+    _, undisturbed = trained(make_adapted, tmp_path / "undisturbed")
+    _, content = trained(make_adapted, tmp_path / "killed", kill_at=(3,))
+    assert_equal(content, undisturbed)
+    assert all("lora_" in name for name in content["tensors"])
+    assert all("lora_" in name for name in content["hf"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 pytest.importorskip("verl", reason="needs verl: make test-stack-verl")
+sys.modules.setdefault("megatron", None)  # type: ignore[arg-type] # verl does without; its import takes as long as verl's
 
 with warnings.catch_warnings(action="ignore"):  # verl's own
     import ray as ray  # a name of this module for the tests

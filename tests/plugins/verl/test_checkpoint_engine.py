@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +11,24 @@ from typing import Any
 import pytest
 import torch
 
+from hwrl.errors import TransferFailedError
 from tests.plugins.verl import actors
 from tests.support.tiny_model import tiny_model
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: make test-stack-verl"),
+    pytest.mark.filterwarnings("default"),  # verl's own
+]
 
 TIMEOUT_S = 15.0
+OPTIONS: dict[str, Any] = {"timeout_s": TIMEOUT_S, "slab_nbytes": 4096, "slabs": 2}  # a version is many slabs
 
 
 class Run:
     """Two actors with verl's own FSDP2 engine, three rollout workers, verl's manager."""
 
     def __init__(self, model: Path) -> None:
-        sync = actors.sync_config(timeout_s=TIMEOUT_S)
+        sync = actors.sync_config(**OPTIONS)
         self.actors = actors.actors(model, 2, sync=sync, vendor="nvidia")
         self.rollouts, self.replicas = actors.rollouts(model, 3, sync=sync)
         self.manager = actors.CheckpointEngineManager(sync, self.actors, self.replicas)
@@ -72,7 +78,7 @@ def test_each_update_brings_the_exact_weights_and_the_step(run: Run) -> None:
 @pytest.mark.parametrize("options", [{"whole": True}, {"transport": "ipc"}, {"transport": "host"}], ids=str)
 def test_each_option_brings_the_exact_weights(run: Run, options: dict[str, Any]) -> None:
     before = run.manager
-    sync = actors.sync_config(timeout_s=TIMEOUT_S, **options)
+    sync = actors.sync_config(**OPTIONS, **options)
     for group in (run.actors, run.rollouts):
         group.use_engine(sync)
     run.manager = actors.CheckpointEngineManager(sync, run.actors, run.replicas)
@@ -123,8 +129,10 @@ def test_a_removed_worker_is_not_waited_for_and_can_come_back(run: Run) -> None:
 
 def test_a_worker_that_dies_in_an_update_is_removed_and_the_others_go_on(run: Run) -> None:
     run.fail(2, "dies")
-    with pytest.raises(actors.ray.exceptions.RayActorError):
+    begin = time.monotonic()
+    with pytest.raises((actors.ray.exceptions.RayActorError, TransferFailedError)):
         run.update()
+    assert time.monotonic() - begin < TIMEOUT_S
     run.manager.remove_replicas([run.replicas[2]])
     assert run.update() < TIMEOUT_S
     run.check(0, 1)

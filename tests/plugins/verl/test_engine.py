@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import torch
 from tests.plugins.verl import actors
 from tests.support.tiny_model import tiny_model
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: make test-stack-verl"),
+    pytest.mark.filterwarnings("default"),  # verl's own
+]
 
 ON_DEVICE = "sum(p.to_local().untyped_storage().nbytes() for p in worker.engine.module.parameters())"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -11,7 +13,10 @@ import hwrl_npu
 from hwrl.interfaces import Backend
 from tests.plugins.verl import actors
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: make test-stack-verl"),
+    pytest.mark.filterwarnings("default"),  # verl's own
+]
 
 
 def platform_of(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> actors.HwrlPlatform:
@@ -28,6 +33,7 @@ def test_the_cpu_has_all_that_verl_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not platform.is_ipc_supported() and not platform.is_platform_available(use_smi_check=True)
     assert platform.get_device_capability() == (None, None)
     device = platform.device_module
+    assert device.get_device_name() == hwrl_cpu.INFO.description
     assert device.max_memory_allocated() >= 0 and device.mem_get_info()[1] > 0
     assert device.is_available() and device.stream is torch.cpu.stream  # torch's own
     with pytest.raises(AttributeError, match="memory_snapshot"):

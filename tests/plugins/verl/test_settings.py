@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -14,7 +15,10 @@ import pytest
 
 from tests.plugins.verl import actors, grpo
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: make test-stack-verl"),
+    pytest.mark.filterwarnings("default"),  # verl's own
+]
 
 PAGE = (Path(__file__).parents[3] / "docs/verl.md").read_text()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hwrl.weights import WeightSender
 from hwrl_vllm import ServerClient, TransferTrainer, TransferTrainerInit
 from tests.plugins.vllm.linked import interrupted
-from tests.plugins.vllm.serving import Policy
+from tests.plugins.vllm.serving import ON_HOST, Policy
 
 
 def main(url: str, model_directory: Path, *, keep_old_version: bool) -> None:
@@ -19,7 +19,9 @@ def main(url: str, model_directory: Path, *, keep_old_version: bool) -> None:
     trainer = TransferTrainer(
         TransferTrainerInit(keep_old_version=keep_old_version), client=ServerClient(url), source=source
     )
-    trainer._sender = WeightSender(trainer._store, slab_nbytes=1 << 14, timeout_s=20.0)  # many slabs: some are sent
+    # Many slabs, so that some are sent.
+    transport = "device" if ON_HOST else "ipc"
+    trainer._sender = WeightSender(trainer._store, transport=transport, slab_nbytes=1 << 14, timeout_s=20.0)
     trainer.send_weights()
 
 

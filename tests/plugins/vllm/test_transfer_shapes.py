@@ -111,7 +111,7 @@ def test_a_worker_that_cannot_stage_a_version_leaves_the_old_one_in_all_of_them(
     workers_of: MakeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers, model = workers_of(), tiny_model()
-    trainer = trainer_for(workers, model)
+    trainer = trainer_for(workers, model, timeout_s=2.0)
     trainer.send_weights()
     old = tiny_model()
     old.load_state_dict(model.state_dict())

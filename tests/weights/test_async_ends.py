@@ -1,0 +1,113 @@
+"""The ends of a weight link for ``async`` code."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.comm import Store
+from hwrl.errors import CommAbortedError, TransferFailedError
+from hwrl.weights import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
+from hwrl_cpu import INFO, CpuBackend
+from tests.support.weight_link import model_of, store
+
+__all__ = ["store"]  # the fixture
+
+
+@contextlib.asynccontextmanager
+async def _link(store: Store) -> AsyncIterator[tuple[AsyncWeightSender, AsyncWeightReceiver, AsyncStreamReceiver]]:
+    backend: Any = {"backend": CpuBackend(INFO)}
+    async with (
+        AsyncWeightSender(store, timeout_s=60.0, **backend) as sender,
+        AsyncWeightReceiver(store, replica="r0", **backend) as receiver,
+        AsyncStreamReceiver(store, replica="s0", **backend) as streaming,
+    ):
+        await sender.wait_for_receivers(["r0", "s0"])
+        yield sender, receiver, streaming
+
+
+async def _read(streaming: AsyncStreamReceiver) -> dict[str, torch.Tensor]:
+    return {name: tensor async for name, tensor in streaming.stream()}
+
+
+def test_both_ends_work_in_one_event_loop_which_goes_on_meanwhile(store: Store) -> None:
+    async def main() -> None:
+        async with _link(store) as (sender, receiver, streaming):
+            ticks = 0
+
+            async def tick() -> None:
+                nonlocal ticks
+                while True:
+                    await asyncio.sleep(0.001)
+                    ticks += 1
+
+            ticking = asyncio.create_task(tick())
+            for version in (1, 2):
+                weights = (pair for pair in model_of(version))
+                reading = asyncio.gather(receiver.receive(), _read(streaming))
+                await asyncio.sleep(0.05)
+                report = await sender.publish(version, weights, {"step": version}, again=True)
+                received, streamed = await reading
+                assert (report.receivers, received.version, streaming.receiver.version) == (2, version, version)
+                assert torch.equal(received["w"], streamed["w"]) and streamed["b"].item() == version
+            assert ticks > 10
+            ticking.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_wait_ends_soon_and_the_link_goes_on(store: Store) -> None:
+    async def main() -> None:
+        async with _link(store) as (sender, receiver, streaming):
+            for waiting in (receiver.receive(), _read(streaming)):
+                begin = time.monotonic()
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(waiting, timeout=0.05)
+                assert time.monotonic() - begin < 10.0
+            reading = asyncio.gather(receiver.receive(), _read(streaming))
+            await sender.wait_for_receivers(["r0", "s0"])
+            await sender.publish(3, model_of(3))
+            received, streamed = await reading
+            assert (received.version, streamed["b"].item()) == (3, 3.0)
+
+    asyncio.run(main())
+
+
+def test_an_iterator_that_is_closed_early_ends_the_receive(store: Store) -> None:
+    async def main() -> None:
+        async with _link(store) as (sender, receiver, streaming):
+            publishing = asyncio.create_task(sender.publish(1, [(f"t{i}", torch.ones(9)) for i in range(4)]))
+            waiting = asyncio.create_task(receiver.receive())
+            tensors = streaming.stream()
+            await anext(tensors)
+            await tensors.aclose()  # type: ignore[attr-defined]  # an async generator has it
+            assert (await waiting).version == 1
+            await publishing
+
+    asyncio.run(main())
+
+
+def test_errors_come_through(store: Store) -> None:
+    async def main() -> None:
+        async with _link(store) as (sender, receiver, streaming):
+            waiting = [asyncio.create_task(receiver.receive()), asyncio.create_task(_read(streaming))]
+            await asyncio.sleep(0.05)
+            with pytest.raises(KeyError):
+                await sender.publish(1, _broken())
+            for task in waiting:
+                with pytest.raises(TransferFailedError, match="gave version 1 up"):
+                    await task
+            receiver.receiver.cancel()
+            with pytest.raises(CommAbortedError):
+                await receiver.receive()
+
+    asyncio.run(main())
+
+
+def _broken() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "w", torch.ones(3)
+    raise KeyError("no such layer")

@@ -1,0 +1,197 @@
+"""The sender's owner chooses: who receives, under which number; and both ends learn at once what does not come."""
+
+import functools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hwrl.comm import Store, connect_store, serve_store, store_address
+from hwrl.errors import (
+    CommAbortedError,
+    CommTimeoutError,
+    ConfigError,
+    ReceiverExcludedError,
+    TransferFailedError,
+)
+from hwrl.testing.processes import Processes
+from hwrl.weights import WeightReceiver
+from hwrl.weights.control import Note
+from tests.support.faulty import HangingBackend
+from tests.support.weight_link import (
+    beside,
+    channel_of,
+    exchange,
+    model_of,
+    newest_proposal,
+    receiver_of,
+    sender_of,
+    store,
+)
+
+__all__ = ["store"]  # the fixture
+
+SOON_S = 20.0
+
+
+def test_a_version_goes_to_the_named_receivers_only(store: Store) -> None:
+    with sender_of(store, timeout_s=60.0) as sender, receiver_of(store, "a") as a, receiver_of(store, "b") as b:
+        sender.wait_for_receivers(["a", "b"])
+        begin = time.monotonic()
+        waiting = beside(a.receive)
+        report = sender.publish(1, model_of(1), to=["a", "gone"])
+        assert (report.receivers, dict(report.excluded)) == (1, {"gone": "it has not joined"})
+        assert waiting().version == 1 and b.poll() is None
+        assert sender.publish(2, model_of(2), to=[]).receivers == 0
+        waiting = beside(b.receive)
+        assert sender.publish(2, model_of(2), to={"b"}).receivers == 1 and waiting().version == 2
+        assert exchange(sender, [a], 2).receivers == 2, "the others of the same version, later"
+        assert time.monotonic() - begin < SOON_S and sender.receivers() == ("a", "b")
+
+
+def test_receivers_that_cannot_be_chosen_are_refused(store: Store) -> None:
+    with sender_of(store) as sender, pytest.raises(ConfigError, match="use to="):
+        sender.publish(1, model_of(1), to="r0")
+    with (
+        sender_of(store, transport="host") as sender,
+        pytest.raises(ConfigError, match=r"cannot send to \['r0'\] only[\s\S]*each receiver fetches"),
+    ):
+        sender.publish(1, model_of(1), to=["r0"])
+    with (
+        sender_of(store) as sender,
+        receiver_of(store),
+        pytest.raises(CommTimeoutError, match=r"1 of 2 \(r0, r1\)[\s\S]*only \['r0'\] came"),
+    ):
+        sender.wait_for_receivers(["r0", "r1"], timeout_s=0.05)
+
+
+def test_a_removed_receiver_is_not_waited_for(store: Store) -> None:
+    with sender_of(store, timeout_s=60.0) as sender, receiver_of(store) as stays, receiver_of(store, "idle") as idle:
+        begin = time.monotonic()
+        waiting, publishing = beside(stays.receive), beside(lambda: sender.publish(1, model_of(1)))
+        proposal = newest_proposal(store)
+        assert not channel_of(store).missing(proposal, Note.READY, [proposal.to[0]], timeout_s=20.0)
+        sender.remove("idle", "unknown")
+        assert publishing().receivers == 1 and waiting().version == 1
+        with pytest.raises(ReceiverExcludedError, match="the sender's owner removed it"):
+            idle.receive()
+        idle.join()
+        assert exchange(sender, [idle], 1).receivers == 2
+        assert time.monotonic() - begin < SOON_S
+
+
+def _hang_in_mid_transfer(rank: int, address: str) -> None:
+    store, backend = connect_store(address), HangingBackend(at=2)
+    with WeightReceiver(store, replica="hangs", backend=backend, slabs=1) as receiver:
+        store.set("pid", str(os.getpid()))
+        receiver.receive()
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_receiver_removed_in_mid_transfer_costs_no_timeout() -> None:
+    store = serve_store()
+    weights = [(f"t{number}", torch.full((2000,), float(number))) for number in range(9)]
+    with (
+        sender_of(store, slab_nbytes=4096, slabs=1, timeout_s=60.0) as sender,
+        receiver_of(store, "stays", slabs=1) as stays,
+        Processes(_hang_in_mid_transfer, 1, store_address(store)),
+    ):
+        sender.wait_for_receivers(["stays", "hangs"])
+        waiting, publishing = beside(stays.receive), beside(lambda: sender.publish(1, weights))
+        pid, deadline = int(store.get("pid")), time.monotonic() + SOON_S
+        while not _is_stopped(pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        sender.remove("hangs")
+        report = publishing()
+        assert report.receivers == 1 and torch.equal(waiting()["t8"], weights[8][1])
+        assert time.monotonic() - begin < SOON_S
+
+
+def test_a_number_can_be_the_callers(store: Store) -> None:
+    with sender_of(store) as sender, receiver_of(store, "a") as a, receiver_of(store, "b") as b:
+        exchange(sender, [a, b], 5)
+        for version, value in ((5, 6.0), (5, 7.0), (3, 8.0), (4, 9.0)):
+            waiting = [beside(one.receive) for one in (a, b)]
+            assert sender.publish(version, model_of(value), again=True).receivers == 2
+            assert [(found.version, found["b"].item()) for found in (wait() for wait in waiting)] == [
+                (version, value)
+            ] * 2
+        assert sender.publish(4, model_of(9)).receivers == 2 and a.poll() is None, "it is not sent again unasked"
+        with pytest.raises(TransferFailedError, match=r"cannot follow[\s\S]*again=True"):
+            sender.publish(3, model_of(3))
+
+
+def test_a_number_can_be_the_callers_with_stored_versions(store: Store) -> None:
+    with sender_of(store, transport="host") as sender, receiver_of(store) as receiver:
+        for version, value in ((5, 5.0), (5, 6.0), (3, 7.0)):
+            sender.publish(version, model_of(value), again=True)
+            found = receiver.receive()
+            assert (found.version, found["b"].item()) == (version, value)
+
+
+@pytest.mark.parametrize("transport", ["device", "host"])
+def test_a_publish_that_fails_before_it_proposes_is_given_up_at_once(store: Store, transport: str) -> None:
+    def broken() -> Any:
+        raise KeyError("no such layer")
+        yield
+
+    with sender_of(store, transport=transport, timeout_s=60.0) as sender, receiver_of(store) as receiver:
+        begin = time.monotonic()
+        waiting = beside(receiver.receive)
+        with pytest.raises(KeyError):
+            sender.publish(7, broken())
+        with pytest.raises(TransferFailedError, match=r"gave version 7 up[\s\S]*KeyError: 'no such layer'"):
+            waiting()
+        with pytest.raises(KeyError):
+            sender.publish(8, broken())
+        with pytest.raises(TransferFailedError, match="gave version 8 up"):
+            receiver.receive()  # it came later
+        with pytest.raises(CommTimeoutError):
+            receiver.receive(timeout_s=0.05)  # it was told once
+        with receiver_of(store, "new") as new, pytest.raises(CommTimeoutError):
+            new.receive(timeout_s=0.05)  # it joined later
+        with pytest.raises(KeyError):
+            sender.publish(9, broken())
+        with sender_of(store) as other:
+            with pytest.raises(CommTimeoutError):
+                receiver.receive(timeout_s=0.05)  # of a sender that is gone
+            exchange(other, [receiver], 1)
+        assert time.monotonic() - begin < SOON_S
+
+
+def test_one_hung_receiver_makes_no_healthy_one_raise_with_equal_timeouts(store: Store) -> None:
+    with sender_of(store, timeout_s=1.5) as sender, receiver_of(store, "a") as a, receiver_of(store, "b") as b:
+        receiver_of(store, "hangs")
+        waiting = [beside(functools.partial(one.receive, timeout_s=1.5)) for one in (a, b)]
+        report = sender.publish(1, model_of(1))
+        assert (report.receivers, set(report.excluded)) == (2, {"hangs"})
+        assert [wait().version for wait in waiting] == [1, 1]
+
+
+def test_a_waiting_receive_is_cancelled_from_another_thread(store: Store) -> None:
+    with sender_of(store, timeout_s=60.0) as sender, receiver_of(store, "a") as a, receiver_of(store, "b") as b:
+        begin = time.monotonic()
+        waiting = beside(a.receive)
+        a.cancel()
+        with pytest.raises(CommAbortedError, match="the receive was cancelled"):
+            waiting()
+        assert exchange(sender, [a, b], 1).receivers == 2, "it is still a member"
+        waiting, publishing = beside(a.receive), beside(lambda: sender.publish(2, model_of(2)))
+        while (proposal := newest_proposal(store)).version != 2:
+            time.sleep(0.001)
+        assert not channel_of(store).missing(proposal, Note.READY, [proposal.to[0]], timeout_s=20.0)
+        a.cancel()  # it waits for b, which comes later
+        with pytest.raises(CommAbortedError):
+            waiting()
+        assert b.receive().version == 2 and publishing().receivers == 1, "it left, and was not waited for"
+        waiting = beside(a.receive)  # joins again
+        sender.wait_for_receivers(["a", "b"])
+        assert sender.publish(2, model_of(2)).receivers == 2 and waiting().version == 2
+        assert time.monotonic() - begin < SOON_S
