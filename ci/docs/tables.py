@@ -17,7 +17,7 @@ import hwrl_cpu
 import hwrl_cuda
 import hwrl_npu
 from hwrl.interfaces import Capability
-from hwrl.run.config.schema import Config, Section
+from hwrl.run.config import Config, Section
 
 DOCS = Path(__file__).parents[2] / "docs"
 
