@@ -26,6 +26,7 @@ class Generates(Protocol):
 
     sampling: Sampling
     max_length: int
+    vocabulary: int
 
     async def generate(self, token_ids: Ints, sampling: Sampling | None = None) -> Response:
         """Return the policy's continuation of ``token_ids``."""

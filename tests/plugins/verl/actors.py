@@ -18,9 +18,10 @@ import pytest
 import torch
 
 pytest.importorskip("verl", reason="needs verl: make test-stack-verl")
-sys.modules.setdefault("megatron", None)  # type: ignore[arg-type] # verl does without; its import takes as long as verl's
 
 with warnings.catch_warnings(action="ignore"):  # verl's own
+    # verl does without Megatron, whose import takes as long as verl's.
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     import ray as ray  # a name of this module for the tests
     from tensordict.tensorclass import NonTensorData
     from verl.checkpoint_engine import CheckpointEngineManager as CheckpointEngineManager
@@ -254,17 +255,10 @@ def hf_config(path: Path) -> HFModelConfig:
     )
 
 
-def actors(
-    model: Path,
-    ranks: int,
-    *,
-    sync: CheckpointEngineConfig,
-    name: str = "actor",
-    vendor: str = "hwrl",
-    offload: bool = False,
-    async_save: bool = False,
-) -> RayWorkerGroup:
-    """Start ``ranks`` actors that train ``model`` with verl's FSDP2 engine."""
+def training_config(
+    model: Path, ranks: int, *, offload: bool = False, async_save: bool = False
+) -> TrainingWorkerConfig:
+    """Return the configuration of ``ranks`` ranks that train ``model`` with verl's FSDP2 engine."""
     engine = FSDPEngineConfig(
         strategy="fsdp2",
         fsdp_size=ranks,
@@ -276,13 +270,27 @@ def actors(
         param_offload=offload,
         optimizer_offload=offload,
     )
-    config = TrainingWorkerConfig(
+    return TrainingWorkerConfig(
         model_type="language_model",
         model_config=hf_config(model),
         engine_config=engine,
         optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100),
         checkpoint_config=CheckpointConfig(async_save=async_save),
     )
+
+
+def actors(
+    model: Path,
+    ranks: int,
+    *,
+    sync: CheckpointEngineConfig,
+    name: str = "actor",
+    vendor: str = "hwrl",
+    offload: bool = False,
+    async_save: bool = False,
+) -> RayWorkerGroup:
+    """Start ``ranks`` actors that train ``model``."""
+    config = training_config(model, ranks, offload=offload, async_save=async_save)
     return _group(Actor, ranks, name, config=config, sync=sync, vendor=vendor)
 
 
