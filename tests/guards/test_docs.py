@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 from pathlib import Path
 from types import FunctionType
 
 import pytest
 
-import hwrl_cpu
-import hwrl_cuda
-import hwrl_npu
 from hwrl import errors
 from hwrl.discovery import MANDATORY_HOOKS, hookspecs
 from hwrl.errors import HwrlError
-from hwrl.interfaces import Capability
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOOKS = [function for name, function in vars(hookspecs).items() if name.startswith("hwrl_")]
@@ -51,11 +48,12 @@ def test_no_error_is_documented_that_does_not_exist() -> None:
     assert set(sections("errors.md")) == {kind.code for kind in ERRORS}
 
 
-@pytest.mark.parametrize("capability", Capability)
-def test_the_table_of_backends_tells_each_capability_as_the_code_does(
-    capability: Capability, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hwrl_cuda, "_why_not_compiled", str)  # torch for the CPU comes without triton
-    shipped = [hwrl_cpu.CpuBackend(hwrl_cpu.INFO), hwrl_cuda.CudaBackend(hwrl_cuda.INFO)]
-    states = [backend.supports(capability).state for backend in (*shipped, hwrl_npu.NpuBackend(hwrl_npu.INFO))]
-    assert f"| `{capability.value}` | {' | '.join(states)} |" in (DOCS / "backends.md").read_text()
+def test_the_tables_tell_every_key_and_capability_as_the_code_does() -> None:
+    tables = runpy.run_path(str(DOCS.parent / "ci/docs/tables.py"))
+    for write, page, right, wrong in (
+        (tables["configuration"], "configuration.md", "| `seed` | `0` |", "| `seed` | `1` |"),
+        (tables["backends"], "backends.md", "| `streams` | unsupported |", "| `streams` | supported |"),
+    ):
+        text = (DOCS / page).read_text(encoding="utf-8")
+        assert write(text) == text, f"{page} is outdated: run ci/docs/tables.py"
+        assert right in text and write(text.replace(right, wrong)) == text

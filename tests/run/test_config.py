@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -14,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from pydantic.fields import FieldInfo
 from safetensors.numpy import save
 
 from hwrl.cli import main
 from hwrl.errors import CheckpointError, ConfigError, DataError, EngineError, HwrlError
 from hwrl.interfaces import LoraSettings
-from hwrl.run.config import RUN_HEADER, Config, Section, dump_config, load_config
+from hwrl.run.config import RUN_HEADER, dump_config, load_config
 from hwrl.run.demo import write_demo
 from hwrl.run.inputs import check_inputs, sampling_warning
 from hwrl.run.run_directory import FIXED_KEYS, claimed_directory
@@ -418,23 +416,6 @@ def test_the_page_says_what_a_resume_may_not_change() -> None:
     page = Path("docs/configuration.md").read_text(encoding="utf-8")
     said = page.partition("A resumed run may not change ")[2].partition("hold:")[0]
     assert sorted(re.findall("`(.*?)`", said)) == sorted([*FIXED_KEYS, "model.path", "data.train"])
-
-
-def row_of(name: str, field: FieldInfo) -> str:
-    """Return the line of docs/configuration.md about a key."""
-    default = "required" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
-    return f"| `{name}` | {default} | {(field.description or '').replace('``', '`')} |"
-
-
-def test_every_key_is_documented_with_its_default() -> None:
-    page = Path("docs/configuration.md").read_text(encoding="utf-8")
-    sections = {part.partition("\n")[0].strip("`"): part.splitlines() for part in page.split("\n## ")}
-    for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for key, inner in field.annotation.model_fields.items():
-                assert row_of(key, inner) in sections[name]
-        else:
-            assert row_of(name, field) in sections["Top level"]
 
 
 @pytest.mark.parametrize(

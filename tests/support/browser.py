@@ -53,13 +53,14 @@ class Browser:
         self.problems: list[str] = []
         self.requests: list[str] = []
 
-    def open(self, page: Path) -> None:
+    def open(self, page: Path | str) -> None:
+        """Open a file or an address, and wait until it is loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call("Emulation.setDeviceMetricsOverride", width=1300, height=900, deviceScaleFactor=1, mobile=False)
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while self._take()["method"] != "Page.loadEventFired":
             pass
 

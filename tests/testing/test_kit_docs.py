@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 import hwrl
 from hwrl import testing
-from hwrl.cli.commands import BUILT_IN, Commands
 from hwrl.testing import CheckResult, Kind, KitReport, Level, Subject, conformance
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,24 +51,3 @@ def test_the_python_of_the_pages_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(link, "new_backend.md", "exec"), names := {})
     for end in ("sender", "receiver"):
         names[end].close()  # type: ignore[attr-defined] # an end of a link
-
-
-def test_the_commands_of_the_pages_have_arguments_that_exist() -> None:
-    own = {"conformance", *(name for name in BUILT_IN if name.startswith("new-"))}
-    lines = [line for page in (CONFORMANCE, NEW) for block in blocks(page, "sh") for line in block.splitlines()]
-    words = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("hwrl ")]
-    assert {each[0] for each in words} >= own
-    for name, *arguments in words:
-        command = Commands().find(name)
-        assert command is not None
-        parser = argparse.ArgumentParser()
-        command.configure(parser)
-        parser.parse_args([word for word in arguments if name in own or "=" not in word])
-
-
-@pytest.mark.parametrize("page", ["conformance.md", "new_backend.md"])
-def test_links_lead_to_pages_and_sections(page: str) -> None:
-    for target, section in re.findall(r"\]\((\w+\.md)(?:#([\w-]+))?\)", (DOCS / page).read_text()):
-        headings = re.findall(r"^#+ (.*)$", (DOCS / target).read_text(), re.MULTILINE)
-        known = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-        assert not section or section in known, f"{page} links to {target}#{section}"
