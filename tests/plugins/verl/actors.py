@@ -116,7 +116,7 @@ class Actor(SeveralEngines, TrainingWorker):
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, float]:
         weights, _ = self.engine.get_per_tensor_param()
         if self.fault:
-            weights = _failing(self.fault)
+            weights = _failing(iter(weights), self.fault)
         self.fault = ""
         return await self.checkpoint_engine.send_weights(weights, global_steps=global_steps) or {}
 
@@ -155,8 +155,8 @@ class Actor(SeveralEngines, TrainingWorker):
         return eval(expression, {"worker": self, "torch": torch, "os": os})
 
 
-def _failing(fault: str) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "first", torch.ones(1)
+def _failing(weights: Iterator[tuple[str, torch.Tensor]], fault: str) -> Iterator[tuple[str, torch.Tensor]]:
+    yield next(weights)
     raise RuntimeError(fault)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hwrl.comm import serve_store, store_address
-from tests.plugins.verl import actors
+from tests.plugins.verl import actors, nccl_on_gloo
 
 
 def main() -> None:
@@ -44,8 +44,10 @@ def main() -> None:
         sync = {"hwrl": actors.sync_config(), "nccl": actors.sync_config("nccl", multi_sender=False)}
         trainers = actors.actors(model, 2, sync=sync["hwrl"])
         workers, replicas = actors.rollouts(model, args.workers, sync=sync["hwrl"])
+        store = serve_store()
+        nccl_on_gloo.install(store_address(store))  # verl's manager looks it up here
         for group in (trainers, workers):
-            group.install_nccl_on_gloo(store_address(store := serve_store()))
+            group.install_nccl_on_gloo(store_address(store))
         seconds: dict[str, list[float]] = {"hwrl": [], "nccl": []}
         for turn in range(args.turns + 1):
             for name in seconds:
