@@ -27,7 +27,7 @@ class Operators(TorchDispatchMode):
     """Collects the names of the operators inside it."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no types
+        super().__init__()  # type: ignore[no-untyped-call] # torch's class has no types
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -177,7 +177,7 @@ def _send_with_a_broken_co_sender(rank: int, address: str, broken: str) -> Any:
     if rank >= 2:
         return _receive_until_given_up(address, f"r{rank}")
     backends = {"raises": RaisingBackend(at=15), "dies": DyingBackend(at=15)}
-    with TrainerSide(address, rank, 2, 2, backend=backends.get(broken) if rank else None, timeout_s=60.0) as side:
+    with TrainerSide(address, rank, 2, 2, backend=backends.get(broken) if rank else None, timeout_s=20.0) as side:
         side.wait_for_receivers(2)
         side.send(1)
         begin = time.monotonic()
@@ -238,7 +238,8 @@ def test_a_co_sender_that_is_lost_is_named_in_time_and_receivers_keep_their_vers
     with Processes(_send_with_a_broken_co_sender, 4, store_address(store), broken) as processes:
         failure, took_s = processes.wait(0).value
         assert "rank 1 of the senders" in failure and said in failure
-        assert took_s < 45
+        # Gloo may hold an operation that begins while its peer leaves, until the transfer's limit of 15 s.
+        assert took_s < 35
         for rank in (2, 3):
             told, kept, _ = processes.wait(rank).value
             assert "rank 1 of the senders" in told and kept == (1, True)

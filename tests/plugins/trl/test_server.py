@@ -37,6 +37,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         yield serving.url, home / "model"
 
 
+PLAIN: dict[str, Any] = {"save_strategy": "no", "report_to": "none", "use_cpu": True}
+
+
 def test_the_example_of_the_page_learns_with_responses_of_the_server(
     server: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,11 +86,9 @@ def test_asynchronous_grpo_learns_with_weight_transfer(
             max_staleness=1,
             logging_steps=1,
             vllm_server_base_url=url,
-            save_strategy="no",
-            report_to="none",
             gradient_checkpointing=False,
-            use_cpu=True,
             bf16=False,
+            **PLAIN,
         ),
         reward_funcs=share_of_sevens,
         train_dataset=Dataset.from_list(rows),

@@ -21,7 +21,7 @@ pytest.importorskip("verl", reason="needs verl: make test-stack-verl")
 
 with warnings.catch_warnings(action="ignore"):  # verl's own
     # verl does without Megatron, whose import takes as long as verl's.
-    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type] # None stands for "not installed"
     import ray as ray  # a name of this module for the tests
     from tensordict.tensorclass import NonTensorData
     from verl.checkpoint_engine import CheckpointEngineManager as CheckpointEngineManager
