@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import hwrl
 from hwrl.cli import main
 from hwrl.testing import Kind, Level, find_subject
 from hwrl.testing.conformance import run_kit
+from hwrl.testing.contracts.train_engine import engine_settings
 
 COMMANDS = {
     "acme": ["new-backend", "acme"],
@@ -89,6 +92,17 @@ def test_a_new_transport_passes_every_check_untouched(installed_here: None) -> N
 def test_a_new_engine_computes_right_untouched(name: str, kind: Kind, installed_here: None) -> None:
     report = run_kit(find_subject(name), backend=hwrl.get_backend(), level=Level.COMPUTE)
     assert (report.subject.kind, report.reached) == (kind, Level.COMPUTE)
+
+
+def test_a_new_train_engines_export_changes_nothing(installed_here: None, tmp_path: Path) -> None:
+    """Its parameters are float32, whatever dtype the exported model has."""
+    engine = find_subject("acme-train").make_train_engine(
+        engine_settings(dtype=torch.bfloat16), backend=hwrl.get_backend()
+    )
+    before = {name: tensor.clone() for name, tensor in engine.state_dict()["model"].items()}
+    engine.export(tmp_path)
+    assert all(tensor.equal(before[name]) for name, tensor in engine.state_dict()["model"].items())
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.mark.extended  # the levels above, with a short run of `hwrl train`; ci/wheel always runs the first
