@@ -148,6 +148,8 @@ def test_a_malformed_name_is_refused(name: str, tmp_path: Path, capsys: pytest.C
         (["new-backend", "cpu"], "a backend 'cpu' is installed"),
         (["new-engine", "embedded"], "a rollout-engine 'embedded' is installed"),
         (["new-transport", "host"], "a transport 'host' is installed"),
+        (["new-engine", "cpu"], "a package hwrl_cpu is installed"),
+        (["new-transport", "vllm"], "a package hwrl_vllm is installed"),
     ],
 )
 def test_a_taken_name_is_refused(
