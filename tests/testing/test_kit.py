@@ -136,6 +136,12 @@ def test_a_keyword_or_a_level_that_selects_nothing_is_an_error() -> None:
 
 
 @pytest.mark.long(30)
+def test_options_of_pytest_in_the_environment_leave_no_check_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")
+    report = run_kit(Subject(Kind.BACKEND, "cpu"), backend=reference(), level=Level.DEVICE, keyword="TestDeviceMap")
+    assert report.names("passed")
+
+
 def test_the_command_checks_the_reference_backend_and_writes_its_report_and_badge(tmp_path: Path) -> None:
     """All levels, the short run included."""
     (tmp_path / "conftest.py").write_text("raise AssertionError('the kit must not read the conftest of this folder')")
