@@ -151,10 +151,11 @@ def test_transformers_also_saves_an_offloaded_optimizer_between_steps(tmp_path: 
 def test_the_optimizer_is_on_the_host_between_steps_and_in_saves(tmp_path: Path) -> None:
     from transformers import TrainerCallback
 
-    offloaded = []
+    offloaded: list[bool] = []
 
     class Watch(TrainerCallback):  # type: ignore[misc] # transformers is not followed by the type checker
         def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+            assert offloading.offloader is not None
             moments = next(iter(parts["optimizer"].optimizer.state.values()))
             copy = offloading.offloader.lend(moments["exp_avg"])
             offloaded.append(copy is not None)

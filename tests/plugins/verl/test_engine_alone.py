@@ -14,7 +14,7 @@ import torch
 from hwrl.checkpoint import CheckpointManager
 from hwrl.memory import Offloader
 
-MODULES = {
+MODULES: dict[str, dict[str, Any]] = {
     "verl.utils.device": {"get_device_name": lambda: "cpu"},
     "verl.workers.engine.base": {"EngineRegistry": SimpleNamespace(register=lambda **_: lambda engine: engine)},
     "verl.workers.engine.fsdp.transformer_impl": {
