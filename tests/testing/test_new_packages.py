@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import hwrl
@@ -133,6 +134,12 @@ def test_the_packages_are_clean_and_say_which_interface_they_were_written_for(wr
         ended = subprocess.run(command, text=True, capture_output=True, check=False)
         assert ended.returncode == 0, ended.stdout
     assert "api=(1, 0)," in (written / "hwrl-acme" / "hwrl_acme" / "__init__.py").read_text()
+
+
+def test_the_written_ci_may_only_read(written: Path) -> None:
+    for name in COMMANDS:
+        workflow = (written / f"hwrl-{name}" / ".github" / "workflows" / "conformance.yml").read_text()
+        assert yaml.safe_load(workflow)["permissions"] == {"contents": "read"}
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "2x", "a b", "../acme", "acme-", "a--b", "a" * 41, "é"])
