@@ -161,6 +161,7 @@ def test_the_command_refuses_what_it_cannot_do_before_any_check(tmp_path: Path) 
         ("conformance", "cup"): "did you mean 'cpu'?",
         ("conformance", "cpu", "--badge", "badge.png"): "FILE.svg",
         ("conformance", "cpu", "--badge", "badge.svg", "-k", "TestRun"): "earns no badge",
+        ("conformance", "cpu", "-k", "no_such", "--json", "no/report.json"): "there is no folder no",
         ("conformance", "cpu", "--options", '{"room": 8}'): "takes no options",
         ("conformance", "embedded", "--options", "room"): "JSON object",
         ("conformance", "cpu", "--kind", "transport"): "there is no transport 'cpu'",
