@@ -19,7 +19,7 @@ from hwrl.errors import (
 )
 from hwrl.testing.processes import Processes
 from hwrl.weights import WeightReceiver
-from hwrl.weights.control import Note
+from hwrl.weights.control import ControlChannel, Note, Proposal, Start
 from hwrl.weights.report import StageClock
 from hwrl.weights.transports import device
 from hwrl.weights.transports.device import Lanes
@@ -195,6 +195,26 @@ def test_a_receive_is_cancelled_while_it_connects(store: Store, monkeypatch: pyt
         waiting = beside(a.receive)  # joins again
         sender.wait_for_receivers(["a"])
         assert sender.publish(1, model_of(1)).receivers == 1 and waiting().version == 1
+
+
+def test_a_removal_at_the_last_moment_excludes_nobody_else(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        sender_of(store, timeout_s=6.0) as sender,
+        receiver_of(store, "a") as a,
+        receiver_of(store, "b") as b,
+    ):
+        original = ControlChannel.start
+
+        def start(channel: ControlChannel, proposal: Proposal, answer: Start) -> None:
+            original(channel, proposal, answer)
+            sender._membership.remove({"b"}, "a test")  # the others are about to connect with it
+
+        monkeypatch.setattr(ControlChannel, "start", start)
+        waiting = [beside(one.receive) for one in (a, b)]
+        report = sender.publish(1, model_of(1))
+        assert (report.receivers, dict(report.excluded)) == (1, {}) and waiting[0]().version == 1
+        with pytest.raises(ReceiverExcludedError, match="a test"):
+            waiting[1]()
 
 
 def test_a_transfer_that_is_ended_before_its_first_byte_is_repeated(

@@ -214,6 +214,19 @@ def test_a_receiver_of_a_generator_holds_one_ring(store: Store, in_place: bool) 
         assert _rings_held() - before <= 2, "the sender and the receiver have one each"
 
 
+def test_a_sender_keeps_nothing_of_a_generator(store: Store) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        tensor = torch.ones(10)
+        made.append(weakref.ref(tensor))
+        yield "w", tensor
+
+    with sender_of(store) as sender:
+        sender.publish(1, tensors())
+        assert made[0]() is None
+
+
 def test_a_source_that_says_once_is_read_lazily_from_the_first_version_on(store: Store) -> None:
     generated = Generated(1)
     metadata = [(name, tensor.to("meta")) for name, tensor in Generated(0).tensors()]
