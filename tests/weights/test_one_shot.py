@@ -227,6 +227,24 @@ def test_a_sender_keeps_nothing_of_a_generator(store: Store) -> None:
         assert made[0]() is None
 
 
+def test_a_receiver_without_a_place_for_a_late_tensor_leaves(store: Store) -> None:
+    into = {name: torch.zeros_like(tensor) for name, tensor in Generated(1).tensors()}
+    late = into.popitem()
+    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store, into=into) as receiver:
+        waiting = beside(receiver.receive)
+        with pytest.raises(TransferFailedError, match="only once"):
+            sender.publish(1, Generated(1).tensors())
+        with pytest.raises(LayoutMismatchError, match=late[0]):
+            waiting()
+        assert sender.receivers() == ()
+        into |= [late]
+        receiver.poll()  # joins again
+        assert sender.receivers() == ("r0",)
+        waiting = beside(receiver.receive)
+        assert sender.publish(1, Generated(1).tensors()).receivers == 1
+        assert waiting().version == 1 and _is_whole(into, 1)
+
+
 def test_a_source_that_says_once_is_read_lazily_from_the_first_version_on(store: Store) -> None:
     generated = Generated(1)
     metadata = [(name, tensor.to("meta")) for name, tensor in Generated(0).tensors()]
