@@ -315,7 +315,7 @@ class Transaction:
         failure = self._send(sending, reader)
         with self._clock("vote"):
             patience_s = self._link.limits.votes_s
-            # The host may be ahead of the device, which still sends; or receivers wait to connect with one that is gone.
+            # The host may be ahead of the device, which still sends; or receivers wait to connect with a lost one.
             if failure is None or sending.gone():
                 patience_s = max(patience_s, deadline - time.monotonic())
             silent = sending.wait_for_votes(patience_s)

@@ -203,7 +203,7 @@ def _rings_held() -> int:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_receiver_of_a_generator_holds_one_ring(store: Store, in_place: bool) -> None:  # noqa: FBT001 - a case
+def test_a_receiver_of_a_generator_holds_one_ring(store: Store, in_place: bool) -> None:
     small = [(f"t{number}", torch.full((100,), float(number))) for number in range(200)]
     place: Any = {"into": {name: torch.zeros(100) for name, _ in small}} if in_place else {"loader": Loader()}
     with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store, **place) as receiver:

@@ -96,7 +96,7 @@ class SaveProtocol:
         raise AssertionError("the vote has failed")
 
     def _save_agreed(self, agreed: AgreedSave) -> None:
-        """Write, commit, announce, and remove old checkpoints: each is a vote, so all ranks have done the one before."""
+        """Write, commit, announce, and remove old checkpoints. Each is a vote: all ranks have done the one before."""
         step = agreed.captured.step
         try:
             with self.agreement.vote():
