@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from hwrl.errors import manual
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         result = sim.simulate(size, workload, seed=args.seed)
         baseline = sim.simulate(sim.synchronous(size), workload, seed=args.seed) if args.beside_sync else None
         rows.append(sim.result_of(result, baseline))
+        if (sentence := sim.limits_exceeded(result)) is not None:
+            print(sentence, file=sys.stderr)
     print((sim.as_json if args.json else sim.as_text)(rows, workload, sources))
     return 0
 

@@ -3,7 +3,7 @@
 from hwrl.run.simulate.calibration import as_measured, averages, calibrate, read_run, settled
 from hwrl.run.simulate.simulation import SimulatedRun, simulate
 from hwrl.run.simulate.size import SimulatedSize, scaled, synchronous
-from hwrl.run.simulate.text import as_json, as_text, result_of
+from hwrl.run.simulate.text import as_json, as_text, limits_exceeded, result_of
 from hwrl.run.simulate.workload import Lengths, Workload, assume
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "assume",
     "averages",
     "calibrate",
+    "limits_exceeded",
     "read_run",
     "result_of",
     "scaled",

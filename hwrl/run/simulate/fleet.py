@@ -64,7 +64,8 @@ class SimulatedFleet:
     ) -> None:
         self.ledger, self.events = ledger, events
         self._config, self._workload, self._random, self._on_change = config, workload, random, on_change
-        self._lengths = Lengths.with_mean(workload.mean_tokens, sigma=workload.sigma, limit=longest_response(config))
+        lengths = Lengths.with_mean(workload.mean_tokens, sigma=workload.sigma, limit=longest_response(config))
+        self._lengths = lengths.groups(config.rollout.n, np.random.default_rng(random.integers(1 << 31)))
         self.replicas: dict[str, SimulatedReplica] = {}
         self.joiners: set[SimulatedReplica] = set()
         """The replicas without weights."""
@@ -173,7 +174,7 @@ class SimulatedFleet:
             if not ready:
                 break
             for lease in ready:
-                replica.start(lease, self._lengths.draw(self._config.rollout.n, self._random))
+                replica.start(lease, next(self._lengths))
         replica.generation += 1
         next_s = replica.next_event_s(wants_room=not replica.draining)
         if next_s is not None:

@@ -55,7 +55,7 @@ class SimulatedReplica:
         self._slots, self._group_size = slots, group_size
         self._latency_s, self._response_s = latency_s, response_s
         self._ends: NDArray[np.float64] = np.empty(0)
-        self._times: NDArray[np.float64] = np.empty(0)  # from the present step to each end, seconds
+        self._times: NDArray[np.float64] | None = None  # from the present step to each end, seconds; None: not known
         self._groups: list[tuple[float, int, GeneratedGroup]] = []
         self._step, self._now_s, self._born_s = 0.0, now_s, now_s
         self._tokens = self._finished = self._generate_s = self._update_s = 0.0
@@ -88,17 +88,17 @@ class SimulatedReplica:
         group = GeneratedGroup(lease, float(lengths.sum()), float(lengths.max()), self.version)
         heapq.heappush(self._groups, (self._step + group.longest, lease.lease_id, group))
         self._ends = np.sort(np.concatenate([self._ends, self._step + lengths]))
-        self._measure()
+        self._times = None
 
     def next_event_s(self, *, wants_room: bool) -> float | None:
         """Return when the next group ends or, if the replica ``wants_room``, a group could start; None if idle."""
         if not self._groups:
             return None
-        index = int(np.searchsorted(self._ends, self._groups[0][0] - _TOLERANCE_STEPS))
+        index = int(self._ends.searchsorted(self._groups[0][0] - _TOLERANCE_STEPS))
         to_end = len(self._ends) + self._group_size - self._slots  # responses before a group fits
         if wants_room and to_end > 0:
             index = min(index, to_end - 1)
-        return self._now_s + float(self._times[index])
+        return self._now_s + float(self._end_times()[index])
 
     def advance(self, now_s: float) -> list[GeneratedGroup]:
         """Decode until ``now_s``; return the groups that have ended since."""
@@ -108,14 +108,15 @@ class SimulatedReplica:
         self._now_s = now_s
         if not len(self._ends):
             return []
-        ended = int(np.searchsorted(self._times, elapsed_s + 1e-9, side="right"))
-        before_s, step = (float(self._times[ended - 1]), float(self._ends[ended - 1])) if ended else (0.0, self._step)
+        times = self._end_times()
+        ended = int(times.searchsorted(elapsed_s + 1e-9, side="right"))
+        before_s, step = (float(times[ended - 1]), float(self._ends[ended - 1])) if ended else (0.0, self._step)
         running = len(self._ends) - ended
-        self._generate_s += min(elapsed_s, float(self._times[-1]))
+        self._generate_s += min(elapsed_s, float(times[-1]))
         if running:
             step += max(0.0, elapsed_s - before_s) / (self._latency_s + self._response_s * running)
         self._step, self._ends = step, self._ends[ended:]
-        self._measure()
+        self._times = None
         return self._pop_groups()
 
     def pause(self, seconds: float, *, now_s: float) -> None:
@@ -126,7 +127,7 @@ class SimulatedReplica:
     def drop(self) -> None:
         """Drop all unfinished groups."""
         self._ends, self._groups = np.empty(0), []
-        self._measure()
+        self._times = None
 
     def _pop_groups(self) -> list[GeneratedGroup]:
         groups = []
@@ -137,10 +138,12 @@ class SimulatedReplica:
             groups.append(group)
         return groups
 
-    def _measure(self) -> None:
-        """Work out the seconds to each end."""
-        running = np.arange(len(self._ends), 0, -1)
-        steps = self._ends.copy()
-        steps[1:] -= self._ends[:-1]
-        steps[:1] -= self._step
-        self._times = (steps * (self._latency_s + self._response_s * running)).cumsum()
+    def _end_times(self) -> NDArray[np.float64]:
+        """Return the seconds from the present step to each end (float64)."""
+        if self._times is None:
+            running = np.arange(len(self._ends), 0, -1)
+            steps = self._ends.copy()
+            steps[1:] -= self._ends[:-1]
+            steps[:1] -= self._step
+            self._times = (steps * (self._latency_s + self._response_s * running)).cumsum()
+        return self._times

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hwrl.errors import EngineError
 from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.processes.actors import BatchInfo, make_ledger
@@ -23,6 +24,8 @@ from hwrl.run.simulate.replica import SimulatedReplica
 from hwrl.run.simulate.size import SimulatedSize
 from hwrl.run.simulate.workload import Workload
 
+_STUCK_S = 3 * 86400.0
+"""Simulated time without a new step, after which the run counts as stuck."""
 _EMPTY_LEDGER: dict[str, Any] = {"version": 0, "trained": 0, "next": 0, "owed": []}
 
 
@@ -70,7 +73,8 @@ class _Simulation:
         self._waits_for: str | None = None  # "batch", or "drain": for replicas to finish their groups
         self._draining: list[SimulatedReplica] = []
         self._since_s = 0.0
-        self._trainer_deaths = self._lost_steps = 0
+        self._trainer_deaths = self._lost_steps = self._newest_step = 0
+        self._progress_s = 0.0
         self._metrics: Metrics = {}
         self._batch: list[PromptGroup] = []
         self._awaited = False  # a transfer to late replicas is under way
@@ -83,8 +87,9 @@ class _Simulation:
         self._rates.start_clock()
         self._schedule_failure()
         self._begin_step()
-        while self._step < self._config.train.steps and self._events.run_next():
-            pass
+        while len(self._lines) < self._config.train.steps:
+            if not self._events.run_next() or self._events.now_s - self._progress_s > _STUCK_S:
+                raise self._stuck()
         return SimulatedRun(
             self._size,
             self._lines,
@@ -92,6 +97,15 @@ class _Simulation:
             self._fleet.deaths,
             self._trainer_deaths,
             self._lost_steps,
+        )
+
+    def _stuck(self) -> EngineError:
+        days = (self._events.now_s - self._progress_s) / 86400
+        return EngineError(
+            f"the simulated run makes no progress after step {self._step}",
+            why=f"no step was finished in {days:.0f} days: {self._trainer_deaths} deaths of the trainer and "
+            f"{self._fleet.deaths} of replicas so far, the last checkpoint is of step {self._saved_step}",
+            fix="assume a higher mtbf_h or a shorter restart_s, or save more often with checkpoint.save_every_steps",
         )
 
     def _after(self, seconds: float, act: Any) -> None:
@@ -208,6 +222,8 @@ class _Simulation:
         rates = self._rates.metrics(self._metrics, info)
         line = {"step": self._step, "time_s": self._events.now_s, "weights/version": float(self._version)}
         self._lines.append({**line, **self._metrics, **rates})
+        if self._step > self._newest_step:
+            self._newest_step, self._progress_s = self._step, self._events.now_s
         pause_s = self._workload.overhead_s
         every = self._config.checkpoint.save_every_steps
         if every and self._step % every == 0:
@@ -247,7 +263,7 @@ class _Simulation:
         self._step = self._saved_step
         del self._lines[self._step :]
         self._ledger.load_state_dict(self._saved, incarnation=self._incarnation)
-        self._version = self._ledger.version
+        self._version = self._step // self._config.async_training.trigger_parameter_sync_step
         self._fleet.rows.clear()
         self._rates.go_back(self._lines)
         self._after(self._sync_s(), self._resume)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hwrl.errors import ConfigError
 from hwrl.interfaces import Support
 from hwrl.run.cluster.placement import Machines, assign_devices, choose_senders, choose_transport
 from hwrl.run.config import Config
@@ -24,17 +23,6 @@ class SimulatedSize:
     devices: int
     senders: int
     shared: bool
-
-    @property
-    def description(self) -> str:
-        """The processes, in words."""
-        config = self.config
-        width = config.rollout.tensor_parallel
-        each = f" x {width} devices" if width > 1 else ""
-        return (
-            f"{config.train.ranks} trainer ranks, {config.rollout.replicas} replicas{each}, "
-            f"{config.train.batch_groups} groups a step"
-        )
 
 
 def scaled(config: Config, devices: int, *, steps: int, fixed_batch: bool = False) -> SimulatedSize:
@@ -71,21 +59,14 @@ def _resized(config: Config, *, ranks: int, replicas: int, groups: int, steps: i
 def placed(config: Config, devices: int | None = None) -> SimulatedSize:
     """Return the run of ``config`` on ``devices`` devices; None: one for each rank, and those of the replicas.
 
-    Raises ConfigError if an asynchronous run has too few.
+    Trainer and replicas share none. Raises ConfigError if the devices are too few.
     """
     ranks, replicas, width = config.train.ranks, config.rollout.replicas, config.rollout.tensor_parallel
     devices = ranks + replicas * width if devices is None else devices
-    assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, width=width, may_share=True)
-    if assignment.shared and config.async_training.staleness_threshold > 0:
-        raise ConfigError(
-            f"{devices} devices are too few for this run",
-            why=f"{ranks} ranks and {replicas} replicas would share them and slow each other down, and the simulation "
-            "does not know by how much",
-            fix="give more devices, or set async_training.staleness_threshold=0: then they take turns",
-        )
+    assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, width=width, may_share=False)
     transport, _ = choose_transport(
         bypass_cpu=config.weights.bypass_cpu,
-        shared=assignment.shared,
+        shared=False,
         one_machine=devices <= DEVICES_OF_A_NODE,
         supports=lambda capability: Support("unverified", "assumed by the simulation"),
     )
@@ -96,4 +77,4 @@ def placed(config: Config, devices: int | None = None) -> SimulatedSize:
     senders, _ = choose_senders(
         config.weights.senders, transport=transport, ranks=ranks, machines=machines, own_devices=True
     )
-    return SimulatedSize(config, devices, senders, shared=assignment.shared)
+    return SimulatedSize(config, devices, senders, shared=False)

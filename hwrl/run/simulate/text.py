@@ -70,6 +70,20 @@ def as_text(rows: Sequence[Mapping[str, Any]], workload: Workload, sources: Mapp
     return "\n".join(lines)
 
 
+def limits_exceeded(run: SimulatedRun) -> str | None:
+    """Return a sentence if the real run would have ended with an error, after too many deaths."""
+    config = run.size.config
+    limits = {
+        f"rollout.max_restarts={config.rollout.max_restarts}": run.replica_deaths > config.rollout.max_restarts,
+        f"train.max_restarts={config.train.max_restarts}": run.trainer_deaths > config.train.max_restarts,
+    }
+    exceeded = " and ".join(limit for limit, is_exceeded in limits.items() if is_exceeded)
+    if not exceeded:
+        return None
+    deaths = f"{run.replica_deaths} deaths of replicas and {run.trainer_deaths} of the trainer"
+    return f"{run.size.devices:,} devices: {exceeded} would have ended the run, with {deaths} in {run.seconds:,.0f} s"
+
+
 def as_json(rows: Sequence[Mapping[str, Any]], workload: Workload, sources: Mapping[str, str]) -> str:
     """Return the same as JSON."""
     return json.dumps({"sizes": rows, "assumptions": dataclasses.asdict(workload), "sources": dict(sources)}, indent=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -15,6 +15,8 @@ from hwrl.errors import ConfigError, manual
 from hwrl.run.config import Config
 
 _NORMAL = NormalDist()
+_BLOCK = 1000
+"""Groups drawn at once."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ class Lengths:
         logarithms = self.mu + self.sigma * random.standard_normal(count)
         lengths: NDArray[np.float64] = np.clip(np.rint(np.exp(np.minimum(logarithms, 50.0))), 1.0, self.limit)
         return lengths
+
+    def groups(self, size: int, random: np.random.Generator) -> Iterator[NDArray[np.float64]]:
+        """Yield the lengths of group after group of ``size`` responses, without an end. They are drawn in blocks."""
+        while True:
+            yield from self.draw(_BLOCK * size, random).reshape(_BLOCK, size)
 
 
 def longest_response(config: Config) -> int:
