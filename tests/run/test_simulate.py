@@ -90,8 +90,13 @@ def test_a_replica_decodes_all_responses_together() -> None:
 
 def test_events_run_in_the_order_of_their_times() -> None:
     events, seen = EventQueue(), list[str]()
+
+    def early() -> None:
+        seen.append("early")
+        events.at(0.5, lambda: seen.append("now"))
+
     events.after(2.0, lambda: seen.append("late"))
-    events.after(1.0, lambda: (seen.append("early"), events.at(0.5, lambda: seen.append("now")))[0])
+    events.after(1.0, early)
     while events.run_next():
         pass
     assert seen == ["early", "now", "late"]
