@@ -6,7 +6,10 @@ the weights if they are due, save a checkpoint if it is due. Events of replicas 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +49,20 @@ class SimulatedRun:
 
 def simulate(size: SimulatedSize, workload: Workload, *, seed: int = 0) -> SimulatedRun:
     """Simulate a run to its last step. Raises the HwrlError that would end the real run, such as too many failures."""
-    return _Simulation(size, workload, seed=seed).run()
+    with _no_garbage_collection():
+        return _Simulation(size, workload, seed=seed).run()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Stop Python's search for cycles: a simulation makes millions of objects without one. It took 25 % of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Simulation:
