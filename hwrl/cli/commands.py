@@ -27,6 +27,7 @@ BUILT_IN = (
     "train",
     "report",
     "plan",
+    "simulate",
     "doctor",
     "checkpoints",
     "conformance",

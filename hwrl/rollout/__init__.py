@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.generation import PendingGroup as PendingGroup
     from hwrl.rollout.generation import SampleGenerator as SampleGenerator
     from hwrl.rollout.judge import Judge as Judge
+    from hwrl.rollout.leases import LeaseQueue as LeaseQueue
     from hwrl.rollout.leases import LedgerClient as LedgerClient
     from hwrl.rollout.ledger import LedgerCounts as LedgerCounts
     from hwrl.rollout.ledger import PromptLease as PromptLease
@@ -100,6 +101,7 @@ _MODULE_OF = {
     "HUB": "rows",
     "INCARNATION": "model_link",
     "Judge": "judge",
+    "LeaseQueue": "leases",
     "LedgerClient": "leases",
     "LedgerCounts": "ledger",
     "LoopSettings": "rollouter",
@@ -176,6 +178,7 @@ __all__ = [
     "Evaluator",
     "GroupGenerator",
     "Judge",
+    "LeaseQueue",
     "LedgerClient",
     "LedgerCounts",
     "LoopSettings",

@@ -36,6 +36,7 @@ extends it by one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -147,6 +148,8 @@ class PromptLedger:
         self._next_lease = 0
         self._running: dict[int, _Leased] = {}
         self._accepted: dict[int, tuple[PromptLease, PromptGroup]] = {}
+        self._active_of: Counter[int] = Counter()  # running and accepted groups, by the version of their lease
+        self._finished_of: Counter[int] = Counter()  # the accepted ones
         self._filtered: set[int] = set()
         self._failed: set[int] = set()
         self._untrained = UntrainedPrompts()  # since the last call of take_untrained
@@ -168,6 +171,7 @@ class PromptLedger:
             lease = PromptLease(self._next_lease, number, self.version, self.incarnation)
             self._next_lease += 1
             self._running[number] = _Leased(lease, replica, now_s + self._group_timeout_s)
+            self._active_of[self.version] += 1
             leases.append(lease)
         return leases
 
@@ -192,7 +196,9 @@ class PromptLedger:
         if self._teaches is None or self._teaches(group):
             self._filtered_in_a_row = 0
             self._accepted[group.sequence_number] = (running.lease, group)
+            self._finished_of[running.lease.version] += 1
         else:
+            self._active_of[running.lease.version] -= 1
             self._filter(group)
         return True
 
@@ -292,46 +298,53 @@ class PromptLedger:
             )
         self.version = version
         self._open = True
+        self._active_of, self._finished_of = +self._active_of, +self._finished_of  # without the versions at 0
 
     def take(self, count: int) -> list[PromptGroup] | None:
         """Return ``count`` groups to train on under the current version, oldest first; None if it is too early.
 
         Neither these groups nor the remaining ones will exceed the staleness bound.
         """
-        chosen = self._consumable(count)
-        if len(chosen) < count:
+        if self._consumable(count) < count:
             return None
-        for group in chosen:
+        chosen = sorted(self._accepted.values(), key=lambda pair: pair[0].lease_id)[:count]
+        for lease, group in chosen:
             del self._accepted[group.sequence_number]
+            self._finished_of[lease.version] -= 1
+            self._active_of[lease.version] -= 1
         self._trained += count
-        return chosen
+        return [group for _, group in chosen]
 
     def take_untrained(self) -> UntrainedPrompts:
         """Return the prompts that were filtered or have failed since the last call, also across a checkpoint."""
         taken, self._untrained = self._untrained, UntrainedPrompts()
         return taken
 
-    def _consumable(self, count: int) -> list[PromptGroup]:
-        """Return up to ``count`` finished groups, oldest first. Every other group keeps a place before its deadline."""
-        places = self._spare_places()
-        chosen: list[PromptGroup] = []
-        for lease, group in sorted(self._accepted.values(), key=lambda pair: pair[0].lease_id):
-            overtaken = [version for version in places if version < lease.version]
-            if len(chosen) == count or any(places[version] == 0 for version in overtaken):
+    def _consumable(self, count: int) -> int:
+        """Return how many finished groups may be trained now, oldest first, up to ``count``.
+
+        Every other group keeps a place before its deadline. The time depends on the number of versions alone: each
+        finished group of a large run asks again.
+        """
+        places, chosen = self._spare_places(), 0
+        for version in places:  # ascending, as the leases are
+            overtaken = [older for older in places if older < version]
+            finished = self._finished_of[version]
+            taken = min([finished, count - chosen, *(places[older] for older in overtaken)])
+            for older in overtaken:
+                places[older] -= taken
+            chosen += taken
+            if taken < finished:
                 break
-            for version in overtaken:
-                places[version] -= 1
-            chosen.append(group)
         return chosen
 
     def _spare_places(self) -> dict[int, int]:
         """Return, for each lease version, the training places before its deadline minus the groups that need one."""
-        leases = [lease for lease, _ in self._accepted.values()] + [work.lease for work in self._running.values()]
-        versions = sorted(lease.version for lease in leases)
-        return {
-            version: (version + self._max_staleness + 1) * self._groups_per_version - self._trained - older
-            for older, version in enumerate(versions, start=1)
-        }
+        spare, older = {}, 0
+        for version in sorted(version for version, active in self._active_of.items() if active):
+            older += self._active_of[version]
+            spare[version] = (version + self._max_staleness + 1) * self._groups_per_version - self._trained - older
+        return spare
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -395,6 +408,8 @@ class PromptLedger:
         self._next = int(state["next"])
         self._running.clear()
         self._accepted.clear()
+        self._active_of.clear()
+        self._finished_of.clear()
         self._failed_attempts.clear()
         self._returned = sorted(int(number) for number in state["owed"])
         self._filtered = set(from_ranges(state.get("filtered", [])))
@@ -410,7 +425,7 @@ class PromptLedger:
         return self._next - 1
 
     def _give_back(self, number: int) -> None:
-        del self._running[number]
+        self._active_of[self._running.pop(number).lease.version] -= 1
         self._returned.append(number)
         self._returned.sort()
 

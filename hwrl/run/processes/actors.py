@@ -101,6 +101,20 @@ class RestoredRun:
 # -- the ledger -----------------------------------------------------------------------------------------------------
 
 
+def make_ledger(config: Config) -> PromptLedger:
+    """Return the prompt ledger of a run."""
+    return PromptLedger(
+        groups_per_version=config.groups_per_version,
+        max_staleness=config.async_training.staleness_threshold,
+        total_groups=config.train.steps * config.train.batch_groups,
+        group_timeout_s=config.rollout.group_timeout_s,
+        max_attempts=config.rollout.max_attempts,
+        max_skipped_in_a_row=config.rollout.max_skipped_in_a_row if config.rollout.on_failure == "skip" else 0,
+        teaches=has_variance if config.algorithm.filter_groups else None,
+        max_filtered_in_a_row=config.algorithm.max_filtered_in_a_row,
+    )
+
+
 class LedgerActor:
     """Serves the prompt ledger to the replicas and the driver. A request waits until the ledger can answer it.
 
@@ -109,16 +123,7 @@ class LedgerActor:
     """
 
     def __init__(self, config: Config) -> None:
-        self._ledger = PromptLedger(
-            groups_per_version=config.groups_per_version,
-            max_staleness=config.async_training.staleness_threshold,
-            total_groups=config.train.steps * config.train.batch_groups,
-            group_timeout_s=config.rollout.group_timeout_s,
-            max_attempts=config.rollout.max_attempts,
-            max_skipped_in_a_row=config.rollout.max_skipped_in_a_row if config.rollout.on_failure == "skip" else 0,
-            teaches=has_variance if config.algorithm.filter_groups else None,
-            max_filtered_in_a_row=config.algorithm.max_filtered_in_a_row,
-        )
+        self._ledger = make_ledger(config)
         self._replica_totals: dict[str, dict[str, float]] = {}
         self._forgotten: set[str] = set()
         self._takes_abandoned = 0

@@ -1,0 +1,71 @@
+"""``hwrl simulate``: the speed of a run on other numbers of devices, from a real run's metrics and assumptions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from hwrl.errors import manual
+from hwrl.lazy import large_imports
+
+HELP = "tell throughput, idle time and staleness of a run on up to 10,000 devices, without them"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    page = manual("simulate.md")
+    parser.add_argument("config", type=Path, help=f"a YAML file of hwrl train; {page} explains the result")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="for example train.ranks=8")
+    parser.add_argument("--devices", type=_sizes, required=True, help="numbers of devices, for example 8,64,10000")
+    parser.add_argument(
+        "--metrics", type=Path, metavar="FILE", help="metrics.jsonl of a real run of this configuration"
+    )
+    parser.add_argument(
+        "--assume", action="append", default=[], metavar="NAME=NUMBER", help="replace a cost, for example sigma=1.2"
+    )
+    parser.add_argument("--steps", type=_count, default=20, help="training steps to simulate")
+    parser.add_argument("--fixed-batch", action="store_true", help="do not let the groups of a step grow with devices")
+    parser.add_argument("--beside-sync", action="store_true", help="simulate synchronous training, too, and compare")
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and failures")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for each number of devices, and the assumptions; 0 on success."""
+    from hwrl.run import load_config
+
+    config = load_config(args.config, args.overrides)
+    with large_imports():
+        from hwrl.run import simulate as sim
+
+    workload, sources = sim.Workload(), {}
+    if args.metrics is not None:
+        measured = sim.calibrate(config, sim.read_run(args.metrics), sim.assume(workload, args.assume))
+        sources = {name: "measured" for name in vars(measured) if vars(measured)[name] != vars(workload)[name]}
+        workload = measured
+    workload = sim.assume(workload, args.assume)
+    sources |= {word.partition("=")[0]: "--assume" for word in args.assume}
+    rows = []
+    for devices in args.devices:
+        size = sim.scaled(config, devices, steps=args.steps, fixed_batch=args.fixed_batch)
+        result = sim.simulate(size, workload, seed=args.seed)
+        baseline = sim.simulate(sim.synchronous(size), workload, seed=args.seed) if args.beside_sync else None
+        rows.append(sim.result_of(result, baseline))
+        if (sentence := sim.limits_exceeded(result)) is not None:
+            print(sentence, file=sys.stderr)
+    print((sim.as_json if args.json else sim.as_text)(rows, workload, sources))
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [_count(word) for word in text.split(",")]
+    if min(sizes) < 2:
+        raise argparse.ArgumentTypeError("a run needs 2 devices or more")
+    return sizes

@@ -1,0 +1,27 @@
+"""``hwrl simulate``: a run on thousands of devices, without a device."""
+
+from hwrl.run.simulate.calibration import as_measured, averages, calibrate, read_run, settled
+from hwrl.run.simulate.simulation import SimulatedRun, simulate
+from hwrl.run.simulate.size import SimulatedSize, scaled, synchronous
+from hwrl.run.simulate.text import as_json, as_text, limits_exceeded, result_of
+from hwrl.run.simulate.workload import Lengths, Workload, assume
+
+__all__ = [
+    "Lengths",
+    "SimulatedRun",
+    "SimulatedSize",
+    "Workload",
+    "as_json",
+    "as_measured",
+    "as_text",
+    "assume",
+    "averages",
+    "calibrate",
+    "limits_exceeded",
+    "read_run",
+    "result_of",
+    "scaled",
+    "settled",
+    "simulate",
+    "synchronous",
+]

@@ -1,0 +1,161 @@
+"""Read the costs of a run from its ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import NormalDist, median, stdev
+
+from hwrl.errors import ConfigError, manual
+from hwrl.run.config import Config
+from hwrl.run.report import Metrics
+from hwrl.run.report.bottleneck import BUSY_SECONDS
+from hwrl.run.report.records import read_records
+from hwrl.run.simulate.simulation import simulate
+from hwrl.run.simulate.size import SimulatedSize, placed
+from hwrl.run.simulate.workload import Lengths, Workload, longest_response
+
+_NEEDED = ("perf/step_s", "response/tokens", "response/length_mean", "timing_s/train", "rollout/generate_s")
+_LEAST_LINES = 8
+_ROUNDS = 4
+"""Simulations of the measured run, each with a better time of a decoding step."""
+_STEPS = 30
+
+
+def read_run(path: Path) -> list[Metrics]:
+    """Return the timed lines of a ``metrics.jsonl``, without its first fifth. Raises ConfigError."""
+    lines = [line for line in read_records(path)[0] if all(name in line for name in _NEEDED)]
+    if len(lines) < _LEAST_LINES:
+        raise ConfigError(
+            f"{path} cannot calibrate a simulation",
+            why=f"it has {len(lines)} lines with {', '.join(_NEEDED)}, and {_LEAST_LINES} are needed",
+            fix=f"give the metrics.jsonl of a longer run, or none; see {manual('simulate.md')}",
+        )
+    return lines[len(lines) // 5 :]
+
+
+def calibrate(config: Config, lines: Sequence[Metrics], base: Workload) -> Workload:
+    """Return ``base`` with the costs measured in ``lines``, a run of ``config``.
+
+    Means of one activity are sums of seconds over sums of work. The shortest tenth of the waits counts as calls alone.
+    The time of a decoding step depends on how full the replicas were: the run itself is simulated, until its tokens
+    per busy second are the measured ones.
+    """
+    size = as_measured(config, _STEPS)
+    measured = _trainer_costs(config, lines, base) | _rollout_costs(config, lines) | _lengths(config, lines, base)
+    workload = dataclasses.replace(base, **measured)
+    speed = generated_per_busy_s(lines)
+    full = dataclasses.replace(workload, full_step_s=config.rollout.max_running / speed, mtbf_h=1e9)
+    for _ in range(_ROUNDS):
+        simulated = generated_per_busy_s(settled(simulate(size, full).lines))
+        full = dataclasses.replace(full, full_step_s=full.full_step_s * simulated / speed)
+    return dataclasses.replace(workload, full_step_s=full.full_step_s)
+
+
+def settled(lines: Sequence[Metrics]) -> list[Metrics]:
+    """Return the lines after the start of a run: the first fifth has no steady state."""
+    return list(lines[len(lines) // 5 :])
+
+
+def generated_per_busy_s(lines: Sequence[Metrics]) -> float:
+    """Return the generated tokens per second of a replica's generation."""
+    tokens = sum(line.get("rollout/tokens_per_s", 0.0) * line["perf/step_s"] for line in lines)
+    return tokens / max(1e-9, sum(line["rollout/generate_s"] for line in lines))
+
+
+def _trainer_costs(config: Config, lines: Sequence[Metrics], base: Workload) -> dict[str, float]:
+    token_s = sum(line["timing_s/train"] for line in lines) / sum(line["response/tokens"] for line in lines)
+    synced = [line for line in lines if line.get("timing_s/sync", 0.0) > 0]
+    busy = ("timing_s/wait", "timing_s/sync", "timing_s/train", "timing_s/critic", "timing_s/save")
+    others = [line["perf/step_s"] - sum(line.get(name, 0.0) for name in busy) for line in lines]
+    nbytes = _median_of(synced, "sync/nbytes") or base.sync_nbytes
+    receivers = _median_of(synced, "sync/receivers") or config.rollout.replicas
+    explained_s = nbytes / base.bandwidth + base.sync_replica_s * receivers
+    logarithms = [math.log(line["timing_s/train"] / line["response/tokens"]) for line in lines]
+    waits = sorted(line.get("timing_s/wait", 0.0) for line in lines)
+    return {
+        "train_token_s": token_s * config.train.ranks,
+        "train_sigma": stdev(logarithms),
+        "batch_s": waits[len(waits) // 10],  # a wait for nothing but the calls
+        "sync_nbytes": nbytes,
+        "sync_fixed_s": max(0.0, _mean_of(synced, "timing_s/sync") - explained_s),
+        "overhead_s": max(0.0, sum(others) / len(others)),
+        "checkpoint_s": _mean_of(lines, "checkpoint/blocked_s"),
+    }
+
+
+def _rollout_costs(config: Config, lines: Sequence[Metrics]) -> dict[str, float]:
+    replicas = _median_of(lines, "rollout/replicas") or config.rollout.replicas
+    versions = lines[-1].get("weights/version", 0.0) - lines[0].get("weights/version", 0.0)
+    versions = versions or len(lines) / config.async_training.trigger_parameter_sync_step
+    update_s = sum(line.get("rollout/update_s", 0.0) for line in lines) / max(1.0, versions * replicas)
+    failures, trained = (
+        lines[-1].get(name, 0.0) - lines[0].get(name, 0.0) for name in ("ledger/failures", "ledger/trained")
+    )
+    costs = {"update_s": update_s, "failed_ratio": failures / max(1.0, failures + trained)}
+    if config.algorithm.filter_groups:
+        costs["equal_ratio"] = median(line.get("groups/filtered_ratio", 0.0) for line in lines)
+    return costs
+
+
+def _lengths(config: Config, lines: Sequence[Metrics], base: Workload) -> dict[str, float]:
+    """Return the mean and the spread of lengths: the spread that explains the truncated share, or else the longest."""
+    limit = longest_response(config)
+    mean = sum(line["response/length_mean"] for line in lines) / len(lines)
+    cut = sum(line.get("response/truncated_ratio", 0.0) for line in lines) / len(lines)
+    longest = _median_of(lines, "response/length_max") or mean
+    if longest <= mean or mean >= 0.999 * limit:
+        return {"mean_tokens": mean, "sigma": 0.0}
+    if longest >= limit and 0 < cut < 1:  # the share above the limit
+        target, place = NormalDist().inv_cdf(1 - cut), math.log(limit)
+    else:  # the longest of all responses of a step
+        responses = config.train.batch_groups * config.rollout.n
+        target, place = NormalDist().inv_cdf(1 - 0.5 / responses), math.log(longest)
+    return {"mean_tokens": mean, "sigma": _solve(lambda sigma: _place(mean, sigma, limit, place), target, base.sigma)}
+
+
+def _place(mean: float, sigma: float, limit: int, logarithm: float) -> float:
+    """Return how many standard deviations ``logarithm`` is above the middle of the lengths with ``mean``."""
+    return (logarithm - Lengths.with_mean(mean, sigma=sigma, limit=limit).mu) / sigma
+
+
+def _solve(place: Callable[[float], float], target: float, default: float) -> float:
+    """Return the sigma for which ``place`` is nearest to ``target``, on a grid from 0.05 to 3; a tie keeps order."""
+    grid = [0.05 * step for step in range(1, 61)]
+    return min(grid, key=lambda sigma: abs(place(sigma) - target)) if math.isfinite(target) else default
+
+
+def _median_of(lines: Sequence[Metrics], name: str) -> float:
+    values = [line[name] for line in lines if name in line]
+    return median(values) if values else 0.0
+
+
+def _mean_of(lines: Sequence[Metrics], name: str) -> float:
+    values = [line[name] for line in lines if name in line]
+    return sum(values) / max(1, len(values))
+
+
+def averages(lines: Sequence[Metrics]) -> dict[str, float]:
+    """Return the time of a step, the tokens per second, the idle shares of both sides and the staleness of a run."""
+    wall_s = sum(line["perf/step_s"] for line in lines)
+    idle_s, busy_s = (
+        sum(line.get(f"rollout/{name}", 0.0) for line in lines for name in names)
+        for names in (["idle_s"], BUSY_SECONDS)
+    )
+    return {
+        "step_s": wall_s / len(lines),
+        "tokens_per_s": sum(line["response/tokens"] for line in lines) / wall_s,
+        "trainer_idle": sum(line["timing_s/wait"] for line in lines) / wall_s,
+        "rollout_idle": idle_s / max(1e-9, idle_s + busy_s),
+        "staleness_mean": sum(line["staleness/mean"] for line in lines) / len(lines),
+        "staleness_max": max(line["staleness/max"] for line in lines),
+        "sync_s": sum(line["timing_s/sync"] for line in lines) / len(lines),
+        "partial": sum(line["partial/ratio"] for line in lines) / len(lines),
+    }
+
+
+def as_measured(config: Config, steps: int) -> SimulatedSize:
+    """Return the size of the run itself, for ``steps`` steps."""
+    return placed(config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})}))

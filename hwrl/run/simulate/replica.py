@@ -1,0 +1,149 @@
+"""A simulated replica: continuous batching, without tokens.
+
+All running responses get one token in each decoding step. So the time of a replica is counted in its steps, and a
+response that starts at step ``p`` with ``l`` tokens ends at step ``p + l``. Between two ends the number of running
+responses is constant, and so is the time of a step. The simulation jumps from end to end.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hwrl.rollout import LeaseQueue, PromptLease
+
+_TOLERANCE_STEPS = 1e-6
+"""Ends that are nearer than this are reached together."""
+
+
+@dataclass(frozen=True)
+class GeneratedGroup:
+    """A group whose responses are all generated: tokens in all, the longest response, and the weights at its start."""
+
+    lease: PromptLease
+    tokens: float
+    longest: float
+    version: int
+
+
+class SimulatedReplica:
+    """One life of a replica. ``now_s`` never goes back; all times are seconds of the simulation.
+
+    ``slots`` responses run at once, ``group_size`` in a group. A decoding step takes ``latency_s``, and ``response_s``
+    for each running response.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        leases: LeaseQueue,
+        *,
+        slots: int,
+        group_size: int,
+        latency_s: float,
+        response_s: float,
+        now_s: float,
+    ) -> None:
+        self.replica_id, self.leases = replica_id, leases
+        self.version, self.incarnation = -1, -1
+        self.alive, self.draining = True, False
+        self.generation = 0
+        """Changes with the next event of the replica: an event of an older generation is void."""
+        self._slots, self._group_size = slots, group_size
+        self._latency_s, self._response_s = latency_s, response_s
+        self._ends: NDArray[np.float64] = np.empty(0)
+        self._times: NDArray[np.float64] | None = None  # from the present step to each end, seconds; None: not known
+        self._groups: list[tuple[float, int, GeneratedGroup]] = []
+        self._step, self._now_s, self._born_s = 0.0, now_s, now_s
+        self._tokens = self._finished = self._generate_s = self._update_s = 0.0
+
+    def pending(self) -> int:
+        """Return the number of unfinished groups."""
+        return len(self._groups)
+
+    def held(self) -> list[PromptLease]:
+        """Return the leases of the unfinished groups, and the waiting ones."""
+        return [*(group.lease for _, _, group in self._groups), *self.leases]
+
+    def room(self) -> int:
+        """Return how many whole groups can start now."""
+        return (self._slots - len(self._ends)) // self._group_size
+
+    def totals(self, now_s: float) -> dict[str, float]:
+        """Return the running totals of tokens, groups and seconds, as a real replica reports them."""
+        busy_s = self._generate_s + self._update_s
+        return {
+            "tokens": self._tokens,
+            "groups": self._finished,
+            "generate_s": self._generate_s,
+            "update_s": self._update_s,
+            "idle_s": max(0.0, now_s - self._born_s - busy_s),
+        }
+
+    def start(self, lease: PromptLease, lengths: NDArray[np.float64]) -> None:
+        """Begin a group with responses of ``lengths`` tokens (float64). Call :meth:`advance` before."""
+        group = GeneratedGroup(lease, float(lengths.sum()), float(lengths.max()), self.version)
+        heapq.heappush(self._groups, (self._step + group.longest, lease.lease_id, group))
+        self._ends = np.sort(np.concatenate([self._ends, self._step + lengths]))
+        self._times = None
+
+    def next_event_s(self, *, wants_room: bool) -> float | None:
+        """Return when the next group ends or, if the replica ``wants_room``, a group could start; None if idle."""
+        if not self._groups:
+            return None
+        index = int(self._ends.searchsorted(self._groups[0][0] - _TOLERANCE_STEPS))
+        to_end = len(self._ends) + self._group_size - self._slots  # responses before a group fits
+        if wants_room and to_end > 0:
+            index = min(index, to_end - 1)
+        return self._now_s + float(self._end_times()[index])
+
+    def advance(self, now_s: float) -> list[GeneratedGroup]:
+        """Decode until ``now_s``; return the groups that have ended since."""
+        elapsed_s = now_s - self._now_s
+        if elapsed_s <= 0:  # within a pause
+            return []
+        self._now_s = now_s
+        if not len(self._ends):
+            return []
+        times = self._end_times()
+        ended = int(times.searchsorted(elapsed_s + 1e-9, side="right"))
+        before_s, step = (float(times[ended - 1]), float(self._ends[ended - 1])) if ended else (0.0, self._step)
+        running = len(self._ends) - ended
+        self._generate_s += min(elapsed_s, float(times[-1]))
+        if running:
+            step += max(0.0, elapsed_s - before_s) / (self._latency_s + self._response_s * running)
+        self._step, self._ends = step, self._ends[ended:]
+        self._times = None
+        return self._pop_groups()
+
+    def pause(self, seconds: float, *, now_s: float) -> None:
+        """Take new weights for ``seconds``. Call :meth:`advance` before."""
+        self._now_s = max(self._now_s, now_s) + seconds
+        self._update_s += seconds
+
+    def drop(self) -> None:
+        """Drop all unfinished groups."""
+        self._ends, self._groups = np.empty(0), []
+        self._times = None
+
+    def _pop_groups(self) -> list[GeneratedGroup]:
+        groups = []
+        while self._groups and self._groups[0][0] <= self._step + _TOLERANCE_STEPS:
+            group = heapq.heappop(self._groups)[2]
+            self._tokens += group.tokens
+            self._finished += 1
+            groups.append(group)
+        return groups
+
+    def _end_times(self) -> NDArray[np.float64]:
+        """Return the seconds from the present step to each end (float64)."""
+        if self._times is None:
+            running = np.arange(len(self._ends), 0, -1)
+            steps = self._ends.copy()
+            steps[1:] -= self._ends[:-1]
+            steps[:1] -= self._step
+            self._times = (steps * (self._latency_s + self._response_s * running)).cumsum()
+        return self._times

@@ -1,0 +1,289 @@
+"""A discrete-event simulation of a whole run: the ledger and the leases are real, the processes are not.
+
+The trainer's turn is that of :class:`~hwrl.run.pipeline.Pipeline`: advance the ledger, wait for a batch, train, send
+the weights if they are due, save a checkpoint if it is due. Events of replicas come in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hwrl.errors import EngineError
+from hwrl.interfaces import PromptGroup
+from hwrl.run.cluster.placement import DeviceCounts
+from hwrl.run.processes.actors import BatchInfo, make_ledger
+from hwrl.run.report import Metrics, StepRates
+from hwrl.run.simulate.events import EventQueue
+from hwrl.run.simulate.fleet import SimulatedFleet
+from hwrl.run.simulate.replica import SimulatedReplica
+from hwrl.run.simulate.size import SimulatedSize
+from hwrl.run.simulate.workload import Workload
+
+_STUCK_S = 3 * 86400.0
+"""Simulated time without a new step, after which the run counts as stuck."""
+_EMPTY_LEDGER: dict[str, Any] = {"version": 0, "trained": 0, "next": 0, "owed": []}
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """The result: ``lines`` of metrics with the names of ``metrics.jsonl``, the events of failure, and the wall time.
+
+    ``seconds`` is simulated time, the lost steps included.
+    """
+
+    size: SimulatedSize
+    lines: list[Metrics]
+    seconds: float
+    replica_deaths: int
+    trainer_deaths: int
+    lost_steps: int
+
+
+def simulate(size: SimulatedSize, workload: Workload, *, seed: int = 0) -> SimulatedRun:
+    """Simulate a run to its last step. Raises the HwrlError that would end the real run, such as too many failures."""
+    with _no_garbage_collection():
+        return _Simulation(size, workload, seed=seed).run()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Stop Python's search for cycles: a simulation makes millions of objects without one. It took 25 % of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Simulation:
+    def __init__(self, size: SimulatedSize, workload: Workload, *, seed: int) -> None:
+        config = size.config
+        self._size, self._config, self._workload = size, config, workload
+        self._random = np.random.default_rng(seed)
+        self._events = EventQueue()
+        self._ledger = make_ledger(config)
+        self._fleet = SimulatedFleet(
+            config,
+            workload,
+            ledger=self._ledger,
+            events=self._events,
+            random=self._random,
+            on_change=self._on_change,
+        )
+        rollout = config.rollout.replicas * config.rollout.tensor_parallel
+        self._rates = StepRates([], devices=DeviceCounts(rollout, size.devices), now=lambda: self._events.now_s)
+        self._lines: list[Metrics] = []
+        self._step = self._saved_step = self._version = self._incarnation = 0
+        self._saved = _EMPTY_LEDGER
+        self._life = 0  # of the trainer: its events of an older life are void
+        self._waits_for: str | None = None  # "batch", or "drain": for replicas to finish their groups
+        self._draining: list[SimulatedReplica] = []
+        self._since_s = 0.0
+        self._trainer_deaths = self._lost_steps = self._newest_step = 0
+        self._progress_s = 0.0
+        self._metrics: Metrics = {}
+        self._batch: list[PromptGroup] = []
+        self._awaited = False  # a transfer to late replicas is under way
+
+    def run(self) -> SimulatedRun:
+        for _ in range(self._config.rollout.replicas):
+            self._fleet.add()
+        self._ledger.load_state_dict(self._saved, incarnation=self._incarnation)
+        self._deliver()
+        self._rates.start_clock()
+        self._schedule_failure()
+        self._begin_step()
+        while len(self._lines) < self._config.train.steps:
+            if not self._events.run_next() or self._events.now_s - self._progress_s > _STUCK_S:
+                raise self._stuck()
+        return SimulatedRun(
+            self._size,
+            self._lines,
+            self._events.now_s,
+            self._fleet.deaths,
+            self._trainer_deaths,
+            self._lost_steps,
+        )
+
+    def _stuck(self) -> EngineError:
+        days = (self._events.now_s - self._progress_s) / 86400
+        return EngineError(
+            f"the simulated run makes no progress after step {self._step}",
+            why=f"no step was finished in {days:.0f} days: {self._trainer_deaths} deaths of the trainer and "
+            f"{self._fleet.deaths} of replicas so far, the last checkpoint is of step {self._saved_step}",
+            fix="assume a higher mtbf_h or a shorter restart_s, or save more often with checkpoint.save_every_steps",
+        )
+
+    def _after(self, seconds: float, act: Any) -> None:
+        """Let the trainer do ``act`` after ``seconds``, if it still lives."""
+        life = self._life
+        self._events.after(seconds, lambda: act() if life == self._life else None)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._ledger.advance(self._version)
+        self._waits_for, self._since_s = "batch", self._events.now_s
+        self._fleet.serve()
+        self._on_change()
+
+    def _on_change(self) -> None:
+        """Go on if the trainer waits for something that is there now."""
+        if self._waits_for == "drain":
+            self._send_when_drained()
+        elif self._waits_for == "batch":
+            self._take_or_serve()
+
+    def _take_or_serve(self) -> None:
+        groups = self._ledger.take(self._config.train.batch_groups)
+        if groups is not None:
+            self._waits_for = None
+            self._after(self._workload.batch_s, partial(self._train, groups))
+        elif self._fleet.joiners and not self._awaited:
+            self._awaited = True
+            self._after(self._sync_s(), self._deliver_awaited)
+
+    def _deliver_awaited(self) -> None:
+        """Give replacements the weights while the trainer waits for a batch."""
+        self._awaited = False
+        for replica in list(self._fleet.joiners):
+            self._fleet.take_weights(replica, version=self._version, incarnation=self._incarnation)
+
+    def _train(self, groups: list[PromptGroup]) -> None:
+        rows = [self._fleet.rows.pop(group.lease_id) for group in groups]
+        tokens, longest = sum(row[0] for row in rows), max(row[1] for row in rows)
+        ages = [self._version - group.oldest_version for group in groups]
+        spans = [group.newest_version - group.oldest_version for group in groups]
+        work = self._workload
+        token_s = work.train_token_s * (work.shared_train_ratio if self._size.shared else 1.0)
+        train_s = work.train_fixed_s + token_s * max(tokens / self._config.train.ranks, longest)
+        train_s *= math.exp(work.train_sigma * self._random.standard_normal() - work.train_sigma**2 / 2)
+        self._batch = groups
+        self._metrics = {
+            "response/length_mean": tokens / len(groups) / self._config.rollout.n,
+            "response/length_max": longest,
+            "response/tokens": tokens,
+            "staleness/mean": sum(ages) / len(ages),
+            "staleness/max": float(max(ages)),
+            "partial/ratio": sum(span > 0 for span in spans) / len(spans),
+            "timing_s/wait": self._events.now_s - self._since_s,
+            "timing_s/train": train_s,
+            "timing_s/sync": 0.0,
+        }
+        self._after(train_s, self._end_training)
+
+    def _end_training(self) -> None:
+        self._step += 1
+        if self._step % self._config.async_training.trigger_parameter_sync_step:
+            self._finish_step()
+            return
+        self._since_s = self._events.now_s
+        if self._config.async_training.partial_rollout:
+            self._send()
+        else:
+            self._draining = list(self._fleet.replicas.values())
+            for replica in self._draining:
+                replica.draining = True
+            self._waits_for = "drain"
+            self._send_when_drained()
+
+    def _send_when_drained(self) -> None:
+        while self._draining and not (self._draining[-1].alive and self._draining[-1].pending()):
+            self._draining.pop()
+        if not self._draining:
+            self._waits_for = None
+            self._send()
+
+    def _send(self) -> None:
+        seconds = self._sync_s() + (self._workload.switch_s if self._size.shared else 0.0)
+        self._metrics |= {
+            "sync/nbytes": self._workload.sync_nbytes,
+            "sync/receivers": float(len(self._fleet.replicas)),
+        }
+        self._after(seconds, self._end_sync)
+
+    def _sync_s(self) -> float:
+        work = self._workload
+        moved_s = work.sync_nbytes / (work.bandwidth * self._size.senders)
+        return work.sync_fixed_s + moved_s + work.sync_replica_s * len(self._fleet.replicas)
+
+    def _end_sync(self) -> None:
+        self._metrics["timing_s/sync"] = self._events.now_s - self._since_s
+        self._version += 1
+        self._deliver()
+        self._finish_step()
+
+    def _deliver(self) -> None:
+        for replica in list(self._fleet.replicas.values()):
+            self._fleet.take_weights(replica, version=self._version, incarnation=self._incarnation)
+
+    def _finish_step(self) -> None:
+        totals = {name: one.totals(self._events.now_s) for name, one in self._fleet.replicas.items()}
+        info = BatchInfo(
+            [group.sequence_number for group in self._batch],
+            asdict(self._ledger.counts()),
+            totals,
+            self._ledger.take_untrained(),
+        )
+        rates = self._rates.metrics(self._metrics, info)
+        line = {"step": self._step, "time_s": self._events.now_s, "weights/version": float(self._version)}
+        self._lines.append({**line, **self._metrics, **rates})
+        if self._step > self._newest_step:
+            self._newest_step, self._progress_s = self._step, self._events.now_s
+        pause_s = self._workload.overhead_s
+        every = self._config.checkpoint.save_every_steps
+        if every and self._step % every == 0:
+            pause_s += self._workload.checkpoint_s
+            self._saved, self._saved_step = self._ledger.state_dict(), self._step
+        self._after(pause_s, self._begin_step)
+
+    # -- failures -------------------------------------------------------------------------------------------------
+
+    def _schedule_failure(self) -> None:
+        mean_s = 3600 * self._workload.mtbf_h / self._size.devices
+        self._events.after(float(self._random.exponential(mean_s)), self._fail)
+
+    def _fail(self) -> None:
+        """Let one device fail, and with it a replica or the trainer."""
+        self._schedule_failure()
+        hangs = self._random.random() < self._workload.hang_ratio
+        device = self._random.integers(self._size.devices)
+        if device < self._config.train.ranks:
+            self._end_trainer(self._config.timeouts.heartbeat_s if hangs else 0.0)
+        elif self._fleet.replicas:
+            names = list(self._fleet.replicas)
+            replica = self._fleet.replicas[names[int(self._random.integers(len(names)))]]
+            self._fleet.hang(replica) if hangs else self._fleet.crash(replica)
+            self._on_change()
+
+    def _end_trainer(self, detect_s: float) -> None:
+        """End the trainer. It goes back to its last checkpoint."""
+        self._life += 1
+        self._trainer_deaths += 1
+        self._waits_for, self._awaited = None, False
+        self._after(detect_s + self._workload.restart_s, self._restart_trainer)
+
+    def _restart_trainer(self) -> None:
+        self._incarnation += 1
+        self._lost_steps += self._step - self._saved_step
+        self._step = self._saved_step
+        del self._lines[self._step :]
+        self._ledger.load_state_dict(self._saved, incarnation=self._incarnation)
+        self._version = self._step // self._config.async_training.trigger_parameter_sync_step
+        self._fleet.rows.clear()
+        self._rates.go_back(self._lines)
+        self._after(self._sync_s(), self._resume)
+
+    def _resume(self) -> None:
+        self._deliver()
+        self._begin_step()

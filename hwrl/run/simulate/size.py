@@ -1,0 +1,80 @@
+"""The size of a simulated run: its processes, and the placement that hwrl would choose for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hwrl.interfaces import Support
+from hwrl.run.cluster.placement import Machines, assign_devices, choose_senders, choose_transport
+from hwrl.run.config import Config
+
+DEVICES_OF_A_NODE = 8
+"""Devices of one machine, for the choice of the senders: an assumption."""
+
+
+@dataclass(frozen=True)
+class SimulatedSize:
+    """A run on ``devices`` devices. ``shared``: trainer and replicas take turns on the same devices.
+
+    ``config`` has the numbers of ranks, replicas and groups of this size. ``senders`` ranks send the weights.
+    """
+
+    config: Config
+    devices: int
+    senders: int
+    shared: bool
+
+
+def scaled(config: Config, devices: int, *, steps: int, fixed_batch: bool = False) -> SimulatedSize:
+    """Return the run of ``config`` on ``devices`` devices, for ``steps`` training steps.
+
+    Ranks and replicas keep their ratio, and the groups of a step grow with the devices unless ``fixed_batch``. Raises
+    ConfigError if the devices are too few.
+    """
+    width = config.rollout.tensor_parallel
+    factor = devices / (config.train.ranks + config.rollout.replicas * width)
+    replicas = max(1, min(round(config.rollout.replicas * factor), (devices - 1) // width))
+    ranks = max(1, devices - replicas * width)
+    groups = config.train.batch_groups if fixed_batch else max(1, round(config.train.batch_groups * factor))
+    return placed(_resized(config, ranks=ranks, replicas=replicas, groups=groups, steps=steps), devices)
+
+
+def synchronous(size: SimulatedSize) -> SimulatedSize:
+    """Return the baseline: the same devices train and generate in turns, with on-policy groups, version by version."""
+    config, width = size.config, size.config.rollout.tensor_parallel
+    steps = max(1, config.train.steps // config.async_training.trigger_parameter_sync_step)
+    replicas = max(1, size.devices // width)
+    resized = _resized(config, ranks=size.devices, replicas=replicas, groups=config.groups_per_version, steps=steps)
+    turns = resized.async_training.model_copy(update={"staleness_threshold": 0, "trigger_parameter_sync_step": 1})
+    return SimulatedSize(resized.model_copy(update={"async_training": turns}), size.devices, 1, shared=True)
+
+
+def _resized(config: Config, *, ranks: int, replicas: int, groups: int, steps: int) -> Config:
+    """Return ``config`` with other numbers. They may exceed the limits of a real run's processes."""
+    train = config.train.model_copy(update={"ranks": ranks, "batch_groups": groups, "steps": steps})
+    rollout = config.rollout.model_copy(update={"replicas": replicas})
+    return config.model_copy(update={"train": train, "rollout": rollout})
+
+
+def placed(config: Config, devices: int | None = None) -> SimulatedSize:
+    """Return the run of ``config`` on ``devices`` devices; None: one for each rank, and those of the replicas.
+
+    Trainer and replicas share none. Raises ConfigError if the devices are too few.
+    """
+    ranks, replicas, width = config.train.ranks, config.rollout.replicas, config.rollout.tensor_parallel
+    devices = ranks + replicas * width if devices is None else devices
+    assignment = assign_devices(devices=devices, ranks=ranks, replicas=replicas, width=width, may_share=False)
+    transport, _ = choose_transport(
+        bypass_cpu=config.weights.bypass_cpu,
+        shared=False,
+        one_machine=devices <= DEVICES_OF_A_NODE,
+        supports=lambda capability: Support("unverified", "assumed by the simulation"),
+    )
+    machines = Machines(
+        [str(one.devices[0] // DEVICES_OF_A_NODE) for one in assignment.ranks],
+        [str(device // DEVICES_OF_A_NODE) for one in assignment.replicas for device in one.devices],
+    )
+    senders, _ = choose_senders(
+        config.weights.senders, transport=transport, ranks=ranks, machines=machines, own_devices=True
+    )
+    return SimulatedSize(config, devices, senders, shared=False)

@@ -1,0 +1,89 @@
+"""The result of simulations as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hwrl.run.simulate.calibration import averages, settled
+from hwrl.run.simulate.simulation import SimulatedRun
+from hwrl.run.simulate.workload import Workload
+
+_COLUMNS = {
+    "devices": "{:,}",
+    "step_s": "{:.3g}",
+    "tokens_per_s": "{:,.0f}",
+    "per_device": "{:,.1f}",
+    "trainer_idle": "{:.0%}",
+    "rollout_idle": "{:.0%}",
+    "staleness_mean": "{:.2f}",
+    "staleness_max": "{:.0f}",
+    "sync_s": "{:.3g}",
+    "deaths": "{}",
+    "lost_steps": "{}",
+    "speedup": "{:.2f}x",
+}
+_TITLES = (
+    "devices",
+    "step s",
+    "tokens/s",
+    "per device",
+    "trainer idle",
+    "rollout idle",
+    "staleness",
+    "max",
+    "sync s",
+    "deaths",
+    "lost steps",
+    "beside synchronous",
+)
+
+
+def result_of(run: SimulatedRun, baseline: SimulatedRun | None = None) -> dict[str, float]:
+    """Return the averages of a run after its start; with a ``baseline``, also the speed-up in tokens per second."""
+    found = averages(settled(run.lines))
+    row = {
+        "devices": run.size.devices,
+        **found,
+        "per_device": found["tokens_per_s"] / run.size.devices,
+        "deaths": run.replica_deaths + run.trainer_deaths,
+        "lost_steps": run.lost_steps,
+    }
+    if baseline is not None:
+        row["speedup"] = found["tokens_per_s"] / averages(settled(baseline.lines))["tokens_per_s"]
+    return row
+
+
+def as_text(rows: Sequence[Mapping[str, Any]], workload: Workload, sources: Mapping[str, str]) -> str:
+    """Return a table of the sizes, and all assumptions with their ``sources``."""
+    names = [name for name in _COLUMNS if name in rows[0]]
+    titles = [title for name, title in zip(_COLUMNS, _TITLES, strict=True) if name in names]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---:|" * len(titles)]
+    lines += ["| " + " | ".join(_COLUMNS[name].format(row[name]) for name in names) + " |" for row in rows]
+    lines += ["", "| assumption | value | source |", "|---|---:|---|"]
+    lines += [
+        f"| {field.name} | {getattr(workload, field.name):.5g} | {sources.get(field.name, 'default')} |"
+        for field in dataclasses.fields(workload)
+    ]
+    return "\n".join(lines)
+
+
+def limits_exceeded(run: SimulatedRun) -> str | None:
+    """Return a sentence if the real run would have ended with an error, after too many deaths."""
+    config = run.size.config
+    limits = {
+        f"rollout.max_restarts={config.rollout.max_restarts}": run.replica_deaths > config.rollout.max_restarts,
+        f"train.max_restarts={config.train.max_restarts}": run.trainer_deaths > config.train.max_restarts,
+    }
+    exceeded = " and ".join(limit for limit, is_exceeded in limits.items() if is_exceeded)
+    if not exceeded:
+        return None
+    deaths = f"{run.replica_deaths} deaths of replicas and {run.trainer_deaths} of the trainer"
+    return f"{run.size.devices:,} devices: {exceeded} would have ended the run, with {deaths} in {run.seconds:,.0f} s"
+
+
+def as_json(rows: Sequence[Mapping[str, Any]], workload: Workload, sources: Mapping[str, str]) -> str:
+    """Return the same as JSON."""
+    return json.dumps({"sizes": rows, "assumptions": dataclasses.asdict(workload), "sources": dict(sources)}, indent=1)

@@ -1,0 +1,282 @@
+"""Simulated runs: the model of a replica, the staleness bound, failures, calibration, and published speed-ups."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hwrl.cli import main
+from hwrl.errors import ConfigError, EngineError
+from hwrl.rollout import LeaseQueue, PromptLease
+from hwrl.run import Config, load_config
+from hwrl.run.simulate import (
+    Lengths,
+    Workload,
+    as_measured,
+    assume,
+    averages,
+    calibrate,
+    limits_exceeded,
+    read_run,
+    result_of,
+    scaled,
+    settled,
+    simulate,
+    synchronous,
+)
+from hwrl.run.simulate.events import EventQueue
+from hwrl.run.simulate.fleet import SimulatedFleet, SimulatedLedger
+from hwrl.run.simulate.replica import SimulatedReplica
+from tests.support.train_run import Run
+
+MEASURED = Path(__file__).parents[1] / "support" / "measured_run.jsonl"
+"""Lines of a real run: the demo with two replicas and 8 prompts a step, on two cores."""
+OF_MEASURED = ("rollout.replicas=2", "rollout.n=16", "rollout.max_new_tokens=5", "rollout.max_running=256")
+WORK = Workload(mean_tokens=200.0, full_step_s=0.04, train_token_s=1e-3, sync_fixed_s=0.5, update_s=0.2)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(
+        f"dir: {tmp_path}/run\nmodel: {{path: {tmp_path}/model}}\ndata: {{train: {tmp_path}/t.jsonl}}\n"
+        'reward: {function: "m:f"}\n'
+        "rollout: {replicas: 3, n: 4, max_new_tokens: 1024, max_running: 16}\ntrain: {ranks: 1, batch_groups: 8}\n"
+    )
+    return tmp_path / "config.yaml"
+
+
+def config_of(config_file: Path, *overrides: str) -> Config:
+    return load_config(config_file, list(overrides))
+
+
+# -- lengths and replicas -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mean", "sigma", "limit"), [(200.0, 1.0, 4096), (900.0, 1.5, 1024), (4.9, 0.5, 5)])
+def test_drawn_lengths_have_the_mean(mean: float, sigma: float, limit: int) -> None:
+    drawn = Lengths.with_mean(mean, sigma=sigma, limit=limit).draw(100_000, np.random.default_rng(0))
+    assert drawn.mean() == pytest.approx(mean, rel=0.03)
+    assert drawn.min() >= 1 and drawn.max() <= limit
+
+
+def test_a_replica_decodes_all_responses_together() -> None:
+    fleet = SimulatedFleet.__new__(SimulatedFleet)  # never asked
+    replica = SimulatedReplica(
+        "one",
+        LeaseQueue(SimulatedLedger(fleet, "one")),
+        slots=4,
+        group_size=2,
+        latency_s=1.0,
+        response_s=0.5,
+        now_s=0.0,
+    )
+    replica.start(PromptLease(0, 0, 0, 0), np.array([1.0, 3.0]))
+    assert replica.next_event_s(wants_room=True) == 2.0 + 1.5 + 1.5, "a step with two responses, then two with one"
+    assert not replica.advance(2.0 + 0.75)
+    replica.start(PromptLease(1, 1, 0, 0), np.array([10.0, 1.0]))  # in the middle of the second step
+    assert replica.room() == 0
+    assert replica.next_event_s(wants_room=True) == pytest.approx(2.75 + 1.0 * 2.5), (
+        "a response of the second group ends"
+    )
+    assert [group.tokens for group in replica.advance(2.75 + 2.5 + 0.5 * 2.0)] == [4.0]
+    assert replica.totals(10.0)["generate_s"] == pytest.approx(6.25)
+
+
+def test_events_run_in_the_order_of_their_times() -> None:
+    events, seen = EventQueue(), list[str]()
+
+    def early() -> None:
+        seen.append("early")
+        events.at(0.5, lambda: seen.append("now"))
+
+    events.after(2.0, lambda: seen.append("late"))
+    events.after(1.0, early)
+    while events.run_next():
+        pass
+    assert seen == ["early", "now", "late"]
+    assert events.now_s == 2.0
+
+
+# -- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_a_slow_trainer_is_as_fast_as_its_trainer(config_file: Path) -> None:
+    work = replace(WORK, train_token_s=0.01, overhead_s=0.25, sigma=0.0)
+    run = simulate(as_measured(config_of(config_file), 12), work)
+    expected_s = 8 * 4 * 200 * 0.01 + 0.5 + 0.25
+    assert [line["perf/step_s"] for line in run.lines[2:]] == pytest.approx([expected_s] * 10)
+    assert run.lines[-1]["ledger/trained"] == 12 * 8
+    assert run.lines[-1]["perf/bottleneck"] == 0.0, "the trainer"
+
+
+@pytest.mark.parametrize("partial", ["true", "false"])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_real_ledger_keeps_the_staleness_bound(config_file: Path, staleness: int, partial: str) -> None:
+    words = (f"async_training.staleness_threshold={staleness}", f"async_training.partial_rollout={partial}")
+    run = simulate(as_measured(config_of(config_file, *words), 15), replace(WORK, train_token_s=0.01))
+    assert max(line["staleness/max"] for line in run.lines) == staleness
+    assert run.lines[-1]["ledger/trained"] == 15 * 8
+
+
+def test_failures_cost_time_and_no_prompt(config_file: Path) -> None:
+    config = config_of(config_file, "checkpoint.save_every_steps=5", "rollout.group_timeout_s=60")
+    size = as_measured(config, 40)
+    calm = simulate(size, WORK)
+    work = replace(WORK, mtbf_h=0.1, hang_ratio=0.4, restart_s=30.0)
+    hit = simulate(size, work, seed=3)
+    assert hit.replica_deaths > 3 and hit.trainer_deaths > 0 and hit.lost_steps > 0
+    assert hit.lines[-1]["ledger/trained"] == 40 * 8
+    assert [line["step"] for line in hit.lines] == list(range(1, 41))
+    assert "rollout.max_restarts=3 would have ended the run" in (limits_exceeded(hit) or "")
+    assert limits_exceeded(calm) is None
+    assert hit.seconds > 1.1 * calm.seconds
+    assert simulate(size, work, seed=3).lines == hit.lines, "a seed repeats a run"
+
+
+def test_too_many_failures_end_the_run_as_they_would_end_a_real_one(config_file: Path) -> None:
+    with pytest.raises(EngineError, match="failed 3 times"):
+        simulate(as_measured(config_of(config_file), 5), replace(WORK, failed_ratio=0.9))
+
+
+def test_a_run_that_never_comes_to_a_checkpoint_is_an_error(config_file: Path) -> None:
+    with pytest.raises(EngineError, match="makes no progress"):
+        simulate(as_measured(config_of(config_file), 20), replace(WORK, mtbf_h=0.01))
+
+
+def test_more_devices_train_more_tokens_with_the_same_idle_shares(config_file: Path) -> None:
+    config = config_of(config_file)
+    few, many = (averages(settled(simulate(scaled(config, n, steps=12), WORK).lines)) for n in (8, 128))
+    assert many["tokens_per_s"] == pytest.approx(16 * few["tokens_per_s"], rel=0.15)
+    assert many["rollout_idle"] == pytest.approx(few["rollout_idle"], abs=0.1)
+
+
+def test_the_synchronous_baseline_takes_turns(config_file: Path) -> None:
+    size = scaled(config_of(config_file), 16, steps=12)
+    both = synchronous(size)
+    assert both.shared and both.config.train.ranks == both.config.rollout.replicas == 16
+    run = simulate(both, WORK)
+    for line in run.lines:
+        assert line["staleness/max"] == 0.0
+    assert result_of(simulate(size, WORK), run)["speedup"] > 1.0
+
+
+def test_too_few_devices_are_refused(config_file: Path) -> None:
+    words = ("rollout.engine=other", "rollout.tensor_parallel=8")
+    with pytest.raises(ConfigError, match="needs 9 devices"):
+        scaled(config_of(config_file, *words), 8, steps=1)
+
+
+# -- calibration ----------------------------------------------------------------------------------------------------
+
+
+def test_a_simulation_is_found_again_from_its_own_metrics(config_file: Path) -> None:
+    config = config_of(config_file, "checkpoint.save_every_steps=0")
+    truth = replace(WORK, train_token_s=0.002, mtbf_h=1e9)
+    lines = simulate(as_measured(config, 60), truth).lines
+    found = calibrate(config, settled(lines), Workload())
+    assert found.mean_tokens == pytest.approx(200, rel=0.1)
+    assert found.full_step_s == pytest.approx(truth.full_step_s, rel=0.15)
+    assert found.train_token_s == pytest.approx(truth.train_token_s, rel=0.01)
+    assert found.sync_fixed_s == pytest.approx(0.5, rel=0.01)
+    assert found.update_s == pytest.approx(0.2, rel=0.05)
+    assert found.sigma == pytest.approx(1.0, abs=0.35)
+
+
+def assert_close(real: list[dict[str, float]], config: Config, *, rel: float) -> None:
+    """Check the simulation of a real run, calibrated on it, beside the run."""
+    work = replace(calibrate(config, real, Workload()), mtbf_h=1e9)
+    measured = averages(real)
+    runs = [averages(settled(simulate(as_measured(config, 60), work, seed=seed).lines)) for seed in range(3)]
+    for name in ("step_s", "tokens_per_s"):
+        assert statistics.mean(run[name] for run in runs) == pytest.approx(measured[name], rel=rel), name
+    for name in ("trainer_idle", "rollout_idle"):
+        assert statistics.mean(run[name] for run in runs) == pytest.approx(measured[name], abs=0.1), name
+    assert {run["staleness_max"] for run in runs} == {measured["staleness_max"]}
+
+
+def test_a_simulation_is_near_a_recorded_run(config_file: Path) -> None:
+    assert_close(read_run(MEASURED), config_of(config_file, *OF_MEASURED), rel=0.1)
+
+
+@pytest.mark.extended  # the recorded run above is checked always
+@pytest.mark.long(120)
+def test_a_simulation_is_near_a_run(demo: Path) -> None:
+    words = ("train.steps=60", "goals={}", "checkpoint.save_every_steps=0", "eval.every_steps=0")
+    run = Run(demo, *words)
+    assert run.wait() == 0, run.output()
+    config = load_config(demo / "config.yaml", list(words))
+    assert_close(read_run(run.directory / "metrics.jsonl"), config, rel=0.1)
+
+
+def test_a_file_without_timings_calibrates_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time_s": 1.0}\n')
+    with pytest.raises(ConfigError, match="cannot calibrate"):
+        read_run(tmp_path / "metrics.jsonl")
+
+
+# -- published speed-ups, docs/simulate.md ----------------------------------------------------------------------------
+
+
+@pytest.mark.extended
+def test_published_steps_are_between_those_of_the_nearest_settings(config_file: Path) -> None:
+    """Published: synchronous 356 s, streamed 231 s, staleness 0.5 151 s. hwrl counts staleness in whole versions."""
+    tokens = 512 * 16 * 3000
+    train_token_s, shared_s = 113.16 * 64 / tokens, (113.81 + 53.92) * 128 / tokens
+    work = Workload(
+        mean_tokens=3000.0,
+        sigma=1.2,
+        full_step_s=0.02,
+        latency_share=0.22,
+        train_token_s=train_token_s,
+        shared_train_ratio=shared_s / train_token_s,
+        switch_s=10.72,
+        sync_fixed_s=4.0,
+        update_s=4.0,
+        mtbf_h=1e9,
+    )
+    base = ["rollout.replicas=64", "train.ranks=64", "train.batch_groups=128", "rollout.n=16"]
+    base += ["rollout.max_new_tokens=28672", "rollout.max_running=256", "async_training.trigger_parameter_sync_step=4"]
+    sizes = [
+        scaled(config_of(config_file, *base, f"async_training.staleness_threshold={bound}"), 128, steps=32)
+        for bound in (0, 1)
+    ]
+    streamed, stale = (4 * averages(settled(simulate(size, work).lines))["step_s"] for size in sizes)
+    turns = averages(settled(simulate(synchronous(sizes[0]), work).lines))["step_s"]
+    assert turns == pytest.approx(356.3, rel=0.1), "fitted to it"
+    assert streamed == pytest.approx(231.3, rel=0.1), "predicted"
+    assert stale < 150.6 < streamed, "predicted"
+
+
+@pytest.mark.extended
+def test_10_000_devices_take_less_than_a_minute_of_one_core(config_file: Path) -> None:
+    size = scaled(config_of(config_file), 10_000, steps=20)
+    began_s = time.process_time()
+    simulate(size, WORK)
+    assert time.process_time() - began_s < 60
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_row_for_each_size(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", str(config_file), "--devices", "8,64", "--steps", "8", "--beside-sync"]
+    assert main([*words, "--assume", "sigma=0.5", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["devices"] for row in shown["sizes"]] == [8, 64]
+    assert shown["sizes"][0]["speedup"] > 0
+    assert (shown["assumptions"]["sigma"], shown["sources"]["sigma"]) == (0.5, "--assume")
+    assert main(["simulate", str(config_file), "--devices", "4", "--metrics", str(MEASURED), *OF_MEASURED]) == 0
+    assert "| train_token_s |" in (text := capsys.readouterr().out)
+    assert "| measured |" in text and "| default |" in text
+
+
+@pytest.mark.parametrize("word", ["sigma", "speed=3", "sigma=fast", "hang_ratio=2", "mtbf_h=0", "sigma=-1"])
+def test_an_impossible_assumption_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="assumption"):
+        assume(Workload(), [word])
