@@ -74,7 +74,8 @@ class OpenTelemetryTracker(Tracker):
         if "file" in self._options:
             from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
-            file = self._at_end.enter_context(Path(self._options["file"]).open("a", encoding="utf-8"))
+            file = Path(self._options["file"]).open("a", encoding="utf-8")  # noqa: SIM115 - finish closes it
+            self._at_end.enter_context(file)
             return ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\n")
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

@@ -21,7 +21,7 @@ def check_tracker(
     if not _is_installed(module or name):
         raise EngineError(
             f"report.trackers={name} cannot be used",
-            why=f"{package.strip("'") or name} is not installed",
+            why=f"{module or name} is not installed",
             fix=f"pip install {package or name}, or leave it out of report.trackers",
         )
     for option in options:

@@ -32,7 +32,7 @@ def scrape_targets(nodes: list[dict[str, Any]], *, run: TrackedRun) -> list[dict
     addresses = [
         f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
         for node in nodes
-        if node["Alive"] and node["MetricsExportPort"]
+        if node["Alive"] and node["MetricsExportPort"] > 0  # 0: not yet known; -1: Ray collects no metrics
     ]
     return [{"targets": addresses, "labels": {"hwrl_run": run.name}}]
 
