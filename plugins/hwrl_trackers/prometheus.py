@@ -34,31 +34,42 @@ def scrape_targets(nodes: list[dict[str, Any]], *, run: TrackedRun) -> list[dict
         for node in nodes
         if node["Alive"] and node["MetricsExportPort"] > 0  # 0: not yet known; -1: Ray collects no metrics
     ]
-    return [{"targets": addresses, "labels": {"hwrl_run": run.name}}]
+    return [{"targets": sorted(addresses), "labels": {"hwrl_run": run.name}}]
 
 
 class PrometheusTracker(Tracker):
     """Gauges of Ray, one for each metric, with the tags ``run`` and ``run_id``. They hold the newest step's values.
 
-    Ray's agent on the driver's node exports them; Prometheus collects them there.
+    Ray's agent on the driver's node exports them; Prometheus collects them there. Each step brings the file of targets
+    up to date: nodes join and leave, and a new node's port is known a little later.
     """
 
     def __init__(self) -> None:
         self._gauges: dict[str, Any] = {}
         self._tags: dict[str, str] = {}
+        self._run: TrackedRun | None = None
+        self._targets = ""
 
     def start(self, run: TrackedRun) -> None:
-        import ray
-
-        self._tags = {"run": run.name, "run_id": run.run_id}
-        _write(run.directory / TARGETS, json.dumps(scrape_targets(ray.nodes(), run=run), indent=2))
+        self._run, self._tags = run, {"run": run.name, "run_id": run.run_id}
+        self._write_targets(run)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         for name, value in {**metrics, "step": float(step)}.items():
             self._gauge(name).set(float(value), tags=self._tags)
+        if self._run is not None:
+            self._write_targets(self._run)
 
     def finish(self, status: RunStatus) -> None:
         """Do nothing: Ray ends the export with the driver."""
+
+    def _write_targets(self, run: TrackedRun) -> None:
+        import ray
+
+        targets = json.dumps(scrape_targets(ray.nodes(), run=run), indent=2)
+        if targets != self._targets:
+            _write(run.directory / TARGETS, targets)
+            self._targets = targets
 
     def _gauge(self, name: str) -> Any:
         if name not in self._gauges:

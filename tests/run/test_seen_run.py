@@ -1,4 +1,4 @@
-"""What a real run records and shows: samples, its log, a plugin's tracker, traces, the page; over deaths and a resume."""
+"""What a real run records and shows: samples, its log, a tracker, traces, and the page; over deaths and a resume."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def assert_traces(notes: list[Any], trained: list[Any]) -> None:
     last_life = notes[max(index for index, note in enumerate(notes) if note[0] == "start") :]
     traces = [note[1:] for note in last_life if note[0] == "trace"]
     traced_numbers = {(step, number) for step, number, _ in traces}
-    first_step = min(note[1] for note in last_life if note[0] == "log")
+    resume_step = last_life[0][3]
     assert traced_numbers == {
         (line["step"], number)
         for line in trained
-        if line["step"] >= first_step
+        if line["step"] > resume_step
         for number in line["sequence_numbers"]
         if number % 2 == 0
     }

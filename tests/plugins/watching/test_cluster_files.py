@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -84,9 +85,10 @@ class SlurmJob:
             time.sleep(0.02)
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        """Kill the script and what it has left behind."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.process.wait()
 
 
 @pytest.fixture

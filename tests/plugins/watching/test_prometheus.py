@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -47,10 +48,16 @@ def test_an_option_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -
         hwrl_tracker(options={"port": 8080})
 
 
-def scrape(address: str) -> dict[str, float]:
-    """Return the values of hwrl's metrics at ``address`` for the run of the test."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5.0) as answer:
-        lines = answer.read().decode().splitlines()
+def scrape(targets: Path) -> dict[str, float]:
+    """Return the values of hwrl's metrics for the run of the test, at the addresses in the file ``targets``."""
+    lines: list[str] = []
+    ((*addresses,),) = (one["targets"] for one in json.loads(targets.read_text()))
+    for address in addresses:
+        with (
+            contextlib.suppress(OSError),  # the agent is not up yet
+            urllib.request.urlopen(f"http://{address}/metrics", timeout=5.0) as answer,
+        ):
+            lines += answer.read().decode().splitlines()
     found = (re.fullmatch(r'(ray_hwrl_\w+)\{.*\brun="sorting".*\} (\S+)', line) for line in lines)
     return {match[1]: float(match[2]) for match in found if match}
 
@@ -62,12 +69,11 @@ def test_ray_exports_the_newest_values(tmp_path: Path, monkeypatch: pytest.Monke
     with ray_cluster(config, log=print):
         tracker = hwrl_tracker(options={})
         tracker.start(TrackedRun("0" * 32, "sorting", tmp_path, {}))
-        for step, reward in ((1, 0.25), (2, 0.5)):
-            tracker.log({"reward/mean": reward}, step=step)
-        ((address,),) = (one["targets"] for one in json.loads((tmp_path / TARGETS).read_text()))
+        tracker.log({"reward/mean": 0.25}, step=1)
         wanted = {"ray_hwrl_reward_mean": 0.5, "ray_hwrl_step": 2.0}
         deadline_s = time.monotonic() + 30.0
-        while (got := scrape(address)) != wanted:
+        while (got := scrape(tmp_path / TARGETS)) != wanted:
             assert time.monotonic() < deadline_s, got
+            tracker.log({"reward/mean": 0.5}, step=2)
             time.sleep(0.2)
         tracker.finish("finished")
