@@ -42,6 +42,7 @@ from hwrl.interfaces.rollout import (
     WeightOffer,
 )
 from hwrl.interfaces.torchapi import fill_stream_functions
+from hwrl.interfaces.tracing import PromptTrace, Span
 from hwrl.interfaces.tracking import RunStatus, TrackedRun, Tracker
 from hwrl.interfaces.train import EngineSettings, TrainEngine
 
@@ -84,6 +85,7 @@ __all__ = [
     "ProbeContext",
     "ProbeResult",
     "PromptGroup",
+    "PromptTrace",
     "ReduceOp",
     "Response",
     "RolloutEngine",
@@ -91,6 +93,7 @@ __all__ = [
     "RunStatus",
     "Sampling",
     "Segment",
+    "Span",
     "StreamLike",
     "Support",
     "TokenLoss",

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from hwrl.interfaces.tracing import Span
+
 Ints: TypeAlias = "npt.NDArray[np.int32]"
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 Bools: TypeAlias = "npt.NDArray[np.bool_]"
@@ -128,6 +130,7 @@ class PromptGroup:
     all rows; ``lengths`` (int32, one per row) separates them. ``loss_mask`` is true for the policy's tokens; others
     have log-probability 0 and version -1. ``rewards`` has one number per row. ``token_rewards`` has one per token, or
     is None. ``samples`` (int32) tells the sample of each row, a run of the workflow: a run may return several rows.
+    ``spans`` are those of a traced prompt in its replica.
     """
 
     sequence_number: int
@@ -144,6 +147,7 @@ class PromptGroup:
     truncated: Bools
     token_rewards: Floats | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
 
     @property
     def size(self) -> int:
@@ -217,6 +221,7 @@ class PromptGroup:
         incarnation: int,
         rewards: Sequence[float],
         metrics: dict[str, float],
+        spans: tuple[Span, ...] = (),
     ) -> PromptGroup:
         """Return the group of all trajectories of ``samples``; ``rewards`` has one number per trajectory, in order.
 
@@ -246,6 +251,7 @@ class PromptGroup:
             if has_rewards
             else None,
             metrics=metrics,
+            spans=spans,
         )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from hwrl.interfaces.tracing import PromptTrace
 
 RunStatus = Literal["finished", "interrupted", "failed"]
 """How tracking ended. ``interrupted`` also before trainers go back to a checkpoint; then it starts again."""
@@ -31,9 +34,10 @@ class TrackedRun:
 class Tracker(ABC):
     """Sends the metrics of one run somewhere. hwrl calls it in a thread of its own, so it may block.
 
-    The order of calls is ``start``, any number of ``log``, ``finish``. An exception ends the tracking, not the run:
-    hwrl logs it once and makes no further call. After a resume, or after the trainers went back to a checkpoint, a new
-    tracker starts with the same ``run_id``, and the steps after ``resume_step`` come again: the newer values count.
+    The order of calls is ``start``, any number of ``log`` and ``trace``, ``finish``. An exception ends the tracking,
+    not the run: hwrl logs it once and makes no further call. After a resume, or after the trainers went back to a
+    checkpoint, a new tracker starts with the same ``run_id``, and the steps after ``resume_step`` come again: the newer
+    values count.
     """
 
     @abstractmethod
@@ -43,6 +47,9 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Take metrics of ``step``, counted from 1. An evaluation's come in a second call for its step."""
+
+    def trace(self, traces: Sequence[PromptTrace]) -> None:  # noqa: B027 - optional; most trackers show no traces
+        """Take the traces of one training step's prompts, with ``report.trace_every``. Optional."""
 
     @abstractmethod
     def finish(self, status: RunStatus) -> None:

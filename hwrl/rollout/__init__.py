@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from hwrl.rollout.tool_calls import HERMES as HERMES
     from hwrl.rollout.tool_calls import parse_tool_calls as parse_tool_calls
     from hwrl.rollout.tools import tool_use as tool_use
+    from hwrl.rollout.tracing import traced as traced
     from hwrl.rollout.weight_updater import AdapterUpdater as AdapterUpdater
     from hwrl.rollout.weight_updater import ModelUpdater as ModelUpdater
     from hwrl.rollout.weight_updater import WeightUpdater as WeightUpdater
@@ -160,6 +161,7 @@ _MODULE_OF = {
     "stop_finder": "stops",
     "text_decoder": "stops",
     "tool_use": "tools",
+    "traced": "tracing",
 }
 
 __all__ = [
@@ -237,6 +239,7 @@ __all__ = [
     "stop_finder",
     "text_decoder",
     "tool_use",
+    "traced",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)

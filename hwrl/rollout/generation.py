@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -14,20 +15,23 @@ from hwrl.rollout.data import Prompt
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward import Scores
 from hwrl.rollout.reward_workers import Scorer
+from hwrl.rollout.tracing import SpanLog
 
 
 @dataclass(eq=False)
 class PendingGroup:
     """A prompt with its samples, from the first request to the last score.
 
-    The prompts of an evaluation have no ``lease``. ``scores`` is None until all ``size`` samples are generated, or one
-    has failed.
+    The prompts of an evaluation have no ``lease``; untraced prompts have no ``spans``. ``scores`` is None until all
+    ``size`` samples are generated, or one has failed.
     """
 
     prompt: Prompt
     size: int
     lease: PromptLease | None = None
     scores: Future[Scores] | None = None
+    spans: SpanLog | None = None
+    _scoring_unix_s: float | None = None
     _samples: dict[int, Sequence[Trajectory]] = field(default_factory=dict)
 
     @property
@@ -76,6 +80,7 @@ class PendingGroup:
         rows = self.trajectories
         own = [row.reward for row in rows if row.reward is not None]
         if not own:
+            self._scoring_unix_s = time.time()
             self.scores = scorer.score(self.prompt, [row.response_ids for row in rows])
         elif len(own) < len(rows):
             self.fail(f"{len(own)} of {len(rows)} trajectories have a reward; the workflow must reward all or none")
@@ -89,6 +94,8 @@ class PendingGroup:
     def to_prompt_group(self, lease: PromptLease) -> PromptGroup:
         """Return the scored group as the ledger takes it."""
         metrics = self.metrics()
+        if self.spans is not None and self._scoring_unix_s is not None:
+            self.spans.add("reward", self._scoring_unix_s, mean=mean_metrics(metrics)["reward"])
         return PromptGroup.of_samples(
             self.samples,
             sequence_number=lease.sequence_number,
@@ -96,6 +103,7 @@ class PendingGroup:
             incarnation=lease.incarnation,
             rewards=[row["reward"] for row in metrics],
             metrics=mean_metrics(metrics),
+            spans=() if self.spans is None else self.spans.spans(),
         )
 
 
@@ -131,8 +139,19 @@ class SampleGenerator(ABC):
         """Return whether :meth:`step` would do something now."""
 
     @abstractmethod
-    def start(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: PromptLease | None = None) -> PendingGroup:
-        """Begin a group of ``size`` samples; ``prompt``'s own limit on new tokens lowers the one of ``sampling``."""
+    def start(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        size: int,
+        lease: PromptLease | None = None,
+        spans: SpanLog | None = None,
+    ) -> PendingGroup:
+        """Begin a group of ``size`` samples; ``prompt``'s own limit on new tokens lowers the one of ``sampling``.
+
+        ``spans`` takes the spans of a traced prompt.
+        """
 
     @abstractmethod
     def step(self) -> list[PendingGroup]:
@@ -175,9 +194,17 @@ class GroupGenerator(SampleGenerator):
     def has_work(self) -> bool:
         return self._engine.pending() > 0
 
-    def start(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: PromptLease | None = None) -> PendingGroup:
+    def start(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        size: int,
+        lease: PromptLease | None = None,
+        spans: SpanLog | None = None,
+    ) -> PendingGroup:
         number, self._next_number = self._next_number, self._next_number + 1
-        group = self._groups[number] = PendingGroup(prompt, size, lease)
+        group = self._groups[number] = PendingGroup(prompt, size, lease, spans=spans)
         sampling = limited(sampling, prompt)
         first = number * self._group_size
         self._engine.submit([GenerationRequest(first + i, prompt.token_ids, sampling) for i in range(size)])
@@ -201,6 +228,8 @@ class GroupGenerator(SampleGenerator):
         group = self._groups[number]
         group.add(index, (Trajectory.single_turn(group.prompt.token_ids, completion.response),))
         self.tokens += len(completion.response.token_ids)
+        if group.spans is not None:
+            group.spans.of_sample(index).add_generation(completion.response, group.spans.began_unix_s)
         if group.is_generated:
             del self._groups[number]
         return group

@@ -42,6 +42,8 @@ class LeaseQueue:
         self._ledger = ledger
         self._request: Future[list[PromptLease]] | None = None
         self._waiting: list[PromptLease] = []
+        self.leased_unix_s = 0.0
+        """When the present leases arrived, in seconds since 1970."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -55,6 +57,7 @@ class LeaseQueue:
             self._request = self._ledger.lease(room)
         if self._request is not None and self._request.done():
             self._waiting, self._request = self._request.result(), None
+            self.leased_unix_s = time.time()
 
     def pop_ready(self, *, version: int, incarnation: int) -> list[PromptLease]:
         """Return the leases for weights of ``version`` and ``incarnation``; drop those of older incarnations."""

@@ -16,8 +16,10 @@ from hwrl.rollout.data import Prompt
 from hwrl.rollout.evaluator import Evaluation, Evaluator
 from hwrl.rollout.generation import GroupGenerator, PendingGroup, SampleGenerator
 from hwrl.rollout.leases import LeaseQueue, LedgerClient, ProgressReports
+from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward_workers import Scorer
 from hwrl.rollout.sleeper import Sleeper
+from hwrl.rollout.tracing import SpanLog
 from hwrl.rollout.weight_updater import WeightUpdater
 
 _RETRY_S = 1.0
@@ -40,6 +42,9 @@ class LoopSettings:
     it is idle (:meth:`~hwrl.interfaces.rollout.RolloutEngine.sleep`); with None it never does.
     ``eval_temperature`` (0: greedy) and ``eval_samples`` are for evaluations, and so is ``skips_failures``: a prompt
     that cannot be scored is left out.
+
+    The prompts whose sequence number ``trace_every`` divides are traced; with 0 none. ``replica`` is this rollouter's
+    name in traces.
     """
 
     sampling: Sampling
@@ -49,6 +54,8 @@ class LoopSettings:
     skips_failures: bool = False
     partial_rollout: bool = True
     sleep_level: int | None = None
+    trace_every: int = 0
+    replica: str = ""
 
 
 class Rollouter:
@@ -207,7 +214,17 @@ class Rollouter:
             except DataError as exc:
                 self._ledger.fail(lease, f"{exc.what}: {exc.why}")
                 continue
-            self._generator.start(prompt, settings.sampling, size=settings.group_size, lease=lease)
+            spans = self._trace(lease)
+            self._generator.start(prompt, settings.sampling, size=settings.group_size, lease=lease, spans=spans)
+
+    def _trace(self, lease: PromptLease) -> SpanLog | None:
+        """Return the log of a prompt that begins now, with the wait of its lease; None if it is not traced."""
+        every = self._settings.trace_every
+        if not every or lease.sequence_number % every:
+            return None
+        log, waited_from_s = SpanLog(), self._leases.leased_unix_s
+        log.add("lease", waited_from_s, log.began_unix_s, replica=self._settings.replica, version=lease.version)
+        return log
 
     def _generate(self) -> bool:
         if self.engine.version < 0 or not self._generator.has_work():

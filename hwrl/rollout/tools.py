@@ -12,6 +12,7 @@ from hwrl.interfaces import ToolCall, Trajectory
 from hwrl.rollout.data import Prompt
 from hwrl.rollout.environments import call_maybe_async
 from hwrl.rollout.reward import short_repr
+from hwrl.rollout.tracing import traced
 from hwrl.rollout.workflow import PolicyClient, Workflow
 from hwrl.user_code import load_function
 
@@ -44,7 +45,7 @@ def tool_use(*, tokenizer: Any, tools: Sequence[str], max_turns: int = 8, timeou
                 return trajectory.finish(metrics=counts, truncated=cut)
             at = len(messages)
             messages.append(_assistant(answer.content, answer.tool_calls))
-            results = await asyncio.gather(*(_run(functions, call, timeout_s) for call in answer.tool_calls))
+            results = await asyncio.gather(*(_traced_run(functions, call, timeout_s) for call in answer.tool_calls))
             counts["tool_calls"] += len(results)
             counts["tool_errors"] += sum(failed for _, failed in results)
             for number, (text, _) in enumerate(results):
@@ -88,6 +89,12 @@ def _messages(prompt: Prompt) -> Sequence[dict[str, Any]]:
 def _assistant(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     described = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
     return {"role": "assistant", "content": content, "tool_calls": described}
+
+
+async def _traced_run(functions: dict[str, Tool], call: ToolCall, timeout_s: float) -> tuple[str, bool]:
+    with traced("tool", tool=call.name) as attributes:
+        text, attributes["failed"] = await _run(functions, call, timeout_s)
+    return text, bool(attributes["failed"])
 
 
 async def _run(functions: dict[str, Tool], call: ToolCall, timeout_s: float) -> tuple[str, bool]:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ from hwrl.rollout.generation import PendingGroup, SampleGenerator, limited
 from hwrl.rollout.ledger import PromptLease
 from hwrl.rollout.reward import metrics_of, short_repr
 from hwrl.rollout.tool_calls import parse_tool_calls
+from hwrl.rollout.tracing import SpanLog, current_log, trace_with
 from hwrl.user_code import load_function
 
 if TYPE_CHECKING:
@@ -286,10 +288,18 @@ class WorkflowGenerator(SampleGenerator):
     def has_work(self) -> bool:
         return bool(self._requests or self._results) or self._engine.pending() > 0
 
-    def start(self, prompt: Prompt, sampling: Sampling, *, size: int, lease: PromptLease | None = None) -> PendingGroup:
-        group = PendingGroup(prompt, size, lease)
+    def start(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        size: int,
+        lease: PromptLease | None = None,
+        spans: SpanLog | None = None,
+    ) -> PendingGroup:
+        group = PendingGroup(prompt, size, lease, spans=spans)
         client = PolicyClient(
-            functools.partial(self._generate, life=self._life),
+            functools.partial(self._generate, life=self._life, spans=spans),
             chat=self._chat,
             sampling=limited(sampling, prompt),
             max_length=self._settings.max_length,
@@ -390,6 +400,7 @@ class WorkflowGenerator(SampleGenerator):
         run.tasks += [self._loop.create_task(self._make_sample(run, index)) for index in range(run.group.size)]
 
     async def _make_sample(self, run: _GroupRun, index: int) -> None:
+        trace_with(None if run.group.spans is None else run.group.spans.of_sample(index))
         async with self._slots:  # an evaluation begins all of its prompts at once
             result = await self._run_workflow(run)
         self._results.append((run, index, result))
@@ -413,10 +424,13 @@ class WorkflowGenerator(SampleGenerator):
             self.failed_runs += 1
         return reason
 
-    async def _generate(self, token_ids: Ints, sampling: Sampling, *, life: int) -> Response:
-        request = _Request(token_ids, sampling, self._loop.create_future(), life)
+    async def _generate(self, token_ids: Ints, sampling: Sampling, *, life: int, spans: SpanLog | None) -> Response:
+        request, begin_unix_s = _Request(token_ids, sampling, self._loop.create_future(), life), time.time()
         self._requests.append(request)
-        return await request.answer
+        response = await request.answer
+        if (log := current_log() or spans) is not None:  # an endpoint's tasks do not know their sample
+            log.add_generation(response, begin_unix_s)
+        return response
 
 
 def _checked(result: Trajectory | Sequence[Trajectory], settings: WorkflowSettings) -> Sequence[Trajectory]:

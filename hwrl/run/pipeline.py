@@ -27,6 +27,7 @@ from hwrl.run.processes.actors import BatchInfo, RestoredRun, StepOutcome
 from hwrl.run.processes.answers import Answer
 from hwrl.run.report import Metrics, RecordedView, RunReport, StepRates, View
 from hwrl.run.report.summary import Summary, summarise, unknown_goals
+from hwrl.run.report.traces import StepTimes, finish_traces
 from hwrl.run.report.trackers import start_trackers
 from hwrl.run.run_directory import claimed_directory
 
@@ -191,9 +192,11 @@ class Pipeline:
         # it.
         if info is None:
             return
+        began_unix_s = time.time()
         outcome = self._fleet.trainers.step(groups)
         self.step += 1
         line = self._record_step(outcome, info)
+        self._trace_step(outcome, info, version=version, began_unix_s=began_unix_s)
         profiled = self._config.train.profile_steps
         if profiled is not None and self.step == profiled[1]:
             self._finish_profile()
@@ -227,6 +230,22 @@ class Pipeline:
             for sentence in unknown_goals(self._config.goals, line, eval_sets=sets):
                 self._view.log(sentence)
         return line
+
+    def _trace_step(self, outcome: StepOutcome, info: BatchInfo, *, version: int, began_unix_s: float) -> None:
+        """Send the traces of the step's prompts to the trackers, if some are traced."""
+        if not info.spans:
+            return
+        published, rest = divmod(self.step, self._config.async_training.trigger_parameter_sync_step)
+        times = StepTimes(
+            self.step,
+            version,
+            began_unix_s,
+            time.time(),
+            published=None if rest else published,
+            sync_s=outcome.metrics.get("timing_s/sync", 0.0),
+            critic_s=outcome.metrics.get("timing_s/critic", 0.0),
+        )
+        self._report.trace(list(finish_traces(info.spans, times)))
 
     def _log_failed(self, failed: Mapping[int, str]) -> None:
         """Log the skipped prompts of a step, with the reason of the first one."""

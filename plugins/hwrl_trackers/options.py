@@ -10,15 +10,18 @@ from typing import Any
 from hwrl.errors import ConfigError, EngineError
 
 
-def check_tracker(name: str, options: Mapping[str, Any], *, known: Collection[str], package: str = "") -> None:
+def check_tracker(
+    name: str, options: Mapping[str, Any], *, known: Collection[str], package: str = "", module: str = ""
+) -> None:
     """Raise EngineError if the library ``name`` is not installed, ConfigError for an option that is not ``known``.
 
-    ``package`` is what pip calls the library, if not by its name. Imports nothing.
+    ``module`` is the one to look for, and ``package`` is pip's name of the library, if they are not ``name``. Imports
+    nothing but the packages that contain ``module``.
     """
-    if importlib.util.find_spec(name) is None:
+    if not _is_installed(module or name):
         raise EngineError(
             f"report.trackers={name} cannot be used",
-            why=f"{name} is not installed",
+            why=f"{module or name} is not installed",
             fix=f"pip install {package or name}, or leave it out of report.trackers",
         )
     for option in options:
@@ -26,6 +29,13 @@ def check_tracker(name: str, options: Mapping[str, Any], *, known: Collection[st
             close = difflib.get_close_matches(option, known, n=1)
             raise ConfigError(
                 f"report.tracker_options.{name}.{option} is not possible",
-                why=f"the options are {', '.join(sorted(known))}",
+                why=f"the options are {', '.join(sorted(known))}" if known else "it has no options",
                 fix=f"did you mean {close[0]!r}?" if close else "remove it",
             )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that would contain it
+        return False

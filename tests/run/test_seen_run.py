@@ -1,4 +1,4 @@
-"""What a real run records and shows: samples, its log, a plugin's tracker, and the page, over deaths and a resume."""
+"""What a real run records and shows: samples, its log, a tracker, traces, and the page; over deaths and a resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hwrl.run.report import EVENTS, SAMPLES
+from hwrl.run.report import EVENTS, PROMPTS, SAMPLES
 from hwrl.run.report.page import build_page
 from tests.support.plugin_files import install_plugin
 from tests.support.train_run import Run, assert_whole
@@ -38,6 +38,10 @@ class Notebook(Tracker):
     def log(self, metrics, *, step):
         self.note("log", step, sorted(metrics))
 
+    def trace(self, traces):
+        for trace in traces:
+            self.note("trace", trace.step, trace.sequence_number, [span.name for span in trace.spans])
+
     def finish(self, status):
         self.note("finish", status)
 
@@ -57,7 +61,7 @@ def test_a_run_is_seen_over_deaths_and_a_resume(start: Callable[..., Run], tmp_p
     install_plugin(plugins, "notebook", source=NOTEBOOK)
     notes, run_id_file = tmp_path / "notes", tmp_path / "run" / "run_id"
     words = ["report.trackers=[notebook]", f"report.tracker_options={{notebook: {{file: {notes}}}}}", "resume=true"]
-    words += ["report.run_name=sorting", "report.samples_per_step=3", "rollout.replicas=2"]
+    words += ["report.run_name=sorting", "report.samples_per_step=3", "rollout.replicas=2", "report.trace_every=2"]
     run = start(*words, PYTHONPATH=str(plugins))
     run.wait_for_step(6)
     assert run.kill("ray::RolloutActor", at_most=1) == 1
@@ -73,6 +77,7 @@ def test_a_run_is_seen_over_deaths_and_a_resume(start: Callable[..., Run], tmp_p
     assert not (run.directory / "tensorboard").exists(), "it was not asked for"
     assert_samples(run.directory / SAMPLES)
     assert_notes(read(notes), run_id=run_id_file.read_text().strip())
+    assert_traces(read(notes), read(run.directory / PROMPTS))
     kinds = Counter(event["kind"] for event in read(run.directory / EVENTS))
     assert (kinds["start"], kinds["replica"], kinds["end"], kinds["error"]) == (2, 1, 1, 0)
     page = build_page(run.directory).decode()
@@ -86,6 +91,29 @@ def assert_samples(path: Path) -> None:
     assert all(sample["prompt"].startswith("<bos>") and sample["prompt"].endswith(">") for sample in samples)
     assert all(sum(part["tokens"] for part in sample["segments"]) <= 5 for sample in samples)
     assert len({sample["sequence_number"] for sample in samples}) == len(samples)
+
+
+def assert_traces(notes: list[Any], trained: list[Any]) -> None:
+    """Every second prompt of the last life's steps has one trace, from its lease to its step."""
+    last_life = notes[max(index for index, note in enumerate(notes) if note[0] == "start") :]
+    traces = [note[1:] for note in last_life if note[0] == "trace"]
+    traced_numbers = {(step, number) for step, number, _ in traces}
+    resume_step = last_life[0][3]
+    assert traced_numbers == {
+        (line["step"], number)
+        for line in trained
+        if line["step"] > resume_step
+        for number in line["sequence_numbers"]
+        if number % 2 == 0
+    }
+    assert len(traces) == len(traced_numbers)
+    for _, _, names in traces:
+        assert names[0] == "lease" and [name for name in names if name != "generate"][1:4] == [
+            "reward",
+            "batch",
+            "step",
+        ]
+        assert "generate" in names
 
 
 def assert_notes(notes: list[Any], *, run_id: str) -> None:

@@ -140,6 +140,7 @@ def rollouter_of(
     prompts: Lengths | None = None,
     sleep_level: int | None = None,
     rewards: Scorer | None = None,
+    trace_every: int = 0,
 ) -> Rollouter:
     updater = updater or Updater(engine)
     return Rollouter(
@@ -149,7 +150,14 @@ def rollouter_of(
         rewards=rewards
         or InlineScorer(reward or (lambda prompt, response, answer: float(len(response.split()) == answer + 1))),
         weights=updater,
-        settings=LoopSettings(sampling=Sampling(10), group_size=2, partial_rollout=partial, sleep_level=sleep_level),
+        settings=LoopSettings(
+            sampling=Sampling(10),
+            group_size=2,
+            partial_rollout=partial,
+            sleep_level=sleep_level,
+            trace_every=trace_every,
+            replica="replica-0",
+        ),
     )
 
 

@@ -20,6 +20,8 @@ class ReportConfig(Section):
     """Where metrics go, too: ``tensorboard``, plugins, ``file.py:function``; see [trackers](report.md#trackers)."""
     tracker_options: dict[Function, Options] = Field(default_factory=dict)
     """By a name in ``trackers``: the tracker's own settings, which it checks."""
+    trace_every: NotNegative = 0
+    """Trace the prompts whose sequence number this divides, for [trackers of traces](watching.md#traces); 0: none."""
     run_name: Name | None = None
     """The run's name in trackers; null: the last part of ``dir``."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwrl.discovery import get_backend, set_backend
 from hwrl.errors import HwrlError
-from hwrl.interfaces import PromptGroup
+from hwrl.interfaces import PromptGroup, Span
 from hwrl.lazy import large_imports
 from hwrl.rollout import PromptLease, PromptLedger, UntrainedPrompts, has_variance
 from hwrl.run.cluster.placement import (
@@ -68,13 +68,15 @@ class ProcessSetup:
 class BatchInfo:
     """The description of a batch: its prompts, the ledger's counts, and the running totals of each replica.
 
-    ``untrained`` has the prompts that were filtered or have failed since the batch before.
+    ``untrained`` has the prompts that were filtered or have failed since the batch before. ``spans`` has
+    those of each traced prompt by its sequence number.
     """
 
     sequence_numbers: list[int]
     counts: dict[str, int]
     replicas: dict[str, dict[str, float]]
     untrained: UntrainedPrompts = field(default_factory=UntrainedPrompts)
+    spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,8 @@ class LedgerActor:
                     return [], None
             numbers = [group.sequence_number for group in groups]
             untrained, counts = self._ledger.take_untrained(), asdict(self._ledger.counts())
-            return groups, BatchInfo(numbers, counts, dict(self._replica_totals), untrained)
+            spans = {group.sequence_number: group.spans for group in groups if group.spans}
+            return groups, BatchInfo(numbers, counts, dict(self._replica_totals), untrained, spans)
 
     def _take_now(self, count: int) -> list[PromptGroup] | None:
         if self._fatal is not None:

@@ -95,14 +95,14 @@ def build_rollouter(
             prompts=prompts,
             rewards=rewards,
             weights=weights,
-            settings=_loop_settings(config),
+            settings=_loop_settings(config, replica),
             generator=_build_generator(config, inputs, engine, tokenizer),
         )
         after_an_error.pop_all()
     return rollouter
 
 
-def _loop_settings(config: Config) -> LoopSettings:
+def _loop_settings(config: Config, replica: str) -> LoopSettings:
     return LoopSettings(
         sampling=rollout_sampling(config),
         group_size=config.rollout.n,
@@ -111,6 +111,8 @@ def _loop_settings(config: Config) -> LoopSettings:
         skips_failures=config.rollout.on_failure == "skip",
         partial_rollout=config.async_training.partial_rollout,
         sleep_level=config.rollout.sleep_level if config.rollout.free_cache_engine else None,
+        trace_every=config.report.trace_every,
+        replica=replica,
     )
 
 

@@ -19,6 +19,7 @@ from hwrl.run.report.records import Metrics, encode_records, join_ranges, read_r
 from hwrl.run.report.samples import SAMPLES, Sample, drop_samples_after
 
 if TYPE_CHECKING:
+    from hwrl.interfaces import PromptTrace
     from hwrl.rollout import UntrainedPrompts
     from hwrl.run.report.trackers import TrackerThread
 
@@ -147,6 +148,11 @@ class RunReport:
                 self._samples = AppendedFile(self._directory / SAMPLES)
             self._samples.write(encode_records(list(samples)))
             self._takes_samples = True
+
+    def trace(self, traces: Sequence[PromptTrace]) -> None:
+        """Send the traces of a step's prompts to the trackers. Does not block."""
+        for tracker in self._trackers if traces else ():
+            tracker.trace(traces)
 
     def _track(self, metrics: Mapping[str, float], *, step: int) -> None:
         for tracker in self._trackers:

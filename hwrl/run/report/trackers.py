@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from hwrl.checkpoint import DurableFS
 from hwrl.discovery import load_hook
 from hwrl.errors import EngineError, HwrlError
-from hwrl.interfaces import RunStatus, TrackedRun, Tracker
+from hwrl.interfaces import PromptTrace, RunStatus, TrackedRun, Tracker
 from hwrl.run.config import TENSORBOARD, Config
 from hwrl.user_code import load_function
 
@@ -41,6 +41,10 @@ class TrackerThread:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Send metrics. Does not block."""
         self._submit(lambda each: each.log(metrics, step=step))
+
+    def trace(self, traces: Sequence[PromptTrace]) -> None:
+        """Send traces. Does not block."""
+        self._submit(lambda each: each.trace(traces))
 
     def finish(self, status: RunStatus, *, timeout_s: float = FINISH_S) -> None:
         """Wait until the tracker has everything, at most ``timeout_s``. A second call does nothing."""

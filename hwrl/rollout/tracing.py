@@ -1,0 +1,74 @@
+"""The spans of a prompt in its replica: generation calls, tools, the reward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from hwrl.interfaces import Response, Span
+
+Attribute = str | int | float | bool
+
+
+class SpanLog:
+    """Notes the spans of one traced prompt. Any thread may call it.
+
+    ``attributes`` are added to each span. :meth:`of_sample` gives a log for one sample; its spans are in this log, too.
+    """
+
+    def __init__(self, **attributes: Attribute) -> None:
+        self._attributes = attributes
+        self._spans: list[Span] = []
+        self.began_unix_s = time.time()
+        """When the log was made, in seconds since 1970."""
+
+    def of_sample(self, index: int) -> SpanLog:
+        """Return a log whose spans name the sample ``index`` and are in this log."""
+        log = SpanLog(**self._attributes, sample=index)
+        log._spans = self._spans
+        return log
+
+    def add(self, name: str, begin_unix_s: float, end_unix_s: float | None = None, **attributes: Attribute) -> None:
+        """Note a span; without ``end_unix_s`` it ends now. Times are seconds since 1970."""
+        end = time.time() if end_unix_s is None else end_unix_s
+        self._spans.append(Span(name, begin_unix_s, end, {**self._attributes, **attributes}))
+
+    def add_generation(self, response: Response, begin_unix_s: float) -> None:
+        """Note the generation call that has returned ``response``."""
+        versions = response.versions
+        known = {"version_min": int(versions.min()), "version_max": int(versions.max())} if len(versions) else {}
+        self.add("generate", begin_unix_s, tokens=len(response.token_ids), truncated=bool(response.truncated), **known)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return all spans so far."""
+        return tuple(self._spans)
+
+
+_current: ContextVar[SpanLog | None] = ContextVar("hwrl_spans", default=None)
+
+
+def trace_with(log: SpanLog | None) -> None:
+    """Let :func:`traced` note spans of this task, and of the tasks that it starts later, in ``log``."""
+    _current.set(log)
+
+
+def current_log() -> SpanLog | None:
+    """Return the log of this task; None if its prompt is not traced."""
+    return _current.get()
+
+
+@contextmanager
+def traced(name: str, **attributes: Attribute) -> Iterator[dict[str, Attribute]]:
+    """Note the block as a span of the prompt whose workflow runs here, also if the block raises.
+
+    For workflows and their tools. Yields a dict; the block may add attributes to it. Does nothing for a prompt that is
+    not traced (``report.trace_every``), and outside of a workflow.
+    """
+    log, begin_unix_s = _current.get(), time.time()
+    try:
+        yield attributes
+    finally:
+        if log is not None:
+            log.add(name, begin_unix_s, **attributes)

@@ -1,0 +1,92 @@
+"""Metrics to Prometheus, through Ray's metrics: ``report.trackers=[prometheus]``; see ``docs/watching.md``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hwrl
+from hwrl.interfaces import RunStatus, TrackedRun, Tracker
+from hwrl_trackers.options import check_tracker
+
+TARGETS = "prometheus.json"
+"""The file in the run directory with the addresses to scrape, as Prometheus reads it (``file_sd_configs``)."""
+PREFIX = "hwrl_"
+_TAGS = ("run", "run_id")
+
+
+def metric_name(name: str) -> str:
+    """Return the name of a run's metric in Prometheus, where Ray adds ``ray_`` in front.
+
+    >>> metric_name("eval/pass@4")
+    'hwrl_eval_pass_4'
+    """
+    return PREFIX + re.sub(r"[^a-zA-Z0-9_]+", "_", name)
+
+
+def scrape_targets(nodes: list[dict[str, Any]], *, run: TrackedRun) -> list[dict[str, Any]]:
+    """Return the content of :data:`TARGETS` for Ray's ``nodes``: the live ones that export metrics."""
+    addresses = [
+        f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        for node in nodes
+        if node["Alive"] and node["MetricsExportPort"] > 0  # 0: not yet known; -1: Ray collects no metrics
+    ]
+    return [{"targets": sorted(addresses), "labels": {"hwrl_run": run.name}}]
+
+
+class PrometheusTracker(Tracker):
+    """Gauges of Ray, one for each metric, with the tags ``run`` and ``run_id``. They hold the newest step's values.
+
+    Ray's agent on the driver's node exports them; Prometheus collects them there. Each step brings the file of targets
+    up to date: nodes join and leave, and a new node's port is known a little later.
+    """
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, Any] = {}
+        self._tags: dict[str, str] = {}
+        self._run: TrackedRun | None = None
+        self._targets = ""
+
+    def start(self, run: TrackedRun) -> None:
+        self._run, self._tags = run, {"run": run.name, "run_id": run.run_id}
+        self._write_targets(run)
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        for name, value in {**metrics, "step": float(step)}.items():
+            self._gauge(name).set(float(value), tags=self._tags)
+        if self._run is not None:
+            self._write_targets(self._run)
+
+    def finish(self, status: RunStatus) -> None:
+        """Do nothing: Ray ends the export with the driver."""
+
+    def _write_targets(self, run: TrackedRun) -> None:
+        import ray
+
+        targets = json.dumps(scrape_targets(ray.nodes(), run=run), indent=2)
+        if targets != self._targets:
+            _write(run.directory / TARGETS, targets)
+            self._targets = targets
+
+    def _gauge(self, name: str) -> Any:
+        if name not in self._gauges:
+            from ray.util.metrics import Gauge
+
+            self._gauges[name] = Gauge(metric_name(name), description=f"hwrl: {name}", tag_keys=_TAGS)
+        return self._gauges[name]
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that another program may read at any time."""
+    draft = path.with_name(f".tmp_{path.name}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+@hwrl.hookimpl
+def hwrl_tracker(options: Mapping[str, Any]) -> Tracker:
+    check_tracker("prometheus", options, known=(), module="prometheus_client", package="'ray[default]'")
+    return PrometheusTracker()
