@@ -1,0 +1,195 @@
+"""Admission to a store: both ends prove that they know the store's key, and tell a stranger nothing.
+
+The gate sends 32 random bytes. The client answers with 32 of its own, the port of its next connection, and a proof. The
+gate opens the store's door for this port, and answers with the store's port and a proof. The client connects to the
+store from its port. The gate closes the door, and sends one byte. A proof is an HMAC-SHA256 of all that was said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hwrl.comm.door import Door, Peer, own_sockets, peer_of
+from hwrl.errors import CommError, CommTimeoutError
+
+_NONCE_NBYTES, _PROOF_NBYTES = 32, 32
+_PORT = struct.Struct("!H")
+_WELCOME = b"!"
+_LIMIT_S = 10.0
+"""For one message of a handshake."""
+_MOST_PENDING = 64
+"""Above so many handshakes at once, the oldest one is dropped: strangers could hold them all."""
+_LOOK_S = 0.0005
+
+
+class StoreAddress(NamedTuple):
+    """A store's gate and its key. The text, ``host:port#key``, opens the store: hand it only to processes of the run."""
+
+    host: str
+    port: int
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.place}#{self.key}"
+
+    @property
+    def place(self) -> str:
+        """The address without the key, for messages."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> StoreAddress:
+        """Read ``text``. Raises CommError, without the key, if it is no address of a store."""
+        place, _, key = text.partition("#")
+        host, _, port = place.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or int(port) > 65535 or not key:
+            why = "it has no key" if place and not key else "it must be host:port#key"
+            raise CommError(f"{place!r} is no store address", why=why, fix="use store_address(store)")
+        return cls(host, int(port), key)
+
+
+class Gate:
+    """Listens on ``listener`` and admits clients with ``key`` to the store behind it, on the bound socket ``behind``.
+
+    ``behind`` listens from now on, but the kernel drops the packets of clients that are not admitted. The gate has a
+    thread, and one more for each handshake. :meth:`close` ends it: nobody joins later, and members stay.
+    """
+
+    def __init__(self, listener: socket.socket, *, key: str, behind: socket.socket) -> None:
+        self._listener, self._key, self._store_port = listener, key.encode(), behind.getsockname()[1]
+        self._door = Door(behind.dup())
+        behind.listen()  # after the door is closed
+        self._pending: list[socket.socket] = []
+        threading.Thread(target=self._serve, name="hwrl store gate", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening. Does not block."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._door.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except ConnectionError:  # the client gave up
+                continue
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(0.01)  # no free descriptor, perhaps
+                continue
+            self._pending.append(connection)
+            if len(self._pending) > _MOST_PENDING:
+                with contextlib.suppress(OSError):
+                    self._pending[0].shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=self._meet, args=[connection], name="hwrl store handshake", daemon=True).start()
+
+    def _meet(self, connection: socket.socket) -> None:
+        try:
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_LIMIT_S)
+                self._admit(connection)
+        finally:
+            self._pending.remove(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        nonce = secrets.token_bytes(_NONCE_NBYTES)
+        connection.sendall(nonce)
+        answer, proof = _receive(connection, _NONCE_NBYTES + _PORT.size), _receive(connection, _PROOF_NBYTES)
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", nonce + answer)):
+            return
+        client = Peer(peer_of(connection.getpeername()).host, *_PORT.unpack(answer[_NONCE_NBYTES:]))
+        with self._door.admitting(client):
+            port = _PORT.pack(self._store_port)
+            connection.sendall(port + _proof(self._key, b"server", nonce + answer + port))
+            arrived = _wait_until(lambda: _has_connection_from(client))
+        if arrived:  # only now: its packets were dropped if the door closed before the kernel knew the connection
+            connection.sendall(_WELCOME)
+
+
+def dial(address: StoreAddress) -> socket.socket:
+    """Return a new connection to the store at ``address``, after both ends have proved their key. Blocks.
+
+    Raises CommError if the gate does not know the key, or if it is not the gate; CommTimeoutError if it does not answer.
+    """
+    try:
+        with socket.create_connection((address.host, address.port), _LIMIT_S) as gate:
+            return _pass_gate(gate, address.key.encode())
+    except TimeoutError as exc:
+        raise CommTimeoutError(
+            f"the store at {address.place} does not answer",
+            why=f"its gate was silent for {_LIMIT_S:g} s; {exc}",
+            fix="is it a store of this version of hwrl? Is there a firewall or address translation on the way?",
+        ) from exc
+    except OSError as exc:
+        raise CommError(
+            f"the store at {address.place} admits this process not",
+            why=f"{exc}: its key is another one, or it is no store of hwrl",
+            fix="take the address from store_address(store), with its key, in a process of the same run",
+        ) from exc
+
+
+def _pass_gate(gate: socket.socket, key: bytes) -> socket.socket:
+    """Do the client's part of the handshake on ``gate``; return the connection to the store."""
+    connection = socket.socket(gate.family, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(_LIMIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.bind((gate.getsockname()[0], 0, *gate.getsockname()[2:]))
+        nonce = _receive(gate, _NONCE_NBYTES)
+        answer = secrets.token_bytes(_NONCE_NBYTES) + _PORT.pack(connection.getsockname()[1])
+        gate.sendall(answer + _proof(key, b"client", nonce + answer))
+        port, proof = _receive(gate, _PORT.size), _receive(gate, _PROOF_NBYTES)
+        if not hmac.compare_digest(proof, _proof(key, b"server", nonce + answer + port)):
+            raise ConnectionRefusedError("the other end does not know the key")
+        connection.connect((gate.getpeername()[0], *_PORT.unpack(port), *gate.getpeername()[2:]))
+        _receive(gate, len(_WELCOME))
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _proof(key: bytes, end: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, b"hwrl store, " + end + b": " + said, "sha256")
+
+
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
+    received = b""
+    while len(received) < nbytes:
+        part = connection.recv(nbytes - len(received))
+        if not part:
+            raise ConnectionAbortedError("the other end closed the connection")
+        received += part
+    return received
+
+
+def _has_connection_from(client: Peer) -> bool:
+    for mine in own_sockets():
+        with contextlib.suppress(OSError):
+            if peer_of(mine.getpeername()) == client:
+                return True
+    return False
+
+
+def _wait_until(holds: Callable[[], bool]) -> bool:
+    """Wait until ``holds()``; return False after ``_LIMIT_S``."""
+    deadline = time.monotonic() + _LIMIT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
