@@ -79,10 +79,10 @@ class Dialer:
         except CommError:
             client.close()
             return
-        relay = _Relay(client, store, near=near, far=far)
+        relay = _Relay(client, store, near=near, far=far, at_end=self._forget)
         with self._lock:
             self._relays.append(relay)
-        relay.start(self._forget)  # when it is in the list: torch's client may be ready a moment later
+        relay.start()  # when it is in the list: torch's client may be ready a moment later
 
     def _forget(self, relay: _Relay) -> None:
         with self._lock:
@@ -90,15 +90,26 @@ class Dialer:
 
 
 class _Relay:
-    """Copies bytes between torch's ``client`` and the ``store``, in a thread, until one of them ends."""
+    """Copies bytes between torch's ``client`` and the ``store``, in a thread, until one of them ends.
 
-    def __init__(self, client: socket.socket, store: socket.socket, *, near: Peer, far: Peer) -> None:
-        self._client, self._store, self._near, self._far = client, store, near, far
+    Then it calls ``at_end`` with itself. ``near`` and ``far`` are the ends of torch's connection.
+    """
+
+    def __init__(
+        self,
+        client: socket.socket,
+        store: socket.socket,
+        *,
+        near: Peer,
+        far: Peer,
+        at_end: Callable[[_Relay], None],
+    ) -> None:
+        self._client, self._store, self._near, self._far, self._at_end = client, store, near, far, at_end
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._thread = threading.Thread(target=self._run, name="hwrl store relay", daemon=True)
 
-    def start(self, at_end: Callable[[_Relay], None]) -> None:
-        """Begin to copy; call ``at_end`` with this relay when it ends."""
-        self._thread = threading.Thread(target=self._run, args=[at_end], name="hwrl store relay", daemon=True)
+    def start(self) -> None:
+        """Begin to copy."""
         self._thread.start()
 
     def step_aside(self) -> None:
@@ -110,11 +121,11 @@ class _Relay:
         os.dup2(self._store.fileno(), descriptor, inheritable=False)  # this closes the connection to the relay
         self._thread.join()  # before the client's next request: the relay must not read its answer
 
-    def _run(self, at_end: Callable[[_Relay], None]) -> None:
+    def _run(self) -> None:
         try:
             self._copy()
         finally:
-            at_end(self)
+            self._at_end(self)
 
     def _copy(self) -> None:
         ways = {self._client.fileno(): (self._client, self._store), self._store.fileno(): (self._store, self._client)}

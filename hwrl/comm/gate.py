@@ -1,8 +1,11 @@
 """Admission to a store: both ends prove that they know the store's key, and tell a stranger nothing.
 
-The gate sends 32 random bytes. The client answers with 32 of its own, the port of its next connection, and a proof. The
-gate opens the store's door for this port, and answers with the store's port and a proof. The client connects to the
-store from its port. The gate closes the door, and sends one byte. A proof is an HMAC-SHA256 of all that was said.
+1. The gate sends 32 random bytes.
+2. The client answers with 32 of its own, the port of its next connection, and a proof.
+3. The gate opens the store's door for this port, and answers with the store's port and a proof.
+4. The client connects from its port to the store. The gate closes the door, and sends one byte.
+
+A proof is an HMAC-SHA256 of the messages so far and of both ends' hosts: another host cannot pass it on.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _LOOK_S = 0.0005
 
 
 class StoreAddress(NamedTuple):
-    """A store's gate and its key. The text, ``host:port#key``, opens the store: hand it only to processes of the run."""
+    """A store's gate and its key. Its text, ``host:port#key``, opens the store: only the run may get it."""
 
     host: str
     port: int
@@ -53,7 +56,7 @@ class StoreAddress(NamedTuple):
         host, _, port = place.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdecimal() or int(port) > 65535 or not key:
-            why = "it has no key" if place and not key else "it must be host:port#key"
+            why = "it must be host:port#key"
             raise CommError(f"{place!r} is no store address", why=why, fix="use store_address(store)")
         return cls(host, int(port), key)
 
@@ -105,15 +108,17 @@ class Gate:
             self._pending.remove(connection)
 
     def _admit(self, connection: socket.socket) -> None:
+        host, server = connection.getpeername()[0], connection.getsockname()[0]
         nonce = secrets.token_bytes(_NONCE_NBYTES)
         connection.sendall(nonce)
         answer, proof = _receive(connection, _NONCE_NBYTES + _PORT.size), _receive(connection, _PROOF_NBYTES)
-        if not hmac.compare_digest(proof, _proof(self._key, b"client", nonce + answer)):
+        said = _beginning(host, server) + nonce + answer
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", said)):
             return
-        client = Peer(peer_of(connection.getpeername()).host, *_PORT.unpack(answer[_NONCE_NBYTES:]))
+        client = Peer(host, *_PORT.unpack(answer[_NONCE_NBYTES:]))
         with self._door.admitting(client):
             port = _PORT.pack(self._store_port)
-            connection.sendall(port + _proof(self._key, b"server", nonce + answer + port))
+            connection.sendall(port + _proof(self._key, b"server", said + port))
             arrived = _wait_until(lambda: _has_connection_from(client))
         if arrived:  # only now: its packets were dropped if the door closed before the kernel knew the connection
             connection.sendall(_WELCOME)
@@ -122,7 +127,7 @@ class Gate:
 def dial(address: StoreAddress) -> socket.socket:
     """Return a new connection to the store at ``address``, after both ends have proved their key. Blocks.
 
-    Raises CommError if the gate does not know the key, or if it is not the gate; CommTimeoutError if it does not answer.
+    Raises CommError if the other end has another key or is no gate, and CommTimeoutError if it does not answer.
     """
     try:
         with socket.create_connection((address.host, address.port), _LIMIT_S) as gate:
@@ -135,8 +140,8 @@ def dial(address: StoreAddress) -> socket.socket:
         ) from exc
     except OSError as exc:
         raise CommError(
-            f"the store at {address.place} admits this process not",
-            why=f"{exc}: its key is another one, or it is no store of hwrl",
+            f"the store at {address.place} does not admit this process",
+            why=f"{exc}: it has another key, or it is no store of hwrl",
             fix="take the address from store_address(store), with its key, in a process of the same run",
         ) from exc
 
@@ -150,9 +155,10 @@ def _pass_gate(gate: socket.socket, key: bytes) -> socket.socket:
         connection.bind((gate.getsockname()[0], 0, *gate.getsockname()[2:]))
         nonce = _receive(gate, _NONCE_NBYTES)
         answer = secrets.token_bytes(_NONCE_NBYTES) + _PORT.pack(connection.getsockname()[1])
-        gate.sendall(answer + _proof(key, b"client", nonce + answer))
+        said = _beginning(gate.getsockname()[0], gate.getpeername()[0]) + nonce + answer
+        gate.sendall(answer + _proof(key, b"client", said))
         port, proof = _receive(gate, _PORT.size), _receive(gate, _PROOF_NBYTES)
-        if not hmac.compare_digest(proof, _proof(key, b"server", nonce + answer + port)):
+        if not hmac.compare_digest(proof, _proof(key, b"server", said + port)):
             raise ConnectionRefusedError("the other end does not know the key")
         connection.connect((gate.getpeername()[0], *_PORT.unpack(port), *gate.getpeername()[2:]))
         _receive(gate, len(_WELCOME))
@@ -161,6 +167,11 @@ def _pass_gate(gate: socket.socket, key: bytes) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _beginning(client: str, server: str) -> bytes:
+    """Return the part of a proof that names both ends' hosts; a link's scope differs between hosts."""
+    return f"{client.partition('%')[0]} {server.partition('%')[0]} ".encode()
 
 
 def _proof(key: bytes, end: bytes, said: bytes) -> bytes:

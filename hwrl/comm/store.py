@@ -18,7 +18,6 @@ from hwrl.comm.door import check_doors
 from hwrl.comm.gate import Gate, StoreAddress
 from hwrl.errors import CommError, CommTimeoutError, PeerLostError
 
-
 _served_or_joined: list[Dialer] = []
 """The stores of this process. Torch connects to some of them by itself, at any time, so a dialer stays."""
 
