@@ -121,7 +121,7 @@ def test_a_proof_passed_on_by_another_host_or_sent_again_is_refused() -> None:
     store = serve_store()
     place, key = store_address(store).split("#")
     gate = ("127.0.0.1", int(place.rpartition(":")[2]))
-    recorded = bytearray()
+    recorded, said = bytearray(), bytearray()
 
     def pass_on(listener: socket.socket) -> None:
         listener.accept()[0].close()
@@ -130,7 +130,7 @@ def test_a_proof_passed_on_by_another_host_or_sent_again_is_refused() -> None:
             while len(recorded) < _ANSWER_NBYTES:
                 recorded.extend(client.recv(1000))
             real.sendall(recorded)
-            client.sendall(real.recv(1000))
+            said.extend(real.recv(1000))
 
     with _listener("127.0.0.9") as listener:
         thread = threading.Thread(target=pass_on, args=[listener])
@@ -138,6 +138,7 @@ def test_a_proof_passed_on_by_another_host_or_sent_again_is_refused() -> None:
         with pytest.raises(CommError, match="does not admit this process"):
             connect_store(f"127.0.0.9:{listener.getsockname()[1]}#{key}")
         thread.join()
+    assert said == b"", "the proof was for another host"
     with socket.create_connection(gate, 20.0) as again:
         assert len(again.recv(1000)) == _NONCE_NBYTES
         again.sendall(recorded)
@@ -148,11 +149,13 @@ def test_idle_strangers_do_not_keep_a_process_out() -> None:
     store = serve_store()
     place = store_address(store).split("#")[0]
     with contextlib.ExitStack() as opened:
-        for _ in range(150):
-            opened.enter_context(socket.create_connection(("127.0.0.1", int(place.rpartition(":")[2])), 5.0))
+        port = int(place.rpartition(":")[2])
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", port), 5.0)) for _ in range(150)]
         begin = time.monotonic()
         connect_store(store_address(store)).set("key", "value")
         assert time.monotonic() - begin < 5.0
+        assert len(idle[0].recv(1000)) == _NONCE_NBYTES
+        assert idle[0].recv(1000) == b"", "the oldest ones are dropped"
     assert store.get("key") == b"value"
 
 
