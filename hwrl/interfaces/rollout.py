@@ -106,9 +106,9 @@ class WeightOffer:
     """A proposed version of a weight link, for the receivers of an engine. Its transfer has begun.
 
     The link is called ``link``, in the store at the address ``store``; never log that, for it holds the store's key.
-    ``proposal`` is the number of the proposal, and ``version`` its version. ``members`` are the receivers' numbers in the link; None for a receiver
-    that has no part in this proposal. ``timeout_s`` limits the wait for a stored version to be complete, and
-    ``limit_s`` all of the receiving. After ``once`` the receivers free what they hold for the link.
+    ``proposal`` is the number of the proposal, and ``version`` its version. ``members`` are the receivers' numbers in
+    the link; None for a receiver that has no part in this proposal. ``timeout_s`` limits the wait for a stored version
+    to be complete, and ``limit_s`` all of the receiving. After ``once`` the receivers free what they hold for the link.
     """
 
     store: str = field(repr=False)
