@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hwrl.comm.door import Peer, find_descriptor, peer_of
-from hwrl.comm.gate import StoreAddress, dial
+from hwrl.comm.gate import GateAddress, dial
 from hwrl.errors import CommError
 
 _CHUNK_NBYTES = 1 << 16
@@ -28,7 +28,7 @@ class Dialer:
     of torch's, so operations take no detour. A connection that torch makes by itself stays relayed.
     """
 
-    def __init__(self, address: StoreAddress, listener: socket.socket) -> None:
+    def __init__(self, address: GateAddress, listener: socket.socket) -> None:
         self.address, self.near = address, peer_of(listener.getsockname())
         self._listener, self._making, self._lock = listener, threading.Lock(), threading.Lock()
         self._dialed: collections.deque[socket.socket] = collections.deque()

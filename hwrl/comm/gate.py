@@ -33,7 +33,7 @@ _MOST_PENDING = 64
 _LOOK_S = 0.0005
 
 
-class StoreAddress(NamedTuple):
+class GateAddress(NamedTuple):
     """A store's gate and its key. Its text, ``host:port#key``, opens the store: only the run may get it."""
 
     host: str
@@ -50,7 +50,7 @@ class StoreAddress(NamedTuple):
         return f"{host}:{self.port}"
 
     @classmethod
-    def parse(cls, text: str) -> StoreAddress:
+    def parse(cls, text: str) -> GateAddress:
         """Read ``text``. Raises CommError, without the key, if it is no address of a store."""
         place, _, key = text.partition("#")
         host, _, port = place.rpartition(":")
@@ -124,7 +124,7 @@ class Gate:
             connection.sendall(_WELCOME)
 
 
-def dial(address: StoreAddress) -> socket.socket:
+def dial(address: GateAddress) -> socket.socket:
     """Return a new connection to the store at ``address``, after both ends have proved their key. Blocks.
 
     Raises CommError if the other end has another key or is no gate, and CommTimeoutError if it does not answer.

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hwrl.comm.dialer import Dialer
 from hwrl.comm.door import check_doors
-from hwrl.comm.gate import Gate, StoreAddress
+from hwrl.comm.gate import Gate, GateAddress
 from hwrl.errors import CommError, CommTimeoutError, PeerLostError
 
 _served_or_joined: list[Dialer] = []
@@ -37,7 +37,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30
     inside = _bind(outside.getsockname()[0], 0)
     gate = Gate(outside, key=(key := secrets.token_urlsafe(32)), behind=inside)
     near = _listen_near(inside.getsockname()[1])
-    dialer = Dialer(StoreAddress(host, outside.getsockname()[1], key), near)
+    dialer = Dialer(GateAddress(host, outside.getsockname()[1], key), near)
     try:
         store = dialer.make(lambda: _make_server(inside, dialer.near.host, timeout_s), starts_server=True)
     except dist.DistError as exc:
@@ -125,7 +125,7 @@ def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
 
     Raises CommTimeoutError if nothing answers there in time, and CommError if the key is wrong.
     """
-    wanted = StoreAddress.parse(address)
+    wanted = GateAddress.parse(address)
     _wait_for_server(wanted.host, wanted.port, timeout_s)
     dialer = next((dialer for dialer in _served_or_joined if dialer.address == wanted), None)
     if dialer is None:

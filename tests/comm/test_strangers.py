@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from hwrl.comm import connect_store, serve_store, store_address
 from hwrl.comm.door import Door, Peer
