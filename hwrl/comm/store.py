@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import time
@@ -20,6 +21,7 @@ from hwrl.errors import CommError, CommTimeoutError, PeerLostError
 
 _served_or_joined: list[Dialer] = []
 """The stores of this process. Torch connects to some of them by itself, at any time, so a dialer stays."""
+os.register_at_fork(after_in_child=_served_or_joined.clear)  # their threads stay with the parent
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
@@ -45,7 +47,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30
         dialer.close()
         raise _cannot_serve(host, port, first_line(exc)) from exc
     _served_or_joined.append(dialer)
-    weakref.finalize(store, _end_service, gate, dialer)
+    weakref.finalize(store, _end_service, gate, dialer, os.getpid())
     return store
 
 
@@ -61,7 +63,9 @@ def _make_server(inside: socket.socket, near: str, timeout_s: float) -> TCPStore
     )
 
 
-def _end_service(gate: Gate, dialer: Dialer) -> None:
+def _end_service(gate: Gate, dialer: Dialer, server: int) -> None:
+    if os.getpid() != server:  # a fork: the sockets still serve its parent
+        return
     gate.close()
     dialer.close()
     _served_or_joined.remove(dialer)

@@ -1,5 +1,6 @@
 """Where a store listens, and the errors of one that cannot be served."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -54,6 +55,19 @@ def test_a_served_store_frees_its_ports() -> None:
     del store
     again = serve_store(port=port)
     assert _gate_of(again)[1] == port
+
+
+def test_a_fork_of_the_server_can_join() -> None:
+    store = serve_store()
+    address = store_address(store)
+    child = os.fork()
+    if child == 0:
+        try:
+            connect_store(address).set("child", "here")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert connect_store(address).get("child") == b"here"
 
 
 def test_every_kind_of_client_reads_what_another_wrote() -> None:

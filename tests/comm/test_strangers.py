@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from hwrl.comm import connect_store, serve_store, store_address
 from hwrl.comm.door import Door, Peer
@@ -61,7 +61,7 @@ def _attack(rank: int, places: list[tuple[str, int]]) -> list[int]:
 
 
 def test_another_user_neither_reads_nor_writes() -> None:
-    torchs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # not in the stubs
     before = _listening()
     store = serve_store()
     places = sorted(_listening() - before)
