@@ -123,9 +123,9 @@ def peer_of(address: tuple[str, int, int, int] | tuple[str, int]) -> Peer:
 
 
 def _numbered_sockets() -> Iterator[tuple[int, socket.socket]]:
-    for name in os.listdir("/proc/self/fd"):
+    for descriptor in sorted(map(int, os.listdir("/proc/self/fd")), reverse=True):  # the newest are the wanted, mostly
         try:
-            copy = os.dup(int(name))
+            copy = os.dup(descriptor)
         except OSError:  # closed meanwhile
             continue
         if not stat.S_ISSOCK(os.fstat(copy).st_mode):
@@ -133,4 +133,4 @@ def _numbered_sockets() -> Iterator[tuple[int, socket.socket]]:
             continue
         with socket.socket(fileno=copy) as mine:
             if mine.family in _SOURCE and mine.type == socket.SOCK_STREAM:
-                yield int(name), mine
+                yield descriptor, mine

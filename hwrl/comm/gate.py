@@ -3,7 +3,7 @@
 1. The gate sends 32 random bytes.
 2. The client answers with 32 of its own, the port of its next connection, and a proof.
 3. The gate opens the store's door for this port, and answers with the store's port and a proof.
-4. The client connects from its port to the store. The gate closes the door, and sends one byte.
+4. The client connects from its port to the store, and sends one byte. The gate closes the door, and sends one byte.
 
 A proof is an HMAC-SHA256 of the messages so far and of both ends' hosts: another host cannot pass it on.
 """
@@ -25,11 +25,13 @@ from hwrl.errors import CommError, CommTimeoutError
 
 _NONCE_NBYTES, _PROOF_NBYTES = 32, 32
 _PORT = struct.Struct("!H")
-_WELCOME = b"!"
+_DONE = b"!"
 _LIMIT_S = 10.0
 """For one message of a handshake."""
-_MOST_PENDING = 64
-"""Above so many handshakes at once, the oldest one is dropped: strangers could hold them all."""
+_MOST_PENDING, _PATIENCE_S = 256, 1.0
+"""If so many handshakes are under way, others wait until one ends. Older ones are dropped: strangers may be idle."""
+_MOST_ADMITTED = 32  # the kernel limits the length of a packet filter
+_BACKLOG = 4096
 _LOOK_S = 0.0005
 
 
@@ -62,17 +64,19 @@ class GateAddress(NamedTuple):
 
 
 class Gate:
-    """Listens on ``listener`` and admits clients with ``key`` to the store behind it, on the bound socket ``behind``.
+    """Admits clients with ``key`` to the store behind it. ``listener`` and ``behind``, the store's, are bound sockets.
 
-    ``behind`` listens from now on, but the kernel drops the packets of clients that are not admitted. The gate has a
-    thread, and one more for each handshake. :meth:`close` ends it: nobody joins later, and members stay.
+    Both listen from now on, but for ``behind`` the kernel drops the packets of clients that are not admitted. The gate
+    has a thread, and one more for each handshake. :meth:`close` ends it: nobody joins later, and members stay.
     """
 
     def __init__(self, listener: socket.socket, *, key: str, behind: socket.socket) -> None:
         self._listener, self._key, self._store_port = listener, key.encode(), behind.getsockname()[1]
         self._door = Door(behind.dup())
         behind.listen()  # after the door is closed
-        self._pending: list[socket.socket] = []
+        listener.listen(_BACKLOG)
+        self._pending: dict[socket.socket, float] = {}  # since when
+        self._places = threading.Semaphore(_MOST_ADMITTED)
         threading.Thread(target=self._serve, name="hwrl store gate", daemon=True).start()
 
     def close(self) -> None:
@@ -93,11 +97,19 @@ class Gate:
                     return
                 time.sleep(0.01)  # no free descriptor, perhaps
                 continue
-            self._pending.append(connection)
-            if len(self._pending) > _MOST_PENDING:
-                with contextlib.suppress(OSError):
-                    self._pending[0].shutdown(socket.SHUT_RDWR)
+            self._wait_for_room()
+            self._pending[connection] = time.monotonic()
             threading.Thread(target=self._meet, args=[connection], name="hwrl store handshake", daemon=True).start()
+
+    def _wait_for_room(self) -> None:
+        while len(self._pending) >= _MOST_PENDING:
+            time.sleep(_LOOK_S)
+            now_s = time.monotonic()
+            for connection, since_s in list(self._pending.items()):
+                if now_s - since_s > _PATIENCE_S:
+                    self._pending.pop(connection, None)
+                    with contextlib.suppress(OSError):  # it has just ended
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def _meet(self, connection: socket.socket) -> None:
         try:
@@ -105,7 +117,7 @@ class Gate:
                 connection.settimeout(_LIMIT_S)
                 self._admit(connection)
         finally:
-            self._pending.remove(connection)
+            self._pending.pop(connection, None)
 
     def _admit(self, connection: socket.socket) -> None:
         host, server = connection.getpeername()[0], connection.getsockname()[0]
@@ -116,12 +128,13 @@ class Gate:
         if not hmac.compare_digest(proof, _proof(self._key, b"client", said)):
             return
         client = Peer(host, *_PORT.unpack(answer[_NONCE_NBYTES:]))
-        with self._door.admitting(client):
+        with self._places, self._door.admitting(client):
             port = _PORT.pack(self._store_port)
             connection.sendall(port + _proof(self._key, b"server", said + port))
+            _receive(connection, len(_DONE))
             arrived = _wait_until(lambda: _has_connection_from(client))
         if arrived:  # only now: its packets were dropped if the door closed before the kernel knew the connection
-            connection.sendall(_WELCOME)
+            connection.sendall(_DONE)
 
 
 def dial(address: GateAddress) -> socket.socket:
@@ -161,7 +174,8 @@ def _pass_gate(gate: socket.socket, key: bytes) -> socket.socket:
         if not hmac.compare_digest(proof, _proof(key, b"server", said + port)):
             raise ConnectionRefusedError("the other end does not know the key")
         connection.connect((gate.getpeername()[0], *_PORT.unpack(port), *gate.getpeername()[2:]))
-        _receive(gate, len(_WELCOME))
+        gate.sendall(_DONE)
+        _receive(gate, len(_DONE))
         connection.settimeout(None)
     except BaseException:
         connection.close()

@@ -35,7 +35,6 @@ def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30
     """
     check_doors()
     outside = _bind(host, port)
-    outside.listen()
     inside = _bind(outside.getsockname()[0], 0)
     gate = Gate(outside, key=(key := secrets.token_urlsafe(32)), behind=inside)
     near = _listen_near(inside.getsockname()[1])

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from hwrl.comm import connect_store, serve_store, store_address
 from hwrl.comm.door import Door, Peer
+from hwrl.comm.gate import GateAddress, dial
 from hwrl.errors import CommError
 from hwrl.testing import run_processes
 
@@ -150,13 +152,23 @@ def test_idle_strangers_do_not_keep_a_process_out() -> None:
     place = store_address(store).split("#")[0]
     with contextlib.ExitStack() as opened:
         port = int(place.rpartition(":")[2])
-        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", port), 5.0)) for _ in range(150)]
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", port), 5.0)) for _ in range(300)]
         begin = time.monotonic()
         connect_store(store_address(store)).set("key", "value")
         assert time.monotonic() - begin < 5.0
         assert len(idle[0].recv(1000)) == _NONCE_NBYTES
         assert idle[0].recv(1000) == b"", "the oldest ones are dropped"
     assert store.get("key") == b"value"
+
+
+def test_a_crowd_of_members_joins_at_once() -> None:
+    store = serve_store()
+    address = GateAddress.parse(store_address(store))
+    with ThreadPoolExecutor(100) as threads:
+        members = list(threads.map(lambda _: dial(address), range(300)))
+    for member in members:
+        member.close()
+    assert len(members) == 300
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
