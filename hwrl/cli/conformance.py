@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the kit on the named subject, print each result and write the files; return 0 if no check failed."""
     options = _options(args.options)
+    _require_folders(args.json, args.badge)
     from hwrl.discovery import get_backend, set_backend
     from hwrl.testing.conformance import run_kit
     from hwrl.testing.report import check_badge_name
@@ -57,6 +58,13 @@ def _options(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError("--options is no JSON object", why=f"it is {text!r}", fix="write '{\"name\": value}'")
     return found
+
+
+def _require_folders(*paths: Path | None) -> None:
+    """Raise ConfigError before any check if the report could not be written after them."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"cannot write {path}", why=f"there is no folder {path.parent}", fix="make it first")
 
 
 def _refuse_part(keyword: str) -> None:

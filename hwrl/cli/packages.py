@@ -7,6 +7,7 @@ and the other fields of :func:`_fields` stand in its text.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser, example: str) -> None:
 def write_package(kind: Kind, name: str, into: Path) -> Path:
     """Write the package hwrl-``name`` into the folder ``into``, and return its path.
 
-    Raises ConfigError for a name that is malformed or taken, and if there is something at that path.
+    Raises ConfigError for a name that is malformed, for one that any installed package has, and if there is something
+    at that path.
     """
     _check_name(kind, name)
     folder = into / f"hwrl-{name}"
@@ -83,12 +85,23 @@ def _check_name(kind: Kind, name: str) -> None:
             why=f"a {kind} {taken[0]!r} is installed",
             fix="choose another name",
         )
+    module = _module_of(name)
+    if importlib.util.find_spec(module) is not None:
+        raise ConfigError(
+            f"{name!r} cannot be the name of a new {kind}",
+            why=f"a package {module} is installed, and pip would overwrite it with the new one",
+            fix="choose another name",
+        )
+
+
+def _module_of(name: str) -> str:
+    return f"hwrl_{name.replace('-', '_')}"
 
 
 def _fields(kind: Kind, name: str) -> dict[str, str]:
     plain = name.replace("-", "_")
     title = " ".join(part.capitalize() for part in plain.split("_"))
-    module = f"hwrl_{plain}"
+    module = _module_of(name)
     return {
         "name": name,
         "module": module,

@@ -118,7 +118,8 @@ class StagedWork(Work):
         done = self._work.wait(*timeout)
         while self._results:
             target, staged = self._results.pop()
-            target.copy_(staged)
+            with torch.inference_mode(target.is_inference()), torch.no_grad():  # as libraries write: past autograd
+                target.copy_(staged)
         return bool(done)
 
     def is_completed(self) -> bool:
@@ -144,7 +145,7 @@ class _Awaited:
     def _await(self, work: Any) -> None:
         try:
             self._end.set_result(work.wait())
-        except RuntimeError as exc:
+        except Exception as exc:  # noqa: BLE001 - raised again in `wait`
             self._end.set_exception(exc)
 
     def wait(self, *_: timedelta) -> bool:
@@ -221,7 +222,7 @@ def _stage(results: list[tuple[torch.Tensor, torch.Tensor]], *, read: bool) -> C
     def staged(tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         if read:
-            host.copy_(tensor)  # blocks until the earlier work on the current stream is done
+            host.copy_(tensor.detach())  # blocks until the earlier work on the current stream is done
         results.append((tensor, host))
         return host
 

@@ -97,9 +97,11 @@ def run_kit(subject: Subject, *, backend: Backend, level: Level = Level.FULL, ke
     with contextlib.suppress(HwrlError):  # too late: the checks only take longer
         preload("pytest", f"hwrl.testing.suites.{suite.stem}")
     plugin = _KitPlugin(subject, backend, level)
-    # Ignore configuration and conftest files of the user's current folder.
+    # Ignore configuration and conftest files of the user's current folder, and options in the environment.
     isolated = ["-c", os.devnull, f"--rootdir={suite.parent}", "--noconftest", "-p", "no:cacheprovider"]
-    status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [plugin])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_ADDOPTS", raising=False)
+        status = pytest.main([*isolated, "--import-mode=importlib", "-v", "-rs", "-k", keyword, str(suite)], [plugin])
     if status == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise _nothing_selected(subject, level, keyword)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -29,6 +29,7 @@ class _EndThread:
     def __init__(self, backend: Backend) -> None:
         use_device = functools.partial(backend.set_device, backend.current_index())
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hwrl-weights", initializer=use_device)
+        self._ended = False
 
     async def run(
         self, call: Callable[..., _Result], *args: Any, cancel: Callable[[], None] | None = None, **options: Any
@@ -40,13 +41,22 @@ class _EndThread:
         except asyncio.CancelledError:
             if cancel is not None and not work.done():
                 cancel()
-            await asyncio.wait([work])
+            while not work.done():
+                with contextlib.suppress(asyncio.CancelledError):  # it is about to be raised
+                    await asyncio.wait([work])
             if not work.cancelled():
                 work.exception()  # it is the cancellation's result, and nobody else reads it
             raise
 
-    def end(self) -> None:
-        self._pool.shutdown(wait=False)
+    async def end(self, close: Callable[[], None]) -> None:
+        """Run ``close`` in the thread, and end the thread; does nothing if it has ended."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            await self.run(close)
+        finally:
+            self._pool.shutdown(wait=False)
 
 
 class AsyncWeightSender:
@@ -83,8 +93,7 @@ class AsyncWeightSender:
 
     async def close(self) -> None:
         """Close the sender, and end its thread."""
-        await self._thread.run(self.sender.close)
-        self._thread.end()
+        await self._thread.end(self.sender.close)
 
     async def __aenter__(self) -> AsyncWeightSender:
         return self
@@ -118,8 +127,7 @@ class AsyncWeightReceiver:
 
     async def close(self) -> None:
         """Close the receiver, and end its thread."""
-        await self._thread.run(self.receiver.close)
-        self._thread.end()
+        await self._thread.end(self.receiver.close)
 
     async def __aenter__(self) -> AsyncWeightReceiver:
         return self
@@ -155,8 +163,7 @@ class AsyncStreamReceiver:
 
     async def close(self) -> None:
         """Close the receiver, and end its thread."""
-        await self._thread.run(self.receiver.close)
-        self._thread.end()
+        await self._thread.end(self.receiver.close)
 
     async def __aenter__(self) -> AsyncStreamReceiver:
         return self

@@ -9,6 +9,7 @@ import torch
 from hwrl.errors import LayoutMismatchError
 from hwrl.weights.destination import Destination, DestinationFactory, TensorStream
 from hwrl.weights.layout import NamedTensor, WeightLayout
+from hwrl.weights.scatter import Scattered
 from hwrl.weights.slabs import SlabLease
 
 
@@ -80,7 +81,9 @@ class ChapteredPlace:
 
     def add(self, layout: WeightLayout) -> None:
         """Prepare for another chapter. Raises LayoutMismatchError if there is no place for a tensor."""
-        first = self._places[0]
+        first, last = self._places[0], self._places[-1]
+        if isinstance(last, TensorStream | Scattered):
+            last.release()  # there is one ring at a time
         self._places.append(first.further(layout) if isinstance(first, TensorStream) else self._place(layout))
         self._places[-1].begin()
         self.slots = self._places[-1].slots

@@ -190,6 +190,10 @@ class TensorStream:
         self._parts.clear()
         self._loader.cancel()
 
+    def release(self) -> None:
+        """Free the ring. All slabs are stored; the next one allocates it again."""
+        self._ring.release()
+
     def _part(self, number: int) -> torch.Tensor:
         if number not in self._parts:
             self._parts[number] = self._new(number)

@@ -99,7 +99,8 @@ class WeightReceiver:
         self._intake = WeightIntake(store, name=name, backend=backend, place=place, slabs=slabs, **waiting)
         self._members = LinkMembers(store, name=name, replicas=[replica], newest=newest, **waiting)
         self._taking = False  # in a transfer
-        self._took_part = self._left = False  # in a proposal, during this receive; the link, when it was cancelled
+        self._took_part = False  # in a proposal, during this receive
+        self._left = False  # the link, after a receive that was cancelled or had no place for a tensor
 
     version: int | None
     """The version that is whole here; None before the first, and after a failed transfer ``into`` tensors."""
@@ -114,6 +115,7 @@ class WeightReceiver:
         """Request versions again, the newest included: after ReceiverExcludedError, or when the weights were lost."""
         self._intake.abort()
         self._members.join()
+        self._left = False
 
     def release(self) -> None:
         """Free the memory of the received versions, which must not be used later; the next version allocates anew."""
@@ -125,6 +127,7 @@ class WeightReceiver:
         Costs one short store round trip while nothing is new. Raises ReceiverExcludedError if this receiver was
         excluded; if nothing is new, half a second after that at most.
         """
+        self._join_if_left()
         proposal = self._members.poll()
         return None if proposal is None else proposal.version
 
@@ -143,9 +146,8 @@ class WeightReceiver:
             return self._receive(timeout_s)
         except Exception:
             if self._cancellation.is_wanted:
-                self._left = self._took_part
-                if self._left:
-                    self._members.leave()  # the sender need not wait for a receiver that went away
+                if self._took_part:
+                    self._leave()  # the sender need not wait for a receiver that went away
                 self._cancellation.check()
             raise
         finally:
@@ -155,7 +157,7 @@ class WeightReceiver:
         """End the receive that another thread is in, or else the next one; does not wait for that.
 
         A receive that waits ends within a fifth of a second. One that takes part in a transfer breaks it off and leaves
-        the link, so the sender repeats it for the others; the next receive joins again.
+        the link, so the sender repeats it for the others; the next receive or poll joins again.
         """
         self._cancellation.want()
         if self._taking:  # else the connections are in order
@@ -167,18 +169,20 @@ class WeightReceiver:
 
     def _receive(self, timeout_s: float) -> Received:
         deadline, aborted = time.monotonic() + timeout_s, None
-        if self._left:
-            self._members.join()
-            self._left = False
+        self._join_if_left()
         while True:
             clock = StageClock()
             with clock("wait"):
                 proposal = self._members.wait(
                     deadline=deadline, timeout_s=timeout_s, aborted=aborted, have=self.version
                 )
-            layout, destination = self._prepare(proposal)
-            self._took_part = True
-            taken = self._take(proposal, deadline, clock)
+            try:
+                layout, destination = self._intake.prepare(proposal)
+                self._took_part = True
+                taken = self._take(proposal, deadline, clock)
+            except LayoutMismatchError:
+                self._leave()  # the sender need not wait for a receiver that cannot receive
+                raise
             if taken is not None:
                 self.version = taken.version
                 nbytes = destination.nbytes if isinstance(destination, ChapteredPlace) else layout.payload_nbytes
@@ -191,12 +195,14 @@ class WeightReceiver:
         self._members.leave()
         self._intake.close()
 
-    def _prepare(self, proposal: Proposal) -> tuple[WeightLayout, Destination]:
-        try:
-            return self._intake.prepare(proposal)
-        except LayoutMismatchError:
-            self._members.leave()  # the sender need not wait for a receiver that cannot receive
-            raise
+    def _leave(self) -> None:
+        self._members.leave()
+        self._left = True
+
+    def _join_if_left(self) -> None:
+        if self._left:
+            self._members.join()
+            self._left = False
 
     def _take(self, proposal: Proposal, deadline: float, clock: StageClock) -> Proposal | None:
         after = self._members.begin(proposal)

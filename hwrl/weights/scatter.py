@@ -141,6 +141,10 @@ class Scattered:
     def cancel(self) -> None:
         """Do nothing: the next version overwrites all of it."""
 
+    def release(self) -> None:
+        """Free the ring. All slabs are stored; the next one allocates it again."""
+        self._ring.release()
+
     def _plan(self, layout: WeightLayout, slab: Slab, rules: Mapping[int, Sequence[CopyRule]]) -> _SlabCopies:
         copies: list[_Copy] = []
         for piece in slab.pieces:

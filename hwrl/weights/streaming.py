@@ -35,8 +35,8 @@ class IncomingVersion:
         """The committed version, without tensors; None before the verdict."""
         self._receiver, self._handover, self._timeout_s = receiver, handover, timeout_s
         self._error: BaseException | None = None
+        self._cancelled = False
         self._index, self._stream, self._backend = backend.current_index(), backend.current_stream(), backend
-        handover.open()
         self._thread = threading.Thread(target=self._receive, name="hwrl-receive", daemon=True)
         self._thread.start()
 
@@ -73,13 +73,16 @@ class IncomingVersion:
         """End the receive soon; any thread may call this. Does nothing after the verdict."""
         self._handover.close()
         if self._thread.is_alive():
+            self._cancelled = True
             self._receiver.cancel()
 
     def close(self) -> None:
         """End the receive, and wait for its end."""
         self.cancel()
         self._thread.join()
-        self._receiver.forget_cancellation()
+        if self._cancelled:
+            self._cancelled = False
+            self._receiver.forget_cancellation()
 
     def _receive(self) -> None:
         try:
@@ -115,13 +118,14 @@ class StreamReceiver:
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
         self._backend = backend_or_default(backend)
-        self._handover = Handover()
+        self._loader = _NewestStream()
+        self._incoming: IncomingVersion | None = None
         self._receiver = WeightReceiver(
             store,
             name=name,
             replica=replica,
             backend=self._backend,
-            loader=self._handover,
+            loader=self._loader,
             slabs=slabs,
             ring_nbytes=ring_nbytes,
             newest=newest,
@@ -140,9 +144,12 @@ class StreamReceiver:
         """Begin to receive the newest proposed version, in a thread; use the result in a ``with`` statement.
 
         ``timeout_s`` and the errors are those of :meth:`~hwrl.weights.WeightReceiver.receive`. Use the tensors on the
-        stream that is current at the first call. There is one stream at a time.
+        stream that is current at the first call. There is one stream at a time: this closes the one before.
         """
-        return IncomingVersion(self._receiver, self._handover, backend=self._backend, timeout_s=timeout_s)
+        self._close_stream()
+        handover = self._loader.handover = Handover()
+        self._incoming = IncomingVersion(self._receiver, handover, backend=self._backend, timeout_s=timeout_s)
+        return self._incoming
 
     def __enter__(self) -> StreamReceiver:
         return self
@@ -151,12 +158,36 @@ class StreamReceiver:
         self.close()
 
     def close(self) -> None:
-        """Leave the link and free the ring."""
+        """End a stream that is open, leave the link and free the ring."""
+        self._close_stream()
         self._receiver.close()
+
+    def _close_stream(self) -> None:
+        if self._incoming is not None:
+            self._incoming.close()
+
+
+class _NewestStream:
+    """The receiver's loader: it gives each version to the stream that was begun for it."""
+
+    def __init__(self) -> None:
+        self.handover = Handover()
+
+    def begin(self) -> None:
+        self.handover.begin()
+
+    def load(self, tensors: Sequence[NamedTensor]) -> None:
+        self.handover.load(tensors)
+
+    def finish(self) -> None:
+        """Do nothing: the handover's end follows."""
+
+    def cancel(self) -> None:
+        self.handover.cancel()
 
 
 class Handover:
-    """Tensors on their way from the receiving thread to the consumer's: a loader that waits for the consumer."""
+    """The tensors of one stream on their way from the receiving thread to the consumer's. Waits for the consumer."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -164,11 +195,7 @@ class Handover:
         self._closed = self._ended = False
         self.begun = 0
 
-    def open(self) -> None:
-        """Prepare for a version."""
-        self._tensors, self._closed, self._ended, self.begun = [], False, False, 0
-
-    # -- the receiving thread: a TensorLoader ---------------------------------------------------------------------
+    # -- the receiving thread ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a transfer; tensors of the one before it that the consumer has not taken are dropped."""
@@ -184,9 +211,6 @@ class Handover:
                 raise CommAbortedError("the receive was cancelled", why="its consumer ended", fix="receive again")
             self._tensors = list(reversed(tensors))
             self._changed.notify_all()
-
-    def finish(self) -> None:
-        """Do nothing: :meth:`end` follows."""
 
     def cancel(self) -> None:
         """Drop the tensors that the consumer has not taken."""

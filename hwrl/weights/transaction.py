@@ -94,7 +94,6 @@ class SenderLink:
         """The newest whole version, if the transport keeps versions."""
         self._name = name
         self._proposals: list[Proposal] = []  # their messages are in the store
-        self._newest: Transaction | None = None
         self.sending: SenderRound | None = None
         """The round whose bytes are under way."""
 
@@ -112,8 +111,7 @@ class SenderLink:
         """Bring ``offer`` to its receivers, as the transport does it."""
         if self.transport.keeps_versions:
             return store_version(self, offer, clock)
-        self._newest = Transaction(self, offer, clock)
-        outcome, chapters = self._newest.run(), offer.source.chapters
+        outcome, chapters = Transaction(self, offer, clock).run(), offer.source.chapters
         if chapters is not None and chapters.ended:  # all tensors are known now
             self.plan_again(WeightSource(chapters.metadata, offer.source.read))
         return outcome
@@ -174,9 +172,9 @@ class SenderLink:
 
     def close(self) -> None:
         """Release waiting receivers, and free everything."""
-        if self._newest is not None:
-            error = TransferFailedError("the sender was closed", why="its owner ended it", fix="make a new sender")
-            self._newest.give_up(error)
+        if self._proposals and not self.transport.keeps_versions:
+            with contextlib.suppress(CommError):  # the store is lost, too
+                self.channel.give_up(self._proposals[-1], "the sender was closed")
         self.release()
         self.end.close()
 
@@ -233,7 +231,7 @@ class Transaction:
         except BaseException as exc:
             self.give_up(exc)
             raise
-        served = self._link.membership.served.values()
+        served = list(self._link.membership.served.values())  # another thread may remove members
         return CommitOutcome(sum(content == self._offer.content for content in served), self._excluded)
 
     def give_up(self, exc: BaseException) -> None:
@@ -317,7 +315,8 @@ class Transaction:
         failure = self._send(sending, reader)
         with self._clock("vote"):
             patience_s = self._link.limits.votes_s
-            if failure is None:  # the host may be ahead of the device, which still sends
+            # The host may be ahead of the device, which still sends; or receivers wait to connect with a lost one.
+            if failure is None or sending.gone():
                 patience_s = max(patience_s, deadline - time.monotonic())
             silent = sending.wait_for_votes(patience_s)
             return self._decide(sending, silent, failure)

@@ -135,7 +135,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Take over a save of transformers. It waits for the log and the evaluation of its step."""
-        self._due, control.should_save = self._due or control.should_save, False
+        if control.should_save:
+            self._take_over(control)
         logged = bool(state.log_history) and state.log_history[-1]["step"] == state.global_step
         waits = control.should_evaluate or (control.should_log and not logged)
         if self._due and not waits and (control.should_training_stop or _has_used_up_responses(args, state)):
@@ -144,6 +145,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc] # transformers 
                 self._save(state, control, _generator_of(parts["train_dataloader"]))
 
     on_log = on_evaluate = on_epoch_end = on_step_end
+
+    def _take_over(self, control: Any) -> None:
+        self._due, control.should_save = True, False
+        offloader = self._offloader()
+        if offloader is not None:  # its callback has kept the state on the device, for transformers
+            offloader.offload(params=False)
 
     def _save(self, state: Any, control: Any, sampler: torch.Generator | None) -> None:
         self._saved_step = state.global_step

@@ -24,6 +24,10 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc] # transformers is 
         """Open the offloader; transformers has made the optimizer by now."""
         self.offloader = Offloader(parts["model"], parts["optimizer"])
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Move the state to the host if a resume or a save has left it on the device."""
+        self._require().offload(params=False)
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Bring the state to the device."""
         self._require().load(params=False)
@@ -32,6 +36,16 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc] # transformers is 
         """Move the state to the host, unless transformers is about to save it."""
         if not control.should_save:
             self._require().offload(params=False)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Bring the state to the device if transformers is about to save it."""
+        if control.should_save:
+            self._require().load(params=False)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Do the same for ``save_strategy="best"``: transformers decides after this call."""
+        if self.offloader is not None and args.save_strategy == "best":
+            self.offloader.load(params=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Bring everything back and free the host memory."""

@@ -15,6 +15,7 @@ import torch
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
+from hwrl.errors import attempt_all
 from hwrl_vllm import ServerClient, TransferTrainer, TransferTrainerInit
 
 _Named = tuple[str, torch.Tensor]
@@ -51,12 +52,13 @@ class AsyncWeights:
     """The ``weight_transfer=`` of TRL's AsyncGRPOTrainer: weights to the server at ``url``, through hwrl.
 
     Give it on every rank; only the main process connects, when training begins. ``settings`` are those of
-    :class:`~hwrl_vllm.TransferTrainerInit`. Requests that run during an update go on with the new weights. A failed
-    update raises the errors of :class:`~hwrl_vllm.TransferTrainer`, and the server keeps the old weights.
+    :class:`~hwrl_vllm.TransferTrainerInit`. Requests that run at an update stop, and go on with the new weights. A
+    failed update raises the errors of :class:`~hwrl_vllm.TransferTrainer`, and the server goes on with the old weights.
     """
 
     def __init__(self, url: str, **settings: Any) -> None:
         self._url, self._settings = url, settings
+        self._client = ServerClient(url)
         self._sender: ServerWeights | None = None
 
     def init_weight_transfer(self) -> None:
@@ -64,15 +66,21 @@ class AsyncWeights:
         self._sender = ServerWeights(self._url, **self._settings)
 
     def pause(self) -> None:
-        """Stop the server's requests where they are."""
+        """Stop the server's requests where they are, and forget what it computed with the old weights."""
+        self._client.pause(mode="keep")
 
     def send_weights(self, iterator: Iterator[_Named]) -> None:
         """Send the weights; return when every worker has them."""
         assert self._sender is not None, "TRL calls init_weight_transfer first"
-        self._sender.send(iterator)
+        try:
+            self._sender.send(iterator)
+        except BaseException as exc:
+            attempt_all(self.resume, after=exc)  # TRL does not, after an error
+            raise
 
     def resume(self) -> None:
         """Let the requests go on."""
+        self._client.resume()
 
     def destroy(self) -> None:
         """Close the connection."""

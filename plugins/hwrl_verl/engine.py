@@ -90,7 +90,8 @@ class HwrlEngineWithLMHead(FSDPEngineWithLMHead):  # type: ignore[misc] # verl's
             set_state_dict(self.module, optimizer, **found)
         if "extra" in contents:
             self.lr_scheduler.load_state_dict(resumed.extra["lr_scheduler"])
-            checkpoint.set_rng_state(resumed.rank_extras[self.rank]["rng"])
+            of_ranks = resumed.rank_extras  # perhaps of fewer ranks than there are now
+            checkpoint.set_rng_state(of_ranks[self.rank % len(of_ranks)]["rng"])
 
     def _open_manager(self, local_path: str, *, keep: int | None = None) -> checkpoint.CheckpointManager:
         """Open the directory of all steps; there is one manager at a time."""

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from typing import Any
 
+from hwrl.errors import EngineError
+
+_FIX = "see the server's log"
+_SHOWN_NBYTES = 1000
+"""The bytes of a server's answer that an error shows."""
+
 
 class ServerClient:
-    """Calls the ``vllm serve`` at ``url`` (with VLLM_SERVER_DEV_MODE=1); a call may take ``timeout_s``."""
+    """Calls the ``vllm serve`` at ``url`` (with VLLM_SERVER_DEV_MODE=1); a call may take ``timeout_s``.
+
+    Raises EngineError, with the server's answer, if a call fails.
+    """
 
     def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
@@ -25,18 +35,26 @@ class ServerClient:
     def finish_weight_update(self) -> None:
         self._post("finish_weight_update", {})
 
-    def pause(self) -> None:
-        """Let running requests finish, begin no others, and empty the cache of prefixes."""
-        self._post("pause?mode=wait", {})
+    def pause(self, *, mode: str = "wait") -> None:
+        """Begin no requests, and empty the cache of prefixes; running requests finish, or with "keep" stop."""
+        self._post(f"pause?mode={mode}", {})
 
     def resume(self) -> None:
-        """Begin requests again."""
+        """Begin requests again; stopped ones go on, and compute their prompts anew."""
         self._post("resume", {})
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
-        urllib.request.urlopen(request, timeout=self._timeout_s).close()
+        try:
+            urllib.request.urlopen(request, timeout=self._timeout_s).close()
+        except urllib.error.HTTPError as exc:
+            with exc:
+                answer = exc.read(_SHOWN_NBYTES).decode(errors="replace")
+            fix = "see its log; a server without VLLM_SERVER_DEV_MODE=1 has no such route" if exc.code == 404 else _FIX
+            raise EngineError(f"{self._url} refused {path}", why=f"{exc}: {answer}", fix=fix) from exc
+        except OSError as exc:
+            raise EngineError(f"{self._url} did not answer {path}", why=f"{exc}", fix=_FIX) from exc
 
 
 class LocalClient:

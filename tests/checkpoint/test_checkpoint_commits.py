@@ -56,13 +56,16 @@ def test_an_export_writes_the_saved_tensors_and_not_the_changed_ones(tmp_path: P
     assert "hf/model.safetensors" in info.manifest.files
 
 
-def test_an_export_may_take_one_tensor_at_a_time(tmp_path: Path) -> None:
+def test_an_export_may_take_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def look(_: Path, saved: SavedTensors) -> None:
         seen.update(names=sorted(saved), shape=saved.on_meta("model.weight").shape, own=saved["model.bias"].fill_(7))
         with pytest.raises(KeyError, match="count"):
             saved["count"]
+        with monkeypatch.context() as unread:
+            unread.setattr(SavedTensors, "read", None)
+            assert "model.bias" in saved and "count" not in saved
 
     with open_manager(tmp_path) as opened:
         opened.save(1, state(1), export=look)

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from hwrl.cli import main
 from hwrl.comm import Group, serve_store, store_address
 from hwrl.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from hwrl.testing.processes import run_processes
-from tests.support.two_nodes import BACKEND, TRACKER, disk, group_of, on_ranks, open_manager, resume, save
+from tests.support.two_nodes import BACKEND, TRACKER, disk, group_of, on_ranks, open_manager, resume, save, state_of
 
 SHORT_S = 5.0  # until a killed rank counts as lost
 _NEW_MOUNTS, _RECURSIVE, _PRIVATE, _BIND = 0x20000, 16384, 1 << 18, 4096  # of linux/sched.h and linux/mount.h
@@ -59,6 +60,25 @@ def test_each_node_holds_its_ranks_part_and_all_resume_the_same_step(tmp_path: P
         assert (disk(tmp_path, node) / TRACKER).read_text() == "3"
         assert {path.name for path in disk(tmp_path, node).glob(".*")} == {".hwrl.lock"}
     assert on_ranks(_resume, 4, tmp_path) == [3] * 4
+
+
+def _save_and_look(group: Group, directory: Path) -> list[bool]:
+    found: list[bool] = []
+
+    def look(_: Any) -> None:
+        old, deadline = disk(directory.parent, 1) / "global_step_1", time.monotonic() + 1.0
+        while old.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(old.exists())
+
+    with open_manager(group, directory, max_ckpt_to_keep=1) as manager:
+        save(manager, group, 1)
+        manager.save(2, state_of(group, 2), after_commit=look)
+        return [*found, (directory / "global_step_1").exists()]
+
+
+def test_no_node_removes_a_checkpoint_before_after_commit_has_returned(tmp_path: Path) -> None:
+    assert on_ranks(_save_and_look, 2, tmp_path) == [[True, False], [False]]
 
 
 def test_two_ranks_resume_what_four_saved_as_each_finds_its_rows_on_its_node(tmp_path: Path) -> None:

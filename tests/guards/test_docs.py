@@ -25,6 +25,11 @@ def sections(page: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def test_no_page_has_the_marks_of_a_merge() -> None:
+    marked = [page.name for page in DOCS.glob("*.md") if re.search("^(<{7}|={7}|>{7})", page.read_text(), re.MULTILINE)]
+    assert marked == []
+
+
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
 def test_every_hook_is_documented_with_its_signature(hook: FunctionType) -> None:
     body = sections("hooks.md")[hook.__name__]

@@ -136,6 +136,12 @@ def test_a_keyword_or_a_level_that_selects_nothing_is_an_error() -> None:
 
 
 @pytest.mark.long(30)
+def test_options_of_pytest_in_the_environment_leave_no_check_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")
+    report = run_kit(Subject(Kind.BACKEND, "cpu"), backend=reference(), level=Level.DEVICE, keyword="TestDeviceMap")
+    assert report.names("passed")
+
+
 def test_the_command_checks_the_reference_backend_and_writes_its_report_and_badge(tmp_path: Path) -> None:
     """All levels, the short run included."""
     (tmp_path / "conftest.py").write_text("raise AssertionError('the kit must not read the conftest of this folder')")
@@ -155,6 +161,7 @@ def test_the_command_refuses_what_it_cannot_do_before_any_check(tmp_path: Path) 
         ("conformance", "cup"): "did you mean 'cpu'?",
         ("conformance", "cpu", "--badge", "badge.png"): "FILE.svg",
         ("conformance", "cpu", "--badge", "badge.svg", "-k", "TestRun"): "earns no badge",
+        ("conformance", "cpu", "-k", "no_such", "--json", "no/report.json"): "there is no folder no",
         ("conformance", "cpu", "--options", '{"room": 8}'): "takes no options",
         ("conformance", "embedded", "--options", "room"): "JSON object",
         ("conformance", "cpu", "--kind", "transport"): "there is no transport 'cpu'",

@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
 
 import hwrl
 from hwrl.cli import main
 from hwrl.testing import Kind, Level, find_subject
 from hwrl.testing.conformance import run_kit
+from hwrl.testing.contracts.train_engine import engine_settings
 
 COMMANDS = {
     "acme": ["new-backend", "acme"],
@@ -91,6 +95,17 @@ def test_a_new_engine_computes_right_untouched(name: str, kind: Kind, installed_
     assert (report.subject.kind, report.reached) == (kind, Level.COMPUTE)
 
 
+def test_a_new_train_engines_export_changes_nothing(installed_here: None, tmp_path: Path) -> None:
+    """Its parameters are float32, whatever dtype the exported model has."""
+    engine = find_subject("acme-train").make_train_engine(
+        engine_settings(dtype=torch.bfloat16), backend=hwrl.get_backend()
+    )
+    before = {name: tensor.clone() for name, tensor in engine.state_dict()["model"].items()}
+    engine.export(tmp_path)
+    assert all(tensor.equal(before[name]) for name, tensor in engine.state_dict()["model"].items())
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+
+
 @pytest.mark.extended  # the levels above, with a short run of `hwrl train`; ci/wheel always runs the first
 @pytest.mark.parametrize("name, backend", [("acme", "acme"), ("acme-roll", "cpu"), ("acme-train", "cpu")])
 def test_what_is_new_passes_every_level_untouched(name: str, backend: str, python: Path) -> None:
@@ -121,6 +136,12 @@ def test_the_packages_are_clean_and_say_which_interface_they_were_written_for(wr
     assert "api=(1, 0)," in (written / "hwrl-acme" / "hwrl_acme" / "__init__.py").read_text()
 
 
+def test_the_written_ci_may_only_read(written: Path) -> None:
+    for name in COMMANDS:
+        workflow = (written / f"hwrl-{name}" / ".github" / "workflows" / "conformance.yml").read_text()
+        assert yaml.safe_load(workflow)["permissions"] == {"contents": "read"}
+
+
 @pytest.mark.parametrize("name", ["", "Acme", "2x", "a b", "../acme", "acme-", "a--b", "a" * 41, "é"])
 def test_a_malformed_name_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new-backend", name, "--into", str(tmp_path)]) == 1
@@ -134,6 +155,8 @@ def test_a_malformed_name_is_refused(name: str, tmp_path: Path, capsys: pytest.C
         (["new-backend", "cpu"], "a backend 'cpu' is installed"),
         (["new-engine", "embedded"], "a rollout-engine 'embedded' is installed"),
         (["new-transport", "host"], "a transport 'host' is installed"),
+        (["new-engine", "cpu"], "a package hwrl_cpu is installed"),
+        (["new-transport", "vllm"], "a package hwrl_vllm is installed"),
     ],
 )
 def test_a_taken_name_is_refused(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hwrl.comm import Store
-from hwrl.errors import CommAbortedError, TransferFailedError
+from hwrl.errors import CommAbortedError, CommTimeoutError, TransferFailedError
 from hwrl.weights import AsyncStreamReceiver, AsyncWeightReceiver, AsyncWeightSender
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.weight_link import model_of, store
@@ -73,6 +73,31 @@ def test_a_cancelled_wait_ends_soon_and_the_link_goes_on(store: Store) -> None:
             await sender.publish(3, model_of(3))
             received, streamed = await reading
             assert (received.version, streamed["b"].item()) == (3, 3.0)
+
+    asyncio.run(main())
+
+
+def test_a_wait_that_is_cancelled_twice_still_waits_for_the_end_of_the_receive(store: Store) -> None:
+    async def main() -> None:
+        async with _link(store) as (_, receiver, __):
+            waiting = asyncio.create_task(receiver.receive())
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            with pytest.raises(CommTimeoutError):  # at once: the thread is free
+                await asyncio.wait_for(receiver.receive(timeout_s=0.0), timeout=10.0)
+
+    asyncio.run(main())
+
+
+def test_an_end_can_be_closed_before_its_context_ends(store: Store) -> None:
+    async def main() -> None:
+        async with _link(store) as ends:
+            for end in ends:
+                await end.close()
 
     asyncio.run(main())
 

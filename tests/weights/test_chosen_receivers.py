@@ -19,7 +19,10 @@ from hwrl.errors import (
 )
 from hwrl.testing.processes import Processes
 from hwrl.weights import WeightReceiver
-from hwrl.weights.control import Note
+from hwrl.weights.control import ControlChannel, Note, Proposal, Start
+from hwrl.weights.report import StageClock
+from hwrl.weights.transports import device
+from hwrl.weights.transports.device import Lanes
 from tests.support.faulty import HangingBackend
 from tests.support.weight_link import (
     beside,
@@ -173,6 +176,64 @@ def test_one_hung_receiver_makes_no_healthy_one_raise_with_equal_timeouts(store:
         report = sender.publish(1, model_of(1))
         assert (report.receivers, set(report.excluded)) == (2, {"hangs"})
         assert [wait().version for wait in waiting] == [1, 1]
+
+
+def test_a_receive_is_cancelled_while_it_connects(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cancelling(Lanes):
+        def __init__(self, *args: Any, rank: int, **options: Any) -> None:
+            if rank == 1:
+                a.cancel()
+            super().__init__(*args, rank=rank, **options)
+
+    with sender_of(store) as sender, receiver_of(store, "a") as a:
+        with monkeypatch.context() as connecting:
+            connecting.setattr(device, "Lanes", Cancelling)
+            waiting = beside(a.receive)
+            assert sender.publish(1, model_of(1)).receivers == 0
+            with pytest.raises(CommAbortedError, match="the receive was cancelled"):
+                waiting()
+        waiting = beside(a.receive)  # joins again
+        sender.wait_for_receivers(["a"])
+        assert sender.publish(1, model_of(1)).receivers == 1 and waiting().version == 1
+
+
+def test_a_removal_at_the_last_moment_excludes_nobody_else(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        sender_of(store, timeout_s=6.0) as sender,
+        receiver_of(store, "a") as a,
+        receiver_of(store, "b") as b,
+    ):
+        original = ControlChannel.start
+
+        def start(channel: ControlChannel, proposal: Proposal, answer: Start) -> None:
+            original(channel, proposal, answer)
+            sender._membership.remove({"b"}, "a test")  # the others are about to connect with it
+
+        monkeypatch.setattr(ControlChannel, "start", start)
+        waiting = [beside(one.receive) for one in (a, b)]
+        report = sender.publish(1, model_of(1))
+        assert (report.receivers, dict(report.excluded)) == (1, {}) and waiting[0]().version == 1
+        with pytest.raises(ReceiverExcludedError, match="a test"):
+            waiting[1]()
+
+
+def test_a_transfer_that_is_ended_before_its_first_byte_is_repeated(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans: list[StageClock] = []
+
+    class Ended(StageClock):
+        def span(self, backend: Any) -> Any:
+            spans.append(self)
+            if len(spans) == 1:
+                sender._link.end.abort()  # type: ignore[union-attr]  # as another thread does for `remove`
+            return super().span(backend)
+
+    with sender_of(store) as sender, receiver_of(store) as receiver:
+        monkeypatch.setattr("hwrl.weights.sender.StageClock", Ended)
+        waiting = beside(receiver.receive)
+        assert sender.publish(1, model_of(1)).receivers == 1 and waiting().version == 1
+        assert len(spans) == 2
 
 
 def test_a_waiting_receive_is_cancelled_from_another_thread(store: Store) -> None:

@@ -1,5 +1,6 @@
 """Weights that can be read only once: generators, whose tensors are known when they are made."""
 
+import gc
 import time
 import weakref
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from hwrl.errors import LayoutMismatchError, TransferFailedError
 from hwrl.interfaces import Backend
 from hwrl.testing.processes import Processes, run_processes
 from hwrl.weights import StreamReceiver, WeightReceiver, WeightSender, WeightSource
+from hwrl.weights.slabs import SlabRing
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.faulty import DyingBackend
 from tests.support.weight_link import beside, receiver_of, sender_of, store
@@ -43,6 +45,18 @@ class Generated:
 NBYTES = sum(4 * (100 + 37 * number) for number in range(COUNT))
 HELD_NBYTES = 6 * SLAB_NBYTES + 2 * 4 * (100 + 37 * COUNT)
 """A chapter of four slabs, a slab, and two tensors: the last of the chapter, and the one behind it."""
+
+
+class Loader:
+    """A loader that drops the tensors."""
+
+    def begin(self) -> None: ...
+
+    def load(self, tensors: Any) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def cancel(self) -> None: ...
 
 
 def _cpu() -> Backend:
@@ -180,6 +194,55 @@ def _make_together(rank: int, address: str) -> float:
 
 def test_ranks_that_make_the_tensors_together_never_wait_for_a_sender_that_failed() -> None:
     assert max(run_processes(_make_together, 2, store_address(serve_store()))) < 40.0
+
+
+def _rings_held() -> int:
+    gc.collect()
+    rings = (one for one in gc.get_objects() if isinstance(one, SlabRing))
+    return sum(any(slot is not None for slot in ring._slots) for ring in rings)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_receiver_of_a_generator_holds_one_ring(store: Store, in_place: bool) -> None:
+    small = [(f"t{number}", torch.full((100,), float(number))) for number in range(200)]
+    place: Any = {"into": {name: torch.zeros(100) for name, _ in small}} if in_place else {"loader": Loader()}
+    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store, **place) as receiver:
+        before = _rings_held()
+        waiting = beside(receiver.receive)
+        assert sender.publish(1, iter(small)).receivers == 1
+        assert waiting().version == 1
+        assert _rings_held() - before <= 2, "the sender and the receiver have one each"
+
+
+def test_a_sender_keeps_nothing_of_a_generator(store: Store) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        tensor = torch.ones(10)
+        made.append(weakref.ref(tensor))
+        yield "w", tensor
+
+    with sender_of(store) as sender:
+        sender.publish(1, tensors())
+        assert made[0]() is None
+
+
+def test_a_receiver_without_a_place_for_a_late_tensor_leaves(store: Store) -> None:
+    into = {name: torch.zeros_like(tensor) for name, tensor in Generated(1).tensors()}
+    late = into.popitem()
+    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, receiver_of(store, into=into) as receiver:
+        waiting = beside(receiver.receive)
+        with pytest.raises(TransferFailedError, match="only once"):
+            sender.publish(1, Generated(1).tensors())
+        with pytest.raises(LayoutMismatchError, match=late[0]):
+            waiting()
+        assert sender.receivers() == ()
+        into |= [late]
+        receiver.poll()  # joins again
+        assert sender.receivers() == ("r0",)
+        waiting = beside(receiver.receive)
+        assert sender.publish(1, Generated(1).tensors()).receivers == 1
+        assert waiting().version == 1 and _is_whole(into, 1)
 
 
 def test_a_source_that_says_once_is_read_lazily_from_the_first_version_on(store: Store) -> None:

@@ -47,6 +47,12 @@ def _publish(sender: WeightSender, version: int) -> tuple[TransferReport, float]
     return sender.publish(version, _tensors(version)), time.monotonic()
 
 
+def _publish_until_joined(sender: WeightSender, version: int) -> None:
+    sender.publish(version, _tensors(version))
+    sender.wait_for_receivers(1)
+    sender.publish(version, _tensors(version))
+
+
 def _version_of(receiver: StreamReceiver) -> int | None:
     return receiver.version
 
@@ -126,6 +132,31 @@ def test_a_cancelled_stream_ends_soon_and_the_next_one_works(store: Store) -> No
         with receiver.stream() as incoming:
             assert _is_whole(dict(incoming), 1)
         assert publishing().receivers == 1
+
+
+def test_a_stream_that_was_left_open_ends_when_the_next_one_begins(store: Store) -> None:
+    with sender_of(store, slab_nbytes=SLAB_NBYTES) as sender, _stream_of(store) as receiver:
+        publishing = beside(lambda: _publish_until_joined(sender, 1))
+        abandoned = receiver.stream()
+        next(abandoned)
+        incoming = receiver.stream()  # joins again
+        assert _is_whole(dict(incoming), 1)
+        publishing()
+        with pytest.raises(CommAbortedError):
+            next(abandoned)
+        publishing = beside(lambda: sender.publish(2, _tensors(2)))
+        with receiver.stream() as incoming:
+            found = dict([next(incoming)])
+            abandoned.close()  # has ended: this is no concern of the newer stream
+            found.update(incoming)
+        assert publishing().receivers == 1 and _is_whole(found, 2)
+
+
+def test_a_receiver_that_is_closed_ends_its_stream(store: Store) -> None:
+    with _stream_of(store) as receiver:
+        incoming = receiver.stream()
+    with pytest.raises(CommAbortedError):
+        next(incoming)
 
 
 class _Recorder:

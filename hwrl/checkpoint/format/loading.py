@@ -169,6 +169,9 @@ class SavedTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.read([name])[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._described  # Mapping's own reads the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._described)
 

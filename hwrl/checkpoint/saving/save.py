@@ -96,7 +96,7 @@ class SaveProtocol:
         raise AssertionError("the vote has failed")
 
     def _save_agreed(self, agreed: AgreedSave) -> None:
-        """Write, commit and announce: three votes, so no rank commits before all have written."""
+        """Write, commit, announce, and remove old checkpoints. Each is a vote: all ranks have done the one before."""
         step = agreed.captured.step
         try:
             with self.agreement.vote():
@@ -110,6 +110,8 @@ class SaveProtocol:
                 committed = self._commit(written)
             with self.agreement.vote():
                 self._announce(committed)
+            with self.agreement.vote():
+                self._retain(step)
         except CheckpointSaveError:
             self._remove_draft(agreed.draft)
             raise
@@ -257,20 +259,25 @@ class SaveProtocol:
         return CommittedSave(written.captured, written.manifest)
 
     def _announce(self, committed: CommittedSave) -> None:
-        """Have the tracker name the step, call ``after_commit``, and remove checkpoints beyond the newest ``keep``.
-
-        A tracker of the caller may name an old checkpoint until ``after_commit`` has returned.
-        """
+        """Have the tracker name the step, and call ``after_commit``."""
         if self.directory is not None:
             try:
                 self.directory.set_tracker(committed.captured.step)
-                if self.agreement.leads:
-                    self._call_after_commit(committed)
-                self.directory.retain(self.keep)
-            except CheckpointSaveError:
-                raise
             except (OSError, CheckpointError) as exc:
                 raise _not_finished(committed.captured.step, exc) from exc
+            if self.agreement.leads:
+                self._call_after_commit(committed)
+
+    def _retain(self, step: int) -> None:
+        """Remove checkpoints beyond the newest ``keep``.
+
+        A tracker of the caller may name one of them until ``after_commit`` has returned: no node removes it earlier.
+        """
+        if self.directory is not None:
+            try:
+                self.directory.retain(self.keep)
+            except (OSError, CheckpointError) as exc:
+                raise _not_finished(step, exc) from exc
 
     def _call_after_commit(self, committed: CommittedSave) -> None:
         captured, manifest = committed.captured, committed.manifest

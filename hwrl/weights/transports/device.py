@@ -106,14 +106,15 @@ class DeviceSender:
 
     def send(self, sending: SenderRound, reader: TensorReader, clock: StageClock) -> None:
         """Broadcast this sender's slabs in the layout's order, then the checksums."""
-        context, proposal = self._context, sending.proposal
-        if self._lanes is None or self._lanes.name != _payload(proposal).group:
+        context, proposal, lanes = self._context, sending.proposal, self._lanes
+        if lanes is None or lanes.name != _payload(proposal).group:
             self.abort()
-            self._lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
+            lanes = Lanes(context.store, proposal, share=context.share, rank=0, backend=context.backend)
+            self._lanes = lanes  # another thread may abort from now on
         if reader.layout is not self._buffer.layout:
             self._plan(reader.layout)
         with clock.span(context.backend):
-            self._send_slabs(self._lanes, reader, clock)
+            self._send_slabs(lanes, reader, clock)
 
     def _plan(self, layout: WeightLayout) -> None:
         shares = divide_slabs(layout, self._context.senders)
@@ -200,11 +201,15 @@ class DeviceReceiver:
         proposal, lanes = receiving.proposal, self._lanes
         if not lanes or lanes[0].name != _payload(proposal).group:
             self.abort()
-            lanes = self._lanes = []
+            lanes = []
             place: dict[str, Any] = {"rank": receiving.rank, "backend": self._context.backend}
-            for share in range(proposal.senders):
-                lanes.append(Lanes(self._context.store, proposal, share=share, **place))
-        return list(lanes)  # another thread may abort meanwhile
+            try:
+                for share in range(proposal.senders):
+                    lanes.append(Lanes(self._context.store, proposal, share=share, **place))
+            finally:
+                self._lanes = lanes  # another thread may abort from now on
+            receiving.cancellation.check()  # an earlier abort found nothing to close
+        return list(lanes)
 
     def _receive_slabs(
         self, receiving: ReceiverRound, lanes: list[Lanes], destination: Destination, sums: Checksums

@@ -137,6 +137,43 @@ def test_transformers_own_saves_go_on_with_an_offloaded_optimizer(tmp_path: Path
     assert state["state"][0]["exp_avg"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_transformers_also_saves_an_offloaded_optimizer_between_steps(tmp_path: Path, strategy: str) -> None:
+    evaluating = {"eval_strategy": "epoch", "metric_for_best_model": "loss"} if strategy == "best" else {}
+    trainer = make_trainer(tmp_path, save_strategy=strategy, max_steps=6, **evaluating)
+    trainer.add_callback(OffloadCallback())
+    trainer.train()
+    state = torch.load(tmp_path / "checkpoint-5" / "optimizer.pt", weights_only=True)
+    assert state["state"][0]["exp_avg"].abs().sum() > 0
+    trainer.evaluate()  # no offloader is open now
+
+
+def test_the_optimizer_is_on_the_host_between_steps_and_in_saves(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    offloaded: list[bool] = []
+
+    class Watch(TrainerCallback):  # type: ignore[misc] # transformers is not followed by the type checker
+        def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+            assert offloading.offloader is not None
+            moments = next(iter(parts["optimizer"].optimizer.state.values()))
+            copy = offloading.offloader.lend(moments["exp_avg"])
+            offloaded.append(copy is not None)
+            if copy is not None:
+                copy.give_back()
+
+        on_step_begin = on_step_end
+
+    for steps in (2, 3):
+        offloading = OffloadCallback()
+        trainer = make_trainer(tmp_path, max_steps=steps)
+        trainer.add_callback(offloading)
+        with CheckpointCallback(trainer, tmp_path / "checkpoints") as checkpoints:
+            trainer.add_callback(Watch())
+            trainer.train(resume_from_checkpoint=checkpoints.resume_path())
+    assert offloaded == [True] * 6
+
+
 def test_the_example_of_the_page_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[3] / "docs" / "trl.md").read_text()

@@ -1,0 +1,37 @@
+"""Groups staged through the host keep torch's contract; the kit tests them on a device."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hwrl.comm import serve_store
+from hwrl.comm.staged import StagedCollectives, _Awaited
+from hwrl_cpu import INFO, CpuBackend
+
+
+def _group() -> Any:
+    collectives = StagedCollectives(CpuBackend(INFO))
+    return collectives.create_process_group(serve_store(), rank=0, size=1, name="one", timeout=timedelta(seconds=20))
+
+
+def test_parameters_and_inference_tensors_are_written_past_autograd() -> None:
+    group, parameter = _group(), torch.nn.Parameter(torch.ones(3))
+    with torch.inference_mode():
+        inferred = torch.ones(3)
+    for tensor in (parameter, parameter * 2, inferred):
+        function, version = tensor.grad_fn, None if tensor.is_inference() else tensor._version
+        group.broadcast([tensor], dist.BroadcastOptions()).wait()
+        assert tensor.grad_fn is function
+        assert version is None or tensor._version > version, "autograd learns of the write"
+
+
+def test_any_error_of_a_send_reaches_its_waiter() -> None:
+    class Work:
+        def wait(self) -> bool:
+            raise ValueError("no such peer")
+
+    with pytest.raises(ValueError, match="no such peer"):
+        _Awaited(Work()).wait()
