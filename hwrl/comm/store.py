@@ -3,48 +3,105 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import socket
 import time
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from hwrl.comm.dialer import Dialer
+from hwrl.comm.door import check_doors
+from hwrl.comm.gate import Gate, GateAddress
 from hwrl.errors import CommError, CommTimeoutError, PeerLostError
+
+_served_or_joined: list[Dialer] = []
+"""The stores of this process. Torch connects to some of them by itself, at any time, so a dialer stays."""
+os.register_at_fork(after_in_child=_served_or_joined.clear)  # their threads stay with the parent
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
     """Return a new store, served by this process at ``store_address(store)`` while the object lives.
 
-    It listens only on the address of ``host``; "0.0.0.0" means every IPv4 interface. Any process with access to the
-    port may read and write. ``port`` 0 takes a free port. ``timeout_s`` bounds blocking calls of the store. Raises
-    CommError if the port is taken, or if ``host`` is not an address of this machine.
+    Only a process with the address can use it: the address holds a new secret key, and both ends prove that they know
+    it (docs/security.md). The store listens only on the address of ``host``; "0.0.0.0" means every IPv4 interface. Its
+    gate is at ``port``, 0 for a free one; the store itself takes a second, free port. ``timeout_s`` bounds blocking
+    calls of the store. Raises CommError if the port is taken, if ``host`` is not an address of this machine, or if the
+    kernel cannot keep strangers out.
     """
-    listener = _listen(host, port)
-    bound, timeout = listener.getsockname()[1], timedelta(seconds=timeout_s)
-    try:  # without a socket, TCPStore listens on every interface, whatever its host is
-        return TCPStore(
-            host, bound, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-        )
+    check_doors()
+    outside = _bind(host, port)
+    inside = _bind(outside.getsockname()[0], 0)
+    gate = Gate(outside, key=(key := secrets.token_urlsafe(32)), behind=inside)
+    near = _listen_near(inside.getsockname()[1])
+    dialer = Dialer(GateAddress(host, outside.getsockname()[1], key), near)
+    try:
+        store = dialer.make(lambda: _make_server(inside, dialer.near.host, timeout_s), starts_server=True)
     except dist.DistError as exc:
+        gate.close()
+        dialer.close()
         raise _cannot_serve(host, port, first_line(exc)) from exc
+    _served_or_joined.append(dialer)
+    weakref.finalize(store, _end_service, gate, dialer, os.getpid())
+    return store
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket on the first address of ``host`` on this machine."""
+def _make_server(inside: socket.socket, near: str, timeout_s: float) -> TCPStore:
+    """Return torch's store on the bound socket ``inside``. Its own client connects to its port at address ``near``."""
+    return TCPStore(
+        near,
+        inside.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=inside.detach(),  # without a socket, TCPStore listens on every interface
+    )
+
+
+def _end_service(gate: Gate, dialer: Dialer, server: int) -> None:
+    if os.getpid() != server:  # a fork: the sockets still serve its parent
+        return
+    gate.close()
+    dialer.close()
+    _served_or_joined.remove(dialer)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the first address of ``host`` on this machine. It does not listen."""
     if not 0 <= port < 65536:
         raise _cannot_serve(host, port, "ports are 0 to 65535")
     why = "the name has no address"
     try:
         for family, _, _, _, (address, _, *scope) in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            bound = socket.socket(family)
             try:
-                return socket.create_server((address, port, *scope), family=family)
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                bound.bind((address, port, *scope))
+                return bound
             except OSError as exc:
+                bound.close()
                 why = str(exc)
     except (OSError, UnicodeError) as exc:  # the name does not resolve
         why = str(exc)
     raise _cannot_serve(host, port, why)
+
+
+def _listen_near(port: int) -> socket.socket:
+    """Return a socket that listens at ``port`` of a loopback address; ``port`` may be taken at other addresses.
+
+    Torch's server wants its own client to connect to the server's port, but leaves the address to us.
+    """
+    for host in ("127.0.0.1", "127.0.0.2", "::1"):
+        with contextlib.suppress(OSError):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=128)
+    raise _cannot_serve("the loopback interface", port, "the port is taken there")
 
 
 def _cannot_serve(host: str, port: int, why: str) -> CommError:
@@ -56,25 +113,44 @@ def _cannot_serve(host: str, port: int, why: str) -> CommError:
 
 
 def store_address(store: TCPStore) -> str:
-    """Return ``host:port`` ("[host]:port" for IPv6), for :func:`connect_store`."""
-    host = f"[{store.host}]" if ":" in store.host else store.host
-    return f"{host}:{store.port}"
+    """Return ``host:port#key`` ("[host]:port#key" for IPv6), for :func:`connect_store`.
+
+    The key opens the store: hand the address only to processes of the run, and never log it.
+    """
+    dialer = _dialer_of(store)
+    if dialer is None:
+        raise CommError("the store has no address", why="serve_store did not make it", fix="use serve_store()")
+    return str(dialer.address)
 
 
 def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
-    """Return a client of the store at ``address`` ("host:port"); wait up to ``timeout_s`` for the server.
+    """Return a client of the store at ``address`` ("host:port#key"); wait up to ``timeout_s`` for the server.
 
-    Raises CommTimeoutError if nothing answers there in time.
+    Raises CommTimeoutError if nothing answers there in time, and CommError if the key is wrong.
     """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise CommError(f"{address!r} is no store address", why="it must be host:port", fix="use store_address(store)")
-    _wait_for_server(host, int(port), timeout_s)
+    wanted = GateAddress.parse(address)
+    _wait_for_server(wanted.host, wanted.port, timeout_s)
+    dialer = next((dialer for dialer in _served_or_joined if dialer.address == wanted), None)
+    if dialer is None:
+        dialer = Dialer(wanted, _listen_near(0))
+        _served_or_joined.append(dialer)
+    host, port = dialer.near
     try:
-        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=max(timeout_s, 1.0)))
+        timeout = timedelta(seconds=max(timeout_s, 1.0))
+        return dialer.make(lambda: TCPStore(host, port, is_master=False, timeout=timeout))
     except dist.DistError as exc:
-        raise CommError(f"cannot use the store at {address}", why=first_line(exc), fix="is it a torch store?") from exc
+        raise CommError(
+            f"cannot use the store at {wanted.place}", why=first_line(exc), fix="is its process alive?"
+        ) from exc
+
+
+def _dialer_of(store: Store) -> Dialer | None:
+    """Return the dialer behind ``store``, None for a store that needs none."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return None
+    return next((dialer for dialer in _served_or_joined if dialer.near == (store.host, store.port)), None)
 
 
 def _wait_for_server(host: str, port: int, timeout_s: float) -> None:
@@ -132,9 +208,10 @@ def store_failures() -> Iterator[None]:
 
 def clone_store(store: Store) -> Store:
     """Return another connection to ``store``'s server."""
+    clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]  # missing from torch's stubs
+    dialer = _dialer_of(store)
     with store_failures():
-        cloned: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-    return cloned
+        return clone() if dialer is None else dialer.make(clone)
 
 
 def first_line(exc: BaseException) -> str:

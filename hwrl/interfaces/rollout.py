@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,13 +105,13 @@ class Completion:
 class WeightOffer:
     """A proposed version of a weight link, for the receivers of an engine. Its transfer has begun.
 
-    The link is called ``link``, in the store at the address ``store`` (``host:port``). ``proposal`` is the number of
-    the proposal, and ``version`` its version. ``members`` are the receivers' numbers in the link; None for a receiver
-    that has no part in this proposal. ``timeout_s`` limits the wait for a stored version to be complete, and
-    ``limit_s`` all of the receiving. After ``once`` the receivers free what they hold for the link.
+    The link is called ``link``, in the store at the address ``store``; never log that, for it holds the store's key.
+    ``proposal`` is the number of the proposal, and ``version`` its version. ``members`` are the receivers' numbers in
+    the link; None for a receiver that has no part in this proposal. ``timeout_s`` limits the wait for a stored version
+    to be complete, and ``limit_s`` all of the receiving. After ``once`` the receivers free what they hold for the link.
     """
 
-    store: str
+    store: str = field(repr=False)
     link: str
     proposal: int
     version: int

@@ -32,7 +32,7 @@ _log = logging.getLogger("vllm.hwrl")  # vLLM shows its messages
 
 @dataclass
 class TransferInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
-    """The trainer's store (``host:port``), and whether the old version must serve until the new one is whole."""
+    """The trainer's store (its address and key), and whether the old version serves until the new one is whole."""
 
     store: str
     keep_old_version: bool = True

@@ -212,12 +212,12 @@ def test_a_group_names_the_ranks_that_never_came() -> None:
 
 def test_a_store_that_is_not_there_is_named() -> None:
     with pytest.raises(CommTimeoutError, match=r"no store answers at 127.0.0.1:1"):
-        connect_store("127.0.0.1:1", timeout_s=0.2)
+        connect_store("127.0.0.1:1#key", timeout_s=0.2)
     with pytest.raises(CommError, match="host:port"):
         connect_store("nonsense")
     store = serve_store()
     with pytest.raises(CommError, match="another port, or 0 for a free one"):
-        serve_store(port=store.port)
+        serve_store(port=int(store_address(store).partition("#")[0].rpartition(":")[2]))
 
 
 def test_the_store_helpers_agree() -> None:

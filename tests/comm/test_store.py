@@ -1,43 +1,83 @@
 """Where a store listens, and the errors of one that cannot be served."""
 
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from hwrl.comm import connect_store, serve_store, store_address
+from hwrl.comm import Store, clone_store, connect_store, serve_store, store_address
 from hwrl.errors import CommError
 
 _LISTENS = "0A"
 
 
-def _listening_at(port: int) -> list[str]:
-    """Return the local addresses on which this machine listens at ``port``, as the kernel writes them."""
+def _listening() -> set[tuple[str, int]]:
+    """Return where this machine listens; the addresses are as the kernel writes them."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     ends = [row[1].rpartition(":") for row in rows if row[3] == _LISTENS]
-    return [address for address, _, local_port in ends if int(local_port, 16) == port]
+    return {(address, int(port, 16)) for address, _, port in ends}
+
+
+def _gate_of(store: Store) -> tuple[str, int]:
+    """Return the host and the port where processes join ``store``."""
+    host, _, port = store_address(store).partition("#")[0].rpartition(":")  # type: ignore[arg-type]  # served here
+    return host, int(port)
 
 
 def test_a_store_listens_on_its_host_only() -> None:
+    before = _listening()
     store = serve_store()
-    assert store_address(store) == f"127.0.0.1:{store.port}"
-    assert _listening_at(store.port) == ["0100007F"]
+    host, port = _gate_of(store)
+    assert host == "127.0.0.1"
+    new = {address for address, _ in _listening() - before}
+    assert new <= {"0100007F", "0200007F"}, "the gate, the store, and the place inside this process: all on loopback"
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", store.port), 1.0)
-    other = serve_store("127.0.0.2", store.port)  # the port is free on every other address
+        socket.create_connection(("127.0.0.2", port), 1.0)
+    other = serve_store("127.0.0.2", port)  # the port is free on every other address
     connect_store(store_address(store)).set("key", "mine")
     connect_store(store_address(other)).set("key", "its")
     assert (store.get("key"), other.get("key")) == (b"mine", b"its")
 
 
-@pytest.mark.parametrize("host", ["localhost", "::1"])
-def test_a_host_name_and_an_ipv6_address_serve(host: str) -> None:
+@pytest.mark.parametrize("host", ["localhost", "::1", "0.0.0.0"])
+def test_other_kinds_of_hosts_serve(host: str) -> None:
     if host == "::1" and not Path("/proc/net/if_inet6").read_text().startswith("0" * 31 + "1"):
         pytest.skip("this machine has no IPv6 loopback")
     store = serve_store(host)
-    assert len(_listening_at(store.port)) == 1
     connect_store(store_address(store)).set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_a_served_store_frees_its_ports() -> None:
+    store = serve_store()
+    port = _gate_of(store)[1]
+    del store
+    again = serve_store(port=port)
+    assert _gate_of(again)[1] == port
+
+
+def test_a_fork_of_the_server_can_join() -> None:
+    store = serve_store()
+    address = store_address(store)
+    child = os.fork()
+    if child == 0:
+        try:
+            connect_store(address).set("child", "here")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert connect_store(address).get("child") == b"here"
+
+
+def test_every_kind_of_client_reads_what_another_wrote() -> None:
+    store = serve_store()
+    joined = connect_store(store_address(store))
+    clients = [store, joined, clone_store(joined), joined.clone()]  # type: ignore[attr-defined]  # missing in stubs
+    for number, client in enumerate(clients):
+        client.set(f"key {number}", bytes(100_000))
+    for client in clients:
+        assert [len(client.get(f"key {number}")) for number in range(len(clients))] == [100_000] * len(clients)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a..b"])
@@ -51,10 +91,10 @@ def test_an_impossible_port_is_refused(port: int) -> None:
     with pytest.raises(CommError, match=f"cannot serve a store on 127.0.0.1:{port}"):
         serve_store("127.0.0.1", port)
     with pytest.raises(CommError, match="no store address"):
-        connect_store(f"127.0.0.1:{port}")
+        connect_store(f"127.0.0.1:{port}#key")
 
 
 def test_a_taken_port_is_named() -> None:
     taken = serve_store()
     with pytest.raises(CommError, match=r"cannot serve a store[\s\S]*in use"):
-        serve_store("127.0.0.1", taken.port)
+        serve_store("127.0.0.1", _gate_of(taken)[1])

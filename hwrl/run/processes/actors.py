@@ -61,7 +61,7 @@ class ProcessSetup:
     inputs: RunInputs
     backend: str
     devices: ProcessDevices
-    store_address: str
+    store_address: str = field(repr=False)  # it holds the store's key
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class MemoryFiles:
     def make(self, slot: int, *, nbytes: int) -> int:
         """Return a new file of ``nbytes``. Nobody can shorten it: reading a missing part would kill a reader."""
         file = os.memfd_create(f"{_PREFIX}{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(file, 0o600)
         _allocate(file, nbytes=nbytes, where="memory")
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         return file
@@ -161,6 +162,8 @@ def _why_not(file: int, payload: HostPayload, slot: int) -> str | None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_ino != payload.inodes[slot]:
         return f"{_path(payload, slot)} is another file by now"
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        return f"{_path(payload, slot)} belongs to another user or is open to others"
     if not payload.directory and not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         return f"{_path(payload, slot)} is no memory file whose size is fixed"
     return None
