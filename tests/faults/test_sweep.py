@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.acts import Freeze, Send
+from tests.faults.acts import Freeze, Limit, Send
 from tests.faults.points import FILTER, JUDGED, POINTS, WORKFLOW, Point, at, choose
 from tests.faults.sweep import describe
 from tests.faults.trial import run_point
@@ -27,6 +27,7 @@ MET_ELSEWHERE = {
     "freeze-reward-workers-judging": "test_reward_workers.py: a call above its limit is killed",
     "pause-gcs-judging": "below, in one run with the next",
     "kill-env-agent-judging": "below",
+    "few-files-raylet": "below",
     "reward-ends-its-process-once": "test_reward_workers.py: a process that ends is replaced",
     "edit-weights-kill-trainer": "test_run_changes.py: an input that changed ends the run",
     **{point.name: "below: a replica and a trainer die, with the same account" for point in FILTERING},
@@ -34,9 +35,12 @@ MET_ELSEWHERE = {
 """Points that only ``make test-all`` runs, each with the test that holds its promise in ``make test``."""
 AT_ONCE = [
     Point(
-        "pause-gcs-kill-env-agent",
+        "pause-gcs-few-files-raylet-kill-env-agent",
         frozenset({"done", "error"}),
-        (at("judging", Freeze("gcs", 3.0), nth=JUDGED), at("stepping", Send("KILL", "env-agent"), nth=4)),
+        (
+            at("judging", Freeze("gcs", 3.0), nth=JUDGED),
+            at("stepping", Limit("raylet", "NOFILE", 30), Send("KILL", "env-agent"), nth=4),
+        ),
     ),
     Point(
         "workflow-kill-replica-and-trainer",
@@ -46,7 +50,7 @@ AT_ONCE = [
         reward="teaches_some",
     ),
 ]
-"""Faults of two points in one run, for ``make test``."""
+"""Faults of several points in one run, for ``make test``."""
 
 
 def _case(point: Point) -> Any:
