@@ -223,7 +223,8 @@ class Rollouter:
         if not every or lease.sequence_number % every:
             return None
         log, waited_from_s = SpanLog(), self._leases.leased_unix_s
-        log.add("lease", waited_from_s, log.began_unix_s, replica=self._settings.replica, version=lease.version)
+        given = {"replica": self._settings.replica, "version": lease.version}
+        log.add("lease", given, begin_unix_s=waited_from_s, end_unix_s=log.began_unix_s)
         return log
 
     def _generate(self) -> bool:
