@@ -9,7 +9,7 @@ from collections.abc import Collection
 from hwrl.weights.control import ControlChannel
 
 LOST = 0
-"""The content of a member that may have lost its own; contents are numbered from 1."""
+"""The content of a member after a begun transfer: perhaps none. Contents are numbered from 1."""
 _LATE = 100
 """A join request still incomplete after so many newer ones is never completed: its process died."""
 
@@ -81,12 +81,12 @@ class Membership:
             return tuple(name for member, name in self.members.items() if member not in self.served)
 
     def note_committed(self, members: Collection[int], content: int) -> None:
-        """Note that ``members`` have committed ``content``; those that are no members any longer are left out."""
+        """Note ``content`` as committed by ``members``, without removed ones."""
         with self._lock:
             self.served |= dict.fromkeys(self.members.keys() & set(members), content)
 
     def note_at_risk(self, members: Collection[int]) -> None:
-        """Note that a transfer to ``members`` begins: one that receives in place loses the content that it has."""
+        """Note the begin of a transfer to ``members``: receiving in place overwrites the old content."""
         with self._lock:
             self.served |= dict.fromkeys(self.served.keys() & set(members), LOST)
 

@@ -172,7 +172,7 @@ def test_a_receiver_that_is_removed_while_votes_are_counted_has_no_version(
 def test_members_are_read_under_their_lock_only(store: Store) -> None:
     class Guarded(dict[int, str]):
         def items(self) -> Any:
-            assert lock._is_owned(), "another thread may change them meanwhile"  # type: ignore[attr-defined]
+            assert lock._is_owned(), "another thread may change them meanwhile"  # type: ignore[attr-defined]  # the stubs lack it
             return super().items()
 
         values = items
@@ -200,7 +200,7 @@ def test_the_version_before_a_failed_one_is_sent_again_where_it_may_be_lost(
         exchange(sender, [receiver], 1)
         waiting = beside(receiver.receive)
         with pytest.raises(KeyError if begun else TransferFailedError):
-            sender.publish(2, broken() if begun else model_of(2), None if begun else {"cannot be sent": []})  # type: ignore[dict-item]
+            sender.publish(2, broken() if begun else model_of(2), None if begun else {"cannot be sent": []})  # type: ignore[dict-item]  # refused
         with pytest.raises(TransferFailedError, match="gave version 2 up"):
             waiting()
         if begun:

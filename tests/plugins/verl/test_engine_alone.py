@@ -113,7 +113,8 @@ class Run:
 
 
 def test_the_tracker_names_a_step_when_actor_critic_and_data_are_complete(engines: ModuleType, tmp_path: Path) -> None:
-    run, copies = Run(engines, tmp_path / "run"), []
+    run = Run(engines, tmp_path / "run")
+    copies: list[Path] = []
 
     def is_killed_here() -> None:
         """Keep what a kill would leave now; nothing may be lost of the step before."""
