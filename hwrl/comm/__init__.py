@@ -2,7 +2,7 @@
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from hwrl.comm.factory import Comm, forget_group
+from hwrl.comm.factory import Comm, call_off_group, forget_group
 from hwrl.comm.group import TorchGroup
 from hwrl.comm.store import (
     await_keys,
@@ -26,6 +26,7 @@ __all__ = [
     "Store",
     "TorchGroup",
     "await_keys",
+    "call_off_group",
     "clone_store",
     "connect_store",
     "first_line",
