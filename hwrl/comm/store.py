@@ -149,6 +149,12 @@ def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
     return store
 
 
+def is_on_loopback(store: Store) -> bool:
+    """Return whether ``store`` is served on a loopback address: then all processes that use it are on this machine."""
+    dialer = _dialer_of(store)
+    return dialer is not None and dialer.address.host.startswith(("127.", "::1", "localhost"))
+
+
 def _dialer_of(store: Store) -> Dialer | None:
     """Return the dialer behind ``store``, None for a store that needs none."""
     while isinstance(store, PrefixStore):

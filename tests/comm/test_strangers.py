@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hwrl.comm import connect_store, serve_store, signed, store_address
+from hwrl.comm import Comm, connect_store, serve_store, signed, store_address
 from hwrl.comm.signed import StoreAddress, dial, require_key
 from hwrl.errors import CommError, CommTimeoutError
+from hwrl_cpu import INFO, CpuBackend
 from tests.support.stranger import as_stranger
 
 _LISTENS = "0A"
@@ -151,3 +152,13 @@ def test_a_served_store_is_met_by_a_process_that_waits_for_it() -> None:
         require_key(late, address.key)
         late.listen()
         early.result().close()
+
+
+def test_a_group_that_meets_on_the_loopback_interface_listens_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    store = connect_store(store_address(serve := serve_store()))
+    before = _listening()
+    with Comm(CpuBackend(INFO)).standalone_group(store, rank=0, size=1, name="alone"):
+        new = _listening() - before
+    assert new and {host for host, _ in new} == {"127.0.0.1"}
+    del serve
