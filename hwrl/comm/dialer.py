@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
-from hwrl.comm.signed import StoreAddress, dial
+from hwrl.comm.signed import KeyedAddress, dial
 from hwrl.errors import CommError
 
 _CHUNK_NBYTES = 1 << 16
@@ -36,7 +36,7 @@ class Dialer:
     place of torch's, so operations take no detour. A connection that torch makes by itself stays relayed.
     """
 
-    def __init__(self, address: StoreAddress, listener: socket.socket) -> None:
+    def __init__(self, address: KeyedAddress, listener: socket.socket) -> None:
         self.address, self.near = address, _peer_of(listener.getsockname())
         self._listener, self._making, self._lock = listener, threading.Lock(), threading.Lock()
         self._dialed: collections.deque[socket.socket] = collections.deque()

@@ -23,7 +23,7 @@ _OPEN = "open"
 _OPEN_VARIABLE = "HWRL_OPEN_STORE"
 
 
-class StoreAddress(NamedTuple):
+class KeyedAddress(NamedTuple):
     """Where a store listens, and its key. The text, ``host:port#key``, opens the store: only the run may get it."""
 
     host: str
@@ -34,7 +34,7 @@ class StoreAddress(NamedTuple):
         return f"{self.place}#{self.key}"
 
     def __repr__(self) -> str:
-        return f"StoreAddress({self.place})"
+        return f"KeyedAddress({self.place})"
 
     @property
     def place(self) -> str:
@@ -43,7 +43,7 @@ class StoreAddress(NamedTuple):
         return f"{host}:{self.port}"
 
     @classmethod
-    def parse(cls, text: str) -> StoreAddress:
+    def parse(cls, text: str) -> KeyedAddress:
         """Read ``text``. Raises CommError, without the key, if it is no address of a store."""
         place, _, key = text.partition("#")
         host, _, port = place.rpartition(":")
@@ -102,7 +102,7 @@ def _why_open() -> str | None:
     return "this system's kernel ignores the key of a listening socket"
 
 
-def dial(address: StoreAddress, *, timeout_s: float) -> socket.socket:
+def dial(address: KeyedAddress, *, timeout_s: float) -> socket.socket:
     """Return a new connection to the store at ``address``; wait up to ``timeout_s`` for its server.
 
     Raises CommTimeoutError if no store with this key answers.
@@ -123,7 +123,7 @@ def dial(address: StoreAddress, *, timeout_s: float) -> socket.socket:
         try_s = min(2 * try_s, _LONGEST_TRY_S)
 
 
-def _connect(address: StoreAddress, *, timeout_s: float, key: str) -> socket.socket:
+def _connect(address: KeyedAddress, *, timeout_s: float, key: str) -> socket.socket:
     error: OSError = OSError("the name has no address")
     for family, _, _, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
         connection = socket.socket(family)
@@ -143,7 +143,7 @@ def _connect(address: StoreAddress, *, timeout_s: float, key: str) -> socket.soc
     raise error
 
 
-def _why_silent(address: StoreAddress) -> str:
+def _why_silent(address: KeyedAddress) -> str:
     """Say what a connection without a key tells: a closed store is silent for it."""
     try:
         with contextlib.closing(_connect(address, timeout_s=_PROBE_S, key=_OPEN)):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hwrl.comm.dialer import Dialer
-from hwrl.comm.signed import StoreAddress, new_key, require_key
+from hwrl.comm.signed import KeyedAddress, new_key, require_key
 from hwrl.errors import CommError, PeerLostError
 
 _BACKLOG = 4096
@@ -39,7 +39,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0, *, timeout_s: float = 30
         listener.listen(_BACKLOG)
     except OSError as exc:
         raise _cannot_serve(host, port, str(exc)) from exc
-    address = StoreAddress(host, listener.getsockname()[1], key)
+    address = KeyedAddress(host, listener.getsockname()[1], key)
     dialer = Dialer(address, _listen_near(address.port))
     try:
         store = dialer.make(lambda: _make_server(listener, dialer.near.host, timeout_s), starts_server=True)
@@ -128,7 +128,7 @@ def connect_store(address: str, *, timeout_s: float = 30.0) -> TCPStore:
 
     Raises CommTimeoutError if no store with this key answers there in time: a store is silent to others.
     """
-    wanted = StoreAddress.parse(address)
+    wanted = KeyedAddress.parse(address)
     dialer = next((dialer for dialer in _served_or_joined if dialer.address == wanted), None) or Dialer(
         wanted, _listen_near(0)
     )

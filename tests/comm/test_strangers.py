@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from hwrl.comm import Comm, connect_store, serve_store, signed, store_address
-from hwrl.comm.signed import StoreAddress, dial, require_key
+from hwrl.comm.signed import KeyedAddress, dial, require_key
 from hwrl.errors import CommError, CommTimeoutError
 from hwrl_cpu import INFO, CpuBackend
 from tests.support.stranger import as_stranger
@@ -91,7 +91,7 @@ def test_a_member_without_the_key_cannot_speak_for_another() -> None:
     """A connection is signed to its end: packets on it from elsewhere, such as a reset, change nothing."""
     store = serve_store()
     joined = connect_store(store_address(store))
-    address = StoreAddress.parse(store_address(store))
+    address = KeyedAddress.parse(store_address(store))
     for key in ("", "another", address.key[:-1]):
         with socket.socket() as stranger:
             if key:
@@ -105,7 +105,7 @@ def test_a_member_without_the_key_cannot_speak_for_another() -> None:
 
 def test_strangers_in_a_crowd_do_not_keep_a_process_out() -> None:
     store = serve_store()
-    address = StoreAddress.parse(store_address(store))
+    address = KeyedAddress.parse(store_address(store))
     with contextlib.ExitStack() as opened:
         for _ in range(300):
             stranger = opened.enter_context(socket.socket())
@@ -119,7 +119,7 @@ def test_strangers_in_a_crowd_do_not_keep_a_process_out() -> None:
 
 def test_a_crowd_of_members_joins_at_once() -> None:
     store = serve_store()
-    address = StoreAddress.parse(store_address(store))
+    address = KeyedAddress.parse(store_address(store))
     with ThreadPoolExecutor(100) as threads:
         members = list(threads.map(lambda _: dial(address, timeout_s=10.0), range(300)))
     for member in members:
@@ -145,7 +145,7 @@ def test_a_served_store_is_met_by_a_process_that_waits_for_it() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    address = StoreAddress("127.0.0.1", port, "the run's")
+    address = KeyedAddress("127.0.0.1", port, "the run's")
     with ThreadPoolExecutor(1) as threads, socket.socket() as late:
         early = threads.submit(dial, address, timeout_s=10.0)
         late.bind(("127.0.0.1", port))
