@@ -284,7 +284,7 @@ class ControlChannel:
     def replica(self, member: int) -> str | None:
         """Return the replica's name of receiver ``member``; None if it has left or its request is not complete."""
         found = self._keys.get(_key(Note.JOIN, member))
-        return None if found is None else found.decode()
+        return None if found is None else found.decode(errors="replace")
 
     def missing(self, proposal: Proposal, note: Note, members: Collection[int], *, timeout_s: float) -> list[int]:
         """Wait until all ``members`` have written ``note``; return those that have not after ``timeout_s``."""
@@ -326,7 +326,7 @@ class ControlChannel:
 
     def newest(self) -> int:
         """Return the newest proposal's number, 0 before the first. One short round trip."""
-        return int(self._keys.get("newest proposal") or 0)
+        return self._keys.number("newest proposal")
 
     def epoch(self) -> int:
         """Return the newest sender's number, 0 before the first."""
@@ -367,7 +367,7 @@ class ControlChannel:
         if why is not None:
             raise ReceiverExcludedError(
                 f"receiver {replica!r} was excluded from {self.name!r}",
-                why=why.decode(),
+                why=why.decode(errors="replace"),
                 fix="call join() to be sent the next version",
             )
 
