@@ -19,7 +19,7 @@ pytestmark = [
 
 def test_the_engine_reaches_the_level_rollout(tmp_path: Path) -> None:
     target = tmp_path / "report.json"
-    options = {"enforce_eager": True, **({} if ON_HOST else ON_DEVICE_OPTIONS)}
+    options = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, **({} if ON_HOST else ON_DEVICE_OPTIONS)}
     words = ["--options", json.dumps(options), "--level", "rollout", "--json", str(target)]
     assert main(["conformance", "vllm", *words]) == 0
     report = json.loads(target.read_text())
