@@ -8,6 +8,7 @@ no lease, no version and no state for a checkpoint.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -77,7 +78,14 @@ def measure(args: argparse.Namespace, config: Config, *, per_round: int) -> dict
     options = WayOptions(config, args.replicas, args.call, args.responses, args.tokens)
     ways = {name: make(options) for name, make in GROUP_WAYS.items()}
     plan = BenchPlan(tuple(ways), args.rounds)
-    rows = plan.take_turns(lambda name, _: _round(ways[name], per_round, batch=args.batch))
+
+    def send(name: str, number: int) -> dict[str, Any]:
+        row = _round(ways[name], per_round, batch=args.batch)
+        speed = f"{per_round / row['seconds']:,.0f} groups/s, {row['nbytes'] / (1 << 20):.1f} MiB"
+        print(f"round {number + 1} of {plan.rounds}: {name}: {speed}", file=sys.stderr, flush=True)
+        return row
+
+    rows = plan.take_turns(send)
     for way in ways.values():
         way.close()
     return {name: summarize(rounds, groups=per_round) for name, rounds in rows.items()}

@@ -58,7 +58,7 @@ class GroupWay(Way, ABC):
 
     def __init__(self, options: WayOptions, service: Any) -> None:
         self._replicas = [
-            ray.remote(num_cpus=0)(_Replica).remote(service, options, f"replica-{number}#0")
+            ray.remote(num_cpus=0)(_GroupFeeder).remote(service, options, f"replica-{number}#0")
             for number in range(options.replicas)
         ]
 
@@ -166,8 +166,8 @@ class _QueueService:
         return True
 
 
-class _Replica:
-    """Hands in copies of one group, and generates nothing."""
+class _GroupFeeder:
+    """Stands in for a replica: hands in copies of one group, and generates nothing."""
 
     def __init__(self, service: Any, options: WayOptions, replica: str) -> None:
         self._service, self._call, self._replica = service, options.call, replica
