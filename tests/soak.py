@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from hwrl.comm import Store, connect_store, serve_store, store_address
 from hwrl.discovery import get_backend
@@ -124,7 +125,7 @@ def note_of(store: Store, replica: str) -> dict[str, Any]:
 class Receivers:
     """The processes of the receivers. A context manager that kills them."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: TCPStore) -> None:
         self._store, self._address = store, store_address(store)
         self._lives: dict[str, int] = dict.fromkeys(REPLICAS, 0)
         self._processes: dict[str, ExitStack] = {}
