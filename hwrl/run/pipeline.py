@@ -218,6 +218,7 @@ class Pipeline:
 
     def _record_step(self, outcome: StepOutcome, info: BatchInfo) -> Metrics:
         self._log_failed(info.untrained.failed)
+        self._rates.devices = self._fleet.device_counts
         line = self._report.add(
             self.step,
             {**outcome.metrics, **self._rates.metrics(outcome.metrics, info)},
