@@ -30,6 +30,7 @@ from hwrl.run.report.summary import Summary, summarise, unknown_goals
 from hwrl.run.report.traces import StepTimes, finish_traces
 from hwrl.run.report.trackers import start_trackers
 from hwrl.run.run_directory import claimed_directory
+from hwrl.run.throttle import Throttle
 
 
 def run_training(config: Config, view: View) -> Summary:
@@ -74,6 +75,7 @@ class Pipeline:
         self._config, self._view, self._interrupts, self._fleet = config, view, interrupts, fleet
         self._opened_report: RunReport | None = None
         self._rates = StepRates([], devices=fleet.device_counts)
+        self._throttle = _throttle_of(config)
         self._evaluation: SpreadEvaluation | None = None
         self._saved_step = self._first_step = 0
         self.step = 0
@@ -219,13 +221,16 @@ class Pipeline:
     def _record_step(self, outcome: StepOutcome, info: BatchInfo) -> Metrics:
         self._log_failed(info.untrained.failed)
         self._rates.devices = self._fleet.device_counts
+        throttled = {} if self._throttle is None else self._throttle.metrics()
         line = self._report.add(
             self.step,
-            {**outcome.metrics, **self._rates.metrics(outcome.metrics, info)},
+            {**outcome.metrics, **self._rates.metrics(outcome.metrics, info), **throttled},
             prompts=info.sequence_numbers,
             untrained=info.untrained,
             samples=outcome.samples,
         )
+        if self._throttle is not None and self._throttle.observe(line, replicas=self._fleet.replicas.running):
+            self._fleet.set_throttle(self._throttle.state)
         if self.step == self._first_step:
             sets = [one.name for one in self._config.data.eval_sets]
             for sentence in unknown_goals(self._config.goals, line, eval_sets=sets):
@@ -377,6 +382,13 @@ _EVALUATION_TRIES = 3
 """How often an evaluation of the last weights may begin."""
 _EMPTY_LEDGER = {"version": 0, "trained": 0, "next": 0, "owed": []}
 """The ledger's state before the first prompt."""
+
+
+def _throttle_of(config: Config) -> Throttle | None:
+    if not config.async_training.adaptive:
+        return None
+    staleness, sleeps = config.async_training.staleness_threshold, config.rollout.free_cache_engine
+    return Throttle(staleness=staleness, batch_groups=config.groups_per_version, sleeps=sleeps)
 
 
 def _is_due(step: int, every: int) -> bool:

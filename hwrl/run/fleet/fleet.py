@@ -29,6 +29,7 @@ from hwrl.run.processes.answers import Answer, raise_hwrl_error
 from hwrl.run.report import EventLog
 from hwrl.run.run_directory import record_replicas
 from hwrl.run.scaling import ScaleRequest, ScaleRequests
+from hwrl.run.throttle import ThrottleState
 from hwrl.weights import POLICY, POLICY_BASE, withdraw
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -123,6 +124,11 @@ class Fleet:
         """Send the newest weights if a replica waits for them. The trainers must be idle."""
         if self.trainers.replicas_awaiting_weights():
             self.trainers.send_weights()
+
+    def set_throttle(self, state: ThrottleState) -> None:
+        """Limit the lead of the replicas, and lease no prompts to the youngest ``state.asleep`` of them."""
+        running = self.replicas.running_ids()
+        self.ledger.set_throttle(state.lead_groups, running[max(1, len(running) - state.asleep) :])
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 

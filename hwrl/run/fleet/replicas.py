@@ -320,6 +320,11 @@ class Replicas:
     def _running_handles(self) -> dict[str, ReplicaHandle]:
         return {replica.replica_id: replica.handle for replica in self._replicas.values() if replica.run is not None}
 
+    @property
+    def running(self) -> int:
+        """The number of running replicas that do not leave."""
+        return len(self.running_ids())
+
     def running_ids(self) -> list[str]:
         """Return the replica ids of the running replicas that do not leave, in the order of their names' age."""
         present = [self._replicas[name] for name in self._wanted if self._is_running(name)]

@@ -50,6 +50,18 @@ class BusyShares:
         return f"{self.bottleneck}, busy {busy:.0%} of the time; {other} {less:.0%}"
 
 
+def describe_waits(lines: Sequence[Metrics]) -> str | None:
+    """Return for which share of the steps of ``lines`` each side waited for the other; None without a step's time."""
+    timed = [line for line in lines if "perf/step_s" in line]
+    wall_s = sum(line["perf/step_s"] for line in timed)
+    if not wall_s:
+        return None
+    trainer = min(1.0, sum(line.get("timing_s/wait", 0.0) for line in timed) / wall_s)
+    replicas_s = sum(line["perf/step_s"] * max(1.0, line["rollout/replicas"]) for line in timed)
+    rollout = min(1.0, sum(line.get("rollout/idle_s", 0.0) for line in timed) / replicas_s)
+    return f"trainer waits {trainer:.0%} of the time for samples; replicas wait {rollout:.0%} for room"
+
+
 def busy_shares(lines: Sequence[Metrics]) -> BusyShares | None:
     """Return the busy shares over the steps of ``lines``; None if no line has a ``perf/step_s``."""
     timed = [line for line in lines if "perf/step_s" in line]
