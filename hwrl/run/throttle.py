@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hwrl.run.report import Metrics
+from hwrl.run.report.bottleneck import BATCH_WAIT
 
 _WINDOW_STEPS = 8
 """Steps between two decisions: a change needs some steps until the waits show it."""
@@ -59,7 +60,7 @@ class Throttle:
         wall_s = max(self._sum("perf/step_s"), 1e-9)
         awake = max(1, replicas - self.state.asleep)
         busy_s = self._sum("rollout/generate_s") + self._sum("rollout/update_s")
-        self.state = self._decide(self._sum("timing_s/wait") / wall_s, busy_s / wall_s, awake)
+        self.state = self._decide(self._sum(BATCH_WAIT) / wall_s, busy_s / wall_s, awake)
         self._window.clear()
         return True
 

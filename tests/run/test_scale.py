@@ -7,6 +7,7 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import yaml
@@ -99,8 +100,6 @@ def test_requests_are_answered_once_and_junk_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_refusal_reaches_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from threading import Event, Thread
-
     (tmp_path / "config.yaml").touch()
     lock, requests, ended = DirectoryLock(tmp_path), ScaleRequests(tmp_path), Event()
 

@@ -11,6 +11,8 @@ from hwrl.run.report.records import Metrics
 TRAINER_BUSY = ("timing_s/train", "timing_s/critic", "timing_s/sync", "timing_s/save")
 BUSY_SECONDS = ("generate_s", "update_s", "sleep_s")
 """The working time of a replica, in its totals."""
+BATCH_WAIT = "perf/batch_wait_s"
+"""The metric of the seconds between the request for a batch and the batch."""
 _EQUAL = 0.05
 """Shares that differ by less than this are equal: the window ends inside a replica's work."""
 
@@ -56,7 +58,7 @@ def describe_waits(lines: Sequence[Metrics]) -> str | None:
     wall_s = sum(line["perf/step_s"] for line in timed)
     if not wall_s:
         return None
-    trainer = min(1.0, sum(line.get("timing_s/wait", 0.0) for line in timed) / wall_s)
+    trainer = min(1.0, sum(line.get(BATCH_WAIT, 0.0) for line in timed) / wall_s)
     replicas_s = sum(line["perf/step_s"] * max(1.0, line["rollout/replicas"]) for line in timed)
     rollout = min(1.0, sum(line.get("rollout/idle_s", 0.0) for line in timed) / replicas_s)
     return f"trainer waits {trainer:.0%} of the time for samples; replicas wait {rollout:.0%} for room"

@@ -21,6 +21,7 @@ from hwrl.interfaces import PromptGroup
 from hwrl.run.cluster.placement import DeviceCounts
 from hwrl.run.processes.actors import BatchInfo, make_ledger
 from hwrl.run.report import Metrics, StepRates
+from hwrl.run.report.bottleneck import BATCH_WAIT
 from hwrl.run.simulate.events import EventQueue
 from hwrl.run.simulate.fleet import SimulatedFleet
 from hwrl.run.simulate.replica import SimulatedReplica
@@ -182,6 +183,7 @@ class _Simulation:
             "staleness/max": float(max(ages)),
             "partial/ratio": sum(span > 0 for span in spans) / len(spans),
             "timing_s/wait": self._events.now_s - self._since_s,
+            BATCH_WAIT: self._events.now_s - self._since_s,
             "timing_s/train": train_s,
             "timing_s/sync": 0.0,
         }
