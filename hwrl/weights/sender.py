@@ -100,6 +100,9 @@ class WeightSender:
     ) -> TransferReport:
         """Send ``weights`` as ``version``; return when every receiver has committed it or is excluded.
 
+        A new receiver that does not come within a second, while others do, gets a later version instead. It is excluded
+        if it misses versions for ``timeout_s``. So receivers that join and never come do not delay a version for long.
+
         ``to`` names the receivers to send to; None means all that have joined. A name that has not joined is reported
         as excluded and not waited for (:meth:`wait_for_receivers` waits). The host transport cannot choose receivers.
 

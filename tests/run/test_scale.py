@@ -15,8 +15,12 @@ import yaml
 from hwrl.checkpoint import DirectoryLock
 from hwrl.cli import main
 from hwrl.errors import ConfigError
+from hwrl.run.cluster.devices import RunDevices
+from hwrl.run.cluster.placement import DeviceCounts
+from hwrl.run.config import parse_config
 from hwrl.run.report import EVENTS, read_events
 from hwrl.run.scaling import ScaleRequest, ScaleRequests
+from tests.support.numbered import INFO, NumberedBackend
 from tests.support.train_run import HWRL, Run, trained_prompts
 
 
@@ -38,12 +42,12 @@ def test_replicas_join_and_leave_while_the_run_goes_on(start: Callable[..., Run]
     assert "1 → 2 replicas: replica-1 will join" in scale(run.directory, 2)
     assert replicas_in_config(run) == 2
     run.wait_for_output("rollout replica-1 has joined")
-    joined = run.metrics()[-1]["step"]
+    joined = int(run.metrics()[-1]["step"])
     run.wait_for_step(joined + 40)
     assert "replica-1 will leave" in scale(run.directory, 1)
     assert replicas_in_config(run) == 1
     run.wait_for_output("rollout replica-1 has left")
-    run.wait_for_step(run.metrics()[-1]["step"] + 10)
+    run.wait_for_step(int(run.metrics()[-1]["step"]) + 10)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.output()
     lines = run.metrics()
@@ -116,3 +120,24 @@ def test_a_refusal_reaches_the_command(tmp_path: Path, capsys: pytest.CaptureFix
     ended.set()
     thread.join()
     lock.close()
+
+
+def test_a_replica_joins_on_free_devices_and_gets_its_first_ones_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBERED_DEVICES", "4")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    settings = {"dir": tmp_path, "model": {"path": tmp_path}, "data": {"train": tmp_path}}
+    config = parse_config({**settings, "reward": {"function": "m:f"}, "rollout": {"replicas": 2}})
+    devices = RunDevices(config, NumberedBackend(INFO))
+    devices.remove_replica("replica-1")
+    assert devices.counts == DeviceCounts(1, 2)
+    devices.add_replica("replica-2")
+    devices.add_replica("replica-1")
+    assert [devices.devices_of(f"replica-{index}").indices for index in range(3)] == [(1,), (2,), (3,)]
+    assert devices.ray_options("replica-2")["resources"] == {"NUMBERED": 1.0} and devices.counts == DeviceCounts(3, 4)
+    with pytest.raises(ConfigError, match=r"no devices for replica-3[\s\S]*0 of this machine's 4 are free"):
+        devices.add_replica("replica-3")
+    devices.remove_replica("replica-2")
+    devices.add_replica("replica-3")
+    assert devices.devices_of("replica-3").indices == (3,)
