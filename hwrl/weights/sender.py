@@ -36,6 +36,9 @@ class WeightSender:
     and receivers fetch them later: at most ``versions`` files (1 if only one version is ever sent), in memory or under
     ``directory``.
 
+    A new receiver that does not come within a second, while others do, gets a later version instead. It is excluded if
+    it misses versions for ``timeout_s``. So receivers that join and never come do not delay a version for long.
+
     ``slabs`` slabs of ``slab_nbytes`` bytes (None: the device's best size) are under way at once. ``timeout_s`` limits
     each wait for receivers; they derive their own limits from it.
 
@@ -99,9 +102,6 @@ class WeightSender:
         again: bool = False,
     ) -> TransferReport:
         """Send ``weights`` as ``version``; return when every receiver has committed it or is excluded.
-
-        A new receiver that does not come within a second, while others do, gets a later version instead. It is excluded
-        if it misses versions for ``timeout_s``. So receivers that join and never come do not delay a version for long.
 
         ``to`` names the receivers to send to; None means all that have joined. A name that has not joined is reported
         as excluded and not waited for (:meth:`wait_for_receivers` waits). The host transport cannot choose receivers.
